@@ -1,0 +1,81 @@
+"""Structured pruning for any PyTorch network.
+
+>>> import ifso
+>>> ifso.__version__
+'0.1.0'
+
+Names are imported when first used, so that ``import ifso`` stays quick and does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    from ifso.costs import Cost, UnitCosts, cost, unit_costs
+    from ifso.graph.balancing import balance
+    from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
+    from ifso.graph.tracing import trace
+    from ifso.models import create_model
+    from ifso.surgery.compact import compact_
+    from ifso.surgery.mask import masked
+    from ifso.surgery.recipe import Recipe
+    from ifso.surgery.store import load, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChannelGraph",
+    "Cost",
+    "Frozen",
+    "Group",
+    "IfsoError",
+    "Member",
+    "Recipe",
+    "UnitCosts",
+    "__version__",
+    "balance",
+    "compact_",
+    "cost",
+    "create_model",
+    "load",
+    "masked",
+    "save",
+    "trace",
+    "unit_costs",
+]
+
+_HOME = {
+    "ChannelGraph": "ifso.graph.channel_graph",
+    "Cost": "ifso.costs",
+    "Frozen": "ifso.graph.channel_graph",
+    "Group": "ifso.graph.channel_graph",
+    "Member": "ifso.graph.channel_graph",
+    "Recipe": "ifso.surgery.recipe",
+    "UnitCosts": "ifso.costs",
+    "balance": "ifso.graph.balancing",
+    "compact_": "ifso.surgery.compact",
+    "cost": "ifso.costs",
+    "create_model": "ifso.models",
+    "load": "ifso.surgery.store",
+    "masked": "ifso.surgery.mask",
+    "save": "ifso.surgery.store",
+    "trace": "ifso.graph.tracing",
+    "unit_costs": "ifso.costs",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'ifso' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,114 @@
+"""``ifso.cost`` and ``ifso.unit_costs``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ifso.errors import StaleGraphError
+from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.running import named_tensors
+
+MAC_KINDS = ("conv", "linear", "matmul")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a network costs on the traced inputs.
+
+    ``macs`` counts the multiply-adds of all convolutions and matrix products: half of what
+    ``torch.utils.flop_counter`` reports. ``conv_macs`` are those of convolutions alone (what the paper counts),
+    ``linear_macs`` those of layers with a weight matrix, ``matmul_macs`` those of products of activations (attention).
+    ``params`` counts parameters, ``activations`` the numbers that convolutions and matrix products write.
+    """
+
+    conv_macs: int
+    linear_macs: int
+    matmul_macs: int
+    params: int
+    activations: int
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of convolutions, linear layers and other matrix products."""
+        return self.conv_macs + self.linear_macs + self.matmul_macs
+
+    def as_dict(self) -> dict[str, int]:
+        """All numbers by name."""
+        return {
+            "macs": self.macs, "conv_macs": self.conv_macs, "linear_macs": self.linear_macs,
+            "matmul_macs": self.matmul_macs, "params": self.params, "activations": self.activations,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return (
+            f"{self.macs:,} MACs (conv {self.conv_macs:,} + linear {self.linear_macs:,} + matmul {self.matmul_macs:,}), "
+            f"{self.params:,} parameters, {self.activations:,} activations"
+        )
+
+
+def cost(model: nn.Module, graph: ChannelGraph, keep: Keep | None = None) -> Cost:
+    """Cost of what ``keep`` leaves of the traced model, counted without running it.
+
+    >>> from ifso.graph.tracing import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> graph = trace(net, torch.zeros(1, 3, 8, 8))
+    >>> cost(net, graph).macs == 6 * 6 * 9 * 3 * 8 + 4 * 4 * 9 * 8 * 4
+    True
+    >>> cost(net, graph, {"0": torch.arange(8) < 6}).params
+    388
+    """
+    check_fits(model, graph)
+    kept = graph.kept(keep)
+    return Cost(**{field: sum(term.count(kept) for term in graph.terms if term.kind == kind) for field, kind in _FIELDS})
+
+
+_FIELDS = (
+    ("conv_macs", "conv"),
+    ("linear_macs", "linear"),
+    ("matmul_macs", "matmul"),
+    ("params", "parameter"),
+    ("activations", "activation"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class UnitCosts:
+    """What the removal of each unit of a group, alone, would save [size]."""
+
+    macs: Tensor
+    conv_macs: Tensor
+    params: Tensor
+    activations: Tensor
+
+
+def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitCosts]:
+    """What each kept unit would save, given what else is kept; 0 for units that are gone.
+
+    ``activations`` is the paper's ΔMem: the sum over the unit's producers of N·H·W of their outputs.
+    """
+    kept = graph.kept(keep)
+    saved = {kind: torch.zeros(graph.num_units, dtype=torch.long) for _, kind in _FIELDS}
+    for term in graph.terms:
+        saved[term.kind] += term.savings(kept)
+    macs = saved["conv"] + saved["linear"] + saved["matmul"]
+    return {
+        group.name: UnitCosts(
+            macs[group.units], saved["conv"][group.units], saved["parameter"][group.units], saved["activation"][group.units]
+        )
+        for group in graph.groups
+    }
+
+
+def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
+    """Refuse a model whose parameters are not those the graph was traced from."""
+    tensors = named_tensors(model)
+    for term in graph.terms:
+        if term.kind == "parameter" and (term.where not in tensors or tuple(tensors[term.where].shape) != term.shape):
+            now = tuple(tensors[term.where].shape) if term.where in tensors else "missing"
+            raise StaleGraphError(
+                f"the graph was traced from another model: {term.where} was {term.shape} and is {now}; "
+                "call ifso.trace again (after ifso.compact_, too)"
+            )

@@ -1,0 +1,41 @@
+"""Every error a user can meet. A message says what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class IfsoError(Exception):
+    """Base of all errors of this library. ``exit_status`` is what the command line returns."""
+
+    exit_status = 2
+
+
+class TraceError(IfsoError):
+    """The model could not be run on the example inputs, or not be followed."""
+
+
+class TraceMemoryError(TraceError):
+    """Tracing on real tensors would take more memory than allowed."""
+
+
+class ModelNotFound(IfsoError):
+    """A MODEL name that leads to no network."""
+
+
+class KeepError(IfsoError):
+    """A ``keep`` that does not fit the graph: unknown group, wrong size, an emptied layer, a broken balance."""
+
+
+class CompactionError(IfsoError):
+    """Physical removal failed its check; the model was left as it was."""
+
+
+class StaleGraphError(IfsoError):
+    """The graph was traced from another model, or before the model was compacted."""
+
+
+class RecipeError(IfsoError):
+    """A recipe or weight file that is missing, damaged, edited, of another model or of an unknown version."""
+
+
+class WeightsError(IfsoError):
+    """Weights that do not fit the network they are loaded into."""

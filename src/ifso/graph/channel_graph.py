@@ -1,0 +1,179 @@
+"""What ``ifso.trace`` returns: which channels must go together, which must stay, and why.
+
+A *unit* is the smallest thing that can be removed: one channel and every slice of every parameter coupled to it.
+Units are numbered through the whole network; a *group* is a run of units whose slices lie in the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ifso.errors import KeepError
+
+if TYPE_CHECKING:
+    from ifso.costs.terms import Term
+
+STAYS = -1
+"""The unit number of a slice that belongs to no unit and is never removed."""
+
+Keep = Mapping[str, Tensor]
+"""For each named group a bool tensor over its units: True stays, False goes. Groups left out stay whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter (or buffer) axis that loses slices when units of the group are removed.
+
+    ``role`` is ``"produces"`` (the units are computed by these slices), ``"consumes"`` (they are read by them) or
+    ``"follows"`` (norms, biases, gains). ``owner`` holds, for each position along ``dim``, the unit of the group it
+    belongs to, or -1. In a grouped convolution it has a row for each output channel, since positions along ``dim`` 1
+    mean other channels in each of its groups.
+    """
+
+    parameter: str
+    dim: int
+    role: str
+    owner: Tensor
+    size: int
+
+    @cached_property
+    def index(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit of the group the positions along ``dim`` that it owns."""
+        owner = self.owner.reshape(-1, self.owner.shape[-1])
+        positions = torch.arange(owner.shape[-1]).expand(owner.shape)
+        taken = owner >= 0
+        pairs = torch.stack([owner[taken], positions[taken]], 1).unique(dim=0)
+        counts = torch.bincount(pairs[:, 0], minlength=self.size).tolist()
+        return tuple(tuple(part.tolist()) for part in pairs[:, 1].split(counts))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that are coupled in the same places. ``first`` is the number of its first unit in the whole network."""
+
+    name: str
+    first: int
+    size: int
+    members: tuple[Member, ...]
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def units(self) -> slice:
+        """Where the group's units stand among all units of the network."""
+        return slice(self.first, self.first + self.size)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A parameter axis (or part of it: ``index``) that cannot be pruned, and the reason in words."""
+
+    parameter: str
+    dim: int
+    reason: str
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Rows of ``blocks`` [blocks, size] hold unit numbers; each row must keep equally many. ``where`` asked for it."""
+
+    blocks: Tensor
+    where: str
+
+    def counts(self, kept: Tensor) -> Tensor:
+        """Number of slices each block keeps, from the bool vector of :meth:`ChannelGraph.kept`."""
+        return kept[self.blocks].sum(1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which unit each slice of a parameter or buffer belongs to.
+
+    Every layer is an integer tensor broadcastable to ``shape`` that holds unit numbers (``STAYS`` where nothing goes);
+    an element survives if all its layers do. ``interleave[dim] = g`` says that the axis is a shuffle of ``g`` blocks,
+    so that the surviving slices must be dealt out to the blocks in turn.
+    """
+
+    shape: tuple[int, ...]
+    layers: tuple[Tensor, ...]
+    interleave: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SizeAttribute:
+    """A Python number on a module that equals a number of channels and must follow it.
+
+    ``labels`` [rows, n] are the unit numbers along the axis it measures: its new value is how many of a row are kept
+    (rows that keep any keep equally many).
+    ``position`` is the place in a tuple or list attribute, None for a plain int.
+    """
+
+    module: str
+    name: str
+    position: int | None
+    labels: Tensor
+
+    def value(self, kept: Tensor) -> int:
+        """The number for what is kept."""
+        return int(kept[self.labels].sum(-1).max())
+
+
+@dataclass
+class ChannelGraph:
+    """The coupled channels of one network, as found by :func:`ifso.trace`."""
+
+    groups: tuple[Group, ...]
+    frozen: tuple[Frozen, ...]
+    balances: tuple[Balance, ...]
+    layouts: dict[str, Layout]
+    attributes: tuple[SizeAttribute, ...]
+    terms: tuple[Term, ...]
+    inputs: Any
+    output_shapes: tuple[tuple[int, ...], ...]
+    reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
+    on_real_tensors: bool = False
+    recording: Any = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._by_name = {group.name: group for group in self.groups}
+
+    @property
+    def num_units(self) -> int:
+        """Units in all groups together."""
+        return sum(group.size for group in self.groups)
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        if name not in self._by_name:
+            known = ", ".join(list(self._by_name)[:5])
+            raise KeepError(f"no group named {name!r} in this graph; groups are {known}, … (see graph.groups)")
+        return self._by_name[name]
+
+    def keep_all(self) -> dict[str, Tensor]:
+        """A ``keep`` that removes nothing."""
+        return {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.groups}
+
+    def kept(self, keep: Keep | None) -> Tensor:
+        """``keep`` as one bool vector over all units, with a last entry True so that ``kept[STAYS]`` is True."""
+        kept = torch.ones(self.num_units + 1, dtype=torch.bool)
+        for name, choice in (keep or {}).items():
+            group = self.group(name)
+            choice = torch.as_tensor(choice).cpu()
+            if choice.dtype != torch.bool:
+                raise KeepError(f"keep[{name!r}] has dtype {choice.dtype}; give a bool tensor (True stays)")
+            if choice.shape != (group.size,):
+                raise KeepError(f"keep[{name!r}] has shape {tuple(choice.shape)}; group {name!r} has {group.size} units")
+            kept[group.units] = choice
+        return kept
+
+    def __str__(self) -> str:
+        from ifso.graph.table import render
+
+        return render(self)

@@ -1,0 +1,123 @@
+"""Functions that take statistics over channels (layer norm, softmax …), where a zero is not the same as nothing.
+
+They are remembered by the place where they are called, with the units along the axes of their tensors, so that a masked
+model can call them on the kept channels alone: gather, call, scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ifso.graph.labels import Labels
+from ifso.graph.tape import FunctionCall, FunctionKey, ModuleStack, Ref
+from ifso.graph.units import Units
+
+Lines = tuple[tuple[int, Tensor], ...]
+"""(dim, unit numbers along it) of a tensor's channel axes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A function call over channels: what its arguments and results are made of."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+def reductions_of(labels: Labels, units: Units) -> dict[FunctionKey, Reduction]:
+    """The calls in which units that can go are reduced over."""
+    found: dict[FunctionKey, Reduction] = {}
+    for call in labels.tape.functions:
+        if call.key in labels.flagged and call.key not in found:
+            found[call.key] = _reduction(call, labels, units)
+    return found
+
+
+def _reduction(call: FunctionCall, labels: Labels, units: Units) -> Reduction:
+    def lines(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return _lines(tree, labels, units)
+        if isinstance(tree, (tuple, list)):
+            return [lines(item) for item in tree]
+        if isinstance(tree, dict):
+            return {key: lines(item) for key, item in tree.items()}
+        return None
+
+    return Reduction(call.name, tuple(lines(call.args)), lines(call.kwargs), lines(call.result))
+
+
+def _lines(ref: Ref, labels: Labels, units: Units) -> Lines:
+    found = {}
+    for layer in labels[ref]:
+        for dim in layer.dims:
+            rows = units.of[layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])]
+            found[dim] = rows.max(0).values
+    return tuple(found.items())
+
+
+class ExactReductions(TorchFunctionMode):
+    """Within it, functions over channels see only the kept ones."""
+
+    def __init__(self, model: nn.Module, reductions: Mapping[FunctionKey, Reduction], kept: Tensor) -> None:
+        super().__init__()
+        self._stack = ModuleStack(model)
+        self._reductions = reductions
+        self._kept = kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reduction = self._reductions.get(self._stack.next_function())
+        if reduction is None or getattr(func, "__name__", "") != reduction.name:
+            return func(*args, **kwargs)
+        fewer = [self._gather(item, lines) for item, lines in zip(args, reduction.args, strict=False)]
+        fewer_named = {key: self._gather(item, reduction.kwargs.get(key)) for key, item in kwargs.items()}
+        if reduction.name in ("layer_norm", "rms_norm"):
+            _fit_normalized_shape(fewer, fewer_named)
+        return self._scatter(func(*fewer, **fewer_named), reduction.result)
+
+    def _gather(self, item: Any, lines: Any) -> Any:
+        if isinstance(item, Tensor) and lines:
+            for dim, units in lines:
+                index = self._kept[units].nonzero().flatten()
+                if item.shape[dim] == units.numel() > index.numel():
+                    item = item.index_select(dim, index.to(item.device))
+        elif isinstance(item, (tuple, list)) and isinstance(lines, list):
+            return type(item)(self._gather(part, line) for part, line in zip(item, lines, strict=True))
+        return item
+
+    def _scatter(self, result: Any, lines: Any) -> Any:
+        if isinstance(result, Tensor):
+            for dim, units in lines or ():
+                index = self._kept[units].nonzero().flatten()
+                if index.numel() < units.numel():
+                    shape = list(result.shape)
+                    shape[dim] = units.numel()
+                    result = result.new_zeros(shape).index_copy(dim, index.to(result.device), result)
+        elif isinstance(result, (tuple, list)) and isinstance(lines, list):
+            return type(result)([self._scatter(part, line) for part, line in zip(result, lines, strict=True)])
+        return result
+
+    def __enter__(self) -> ExactReductions:
+        self._stack.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._stack.__exit__(*exc)
+
+
+def _fit_normalized_shape(args: list[Any], kwargs: dict[str, Any]) -> None:
+    x = args[0] if args else kwargs["input"]
+    old = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    new = list(x.shape[x.dim() - len(old) :])
+    if len(args) > 1:
+        args[1] = new
+    else:
+        kwargs["normalized_shape"] = new

@@ -1,0 +1,341 @@
+"""Views, copies, cuts and joins: most of them simply run on the ids themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ifso.graph.labels import PRODUCES, Labels, Layer, compress
+from ifso.graph.rules import rule
+from ifso.graph.tape import Call, Ref
+
+TOO_LARGE = 1 << 22
+"""Ids of a reshape that mixes channels with other axes are followed up to this many elements."""
+
+
+@rule(
+    "aten.alias", "aten.detach", "aten.clone", "aten._to_copy", "aten.contiguous", "aten.detach_", "aten.to",
+    "aten.lift", "aten.positive", "aten.real", "aten.imag", "aten._conj", "aten.resolve_conj", "aten.resolve_neg",
+)  # fmt: skip
+def same(call: Call, labels: Labels) -> None:
+    """The same elements in the same places."""
+    x = call.args[0]
+    _remember_view(call, labels, x)
+    labels.set(call.outputs[0], labels[x], like=x)
+
+
+@rule(
+    "aten.permute", "aten.transpose", "aten.t", "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.slice",
+    "aten.select", "aten.unbind", "aten.split_with_sizes", "aten.narrow", "aten.diagonal", "aten.flip", "aten.roll",
+    "aten.repeat", "aten.unfold", "aten.movedim", "aten.rot90", "aten.tril", "aten.triu", "aten.numpy_T", "aten.mT",
+    "aten.transpose_", "aten.unsqueeze_", "aten.squeeze_", "aten.split_with_sizes_copy", "aten.unbind_copy",
+    "aten.permute_copy",
+)  # fmt: skip
+def rearrange(call: Call, labels: Labels) -> None:
+    """Run the same operator on the ids."""
+    x = call.args[0]
+    _remember_view(call, labels, x)
+    results: list[list[Layer]] = [[] for _ in call.outputs]
+    for layer in labels[x]:
+        for place, ids in enumerate(_on_ids(call, layer.ids, labels.shape(x))):
+            results[place].append(_carry_period(layer, ids, labels))
+    for ref, layers in zip(call.outputs, results, strict=True):
+        labels.set(ref, layers, like=x)
+
+
+def _on_ids(call: Call, ids: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    name = call.op.removeprefix("aten.").rstrip("_") if call.op.endswith("_") else None
+    func = getattr(torch.ops.aten, name) if name else call.func
+    result = func(ids.expand(shape), *call.args[1:], **call.kwargs)
+    copies = call.op in ("aten.flip", "aten.roll", "aten.repeat", "aten.tril", "aten.triu", "aten.rot90")
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [compress(item, exact=copies) for item in results]
+
+
+def _carry_period(layer: Layer, ids: Tensor, labels: Labels) -> Layer:
+    """A shuffled axis stays one only while all of it is there, in the same order."""
+    if layer.period and not (ids.numel() == layer.ids.numel() and bool((ids.flatten() == layer.ids.flatten()).all())):
+        layer = labels.unlock(layer)
+    return replace(layer, ids=ids)
+
+
+def _remember_view(call: Call, labels: Labels, base: Ref) -> None:
+    if call.op in ("aten.clone", "aten._to_copy", "aten.flip", "aten.roll", "aten.repeat"):
+        return
+    for ref in call.outputs:
+        if ref is not None and ref != base:
+            labels.views[ref.index] = labels.views.get(base.index, base.index)
+            if base.index in labels.uniform:
+                labels.uniform.add(ref.index)
+
+
+@rule("aten.view_as_complex", "aten.view_as_real")
+def complex_view(call: Call, labels: Labels) -> None:
+    """A last axis of two numbers becomes one complex number, or the other way round."""
+    x, out = call.args[0], call.outputs[0]
+    joins = call.op == "aten.view_as_complex"
+    layers = []
+    for layer in labels[x]:
+        if joins and layer.varies(layer.ids.dim() - 1):
+            labels.freeze(layer.ids, "are the two parts of complex numbers")
+        else:
+            layers.append(replace(layer, ids=layer.ids.squeeze(-1) if joins else layer.ids.unsqueeze(-1)))
+    labels.set(out, layers, like=x)
+
+
+@rule("aten.split")
+def split(call: Call, labels: Labels) -> None:
+    """Equal pieces (``chunk``, ``split``): along a channel axis the pieces must keep equally many."""
+    x = call.args[0]
+    dim = call.argument(2, "dim", 0) % len(labels.shape(x))
+    sizes = {labels.shape(ref)[dim] for ref in call.outputs if ref is not None}
+    for layer in labels[x]:
+        if layer.dims == (dim,) and len(call.outputs) > 1:
+            if len(sizes) == 1:
+                labels.split(layer.ids.flatten().view(len(call.outputs), -1), call.module)
+            else:
+                labels.freeze(layer.ids, "is cut into pieces of different size by a single number")
+    rearrange(call, labels)
+
+
+@rule("aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias", "aten.unflatten", "aten.view_copy")
+def view(call: Call, labels: Labels) -> None:
+    """Reshape: splitting a channel axis asks for balance, joining axes in another order makes a shuffle."""
+    x, out = call.args[0], call.outputs[0]
+    if out is None or not isinstance(call.args[1], (list, tuple)):
+        labels.set(out, ())
+        return
+    _remember_view(call, labels, x)
+    results = []
+    for layer in labels[x]:
+        ids = _reshape_ids(layer.ids, labels.shape(x), labels.shape(out))
+        if ids is None:
+            labels.freeze(layer.ids, "is mixed with other axes by a reshape too large to follow")
+            continue
+        reshaped = _after_reshape(layer, ids, call, labels)
+        if reshaped is not None:
+            results.append(reshaped)
+    labels.set(out, results, like=x)
+
+
+def _reshape_ids(ids: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
+    full = ids.expand(before)
+    try:
+        return compress(full.view(after))
+    except RuntimeError:
+        if full.numel() > TOO_LARGE:
+            return None
+        return compress(full.reshape(after), exact=True)
+
+
+def _after_reshape(layer: Layer, ids: Tensor, call: Call, labels: Labels) -> Layer | None:
+    before, after = len(layer.dims), sum(size > 1 for size in ids.shape)
+    if before == after == 1 and ids.numel() == layer.ids.numel():
+        return replace(layer, ids=ids)
+    layer = labels.unlock(layer)
+    if after > before:
+        _note_split(ids, call, labels)
+    elif after < before and ids.numel() == layer.ids.numel():
+        return _joined(layer, ids, labels)
+    return replace(layer, ids=ids)
+
+
+def _note_split(ids: Tensor, call: Call, labels: Labels) -> None:
+    cut = ids.squeeze()
+    for level in range(cut.dim() - 1, 0, -1):
+        labels.split(cut.reshape(cut.shape[:level].numel(), -1), call.module)
+
+
+def _joined(layer: Layer, ids: Tensor, labels: Labels) -> Layer | None:
+    """Axes joined into one. In order: fine. Blocks last: a shuffle. Anything else: frozen."""
+    flat = ids.flatten()
+    array = layer.ids.squeeze()
+    if bool((flat[1:] >= flat[:-1]).all()) or any(_same(array, blocks) for blocks, _ in labels.splits):
+        return replace(layer, ids=ids)
+    if array.dim() == 2 and any(_same(array.t(), blocks) for blocks, _ in labels.splits):
+        return replace(layer, ids=ids, period=array.shape[1])
+    if array.dim() == 2 and bool((array == array[:1]).all() or (array == array[:, :1]).all()):
+        return replace(layer, ids=ids)
+    labels.freeze(flat, "is reordered in a way that cannot be followed")
+    return None
+
+
+def _same(array: Tensor, blocks: Tensor) -> bool:
+    return array.numel() == blocks.numel() and array.reshape(blocks.shape).equal(blocks)
+
+
+@rule("aten.cat", "aten.concat")
+def cat(call: Call, labels: Labels) -> None:
+    """Ids are joined along the dim; along the other dims all pieces hold the same channels."""
+    pieces = [ref for ref in call.args[0] if labels.tape.shape(ref) != (0,)]
+    out = call.outputs[0]
+    dim = call.argument(1, "dim", 0) % len(labels.shape(pieces[0]))
+    _join(pieces, out, dim, call, labels)
+
+
+@rule("aten.stack")
+def stack(call: Call, labels: Labels) -> None:
+    """``cat`` along a new dim: all pieces hold the same channels."""
+    pieces, out = call.args[0], call.outputs[0]
+    assert out is not None
+    dim = call.argument(1, "dim", 0) % len(labels.shape(out))
+    layers = labels.merge(
+        replace(layer, ids=layer.ids.unsqueeze(dim)) for ref in pieces for layer in labels[ref]
+    )
+    _freeze_unmatched(pieces, layers, labels, lambda d: d if d < dim else d - 1)
+    labels.set(out, layers, like=pieces[0])
+
+
+def _freeze_unmatched(pieces: list[Ref], layers: list[Layer], labels: Labels, own_dim: Any) -> None:
+    for layer in layers:
+        for ref in pieces:
+            if ref.index in labels.uniform:
+                continue
+            for dim in layer.dims:
+                own = own_dim(dim)
+                if labels.shape(ref)[own] > 1 and labels.along(ref, own) is None:
+                    labels.freeze(layer.ids, f"is joined side by side with {labels.why(ref)}")
+
+
+def _join(pieces: list[Ref], out: Ref | None, dim: int, call: Call, labels: Labels) -> None:
+    across = labels.merge(layer for ref in pieces for layer in labels[ref] if not layer.varies(dim))
+    _freeze_unmatched(pieces, across, labels, lambda d: d)
+    joined: list[Layer] = []
+    if any(labels.along(ref, dim) is not None for ref in pieces):
+        joined = [Layer(_ids_along(pieces, dim, labels))]
+    labels.set(out, labels.merge([*joined, *across]), like=pieces[0])
+
+
+def _ids_along(pieces: list[Ref], dim: int, labels: Labels) -> Tensor:
+    parts = []
+    for ref in pieces:
+        size = labels.shape(ref)[dim]
+        layers = [layer for layer in labels[ref] if layer.varies(dim)]
+        if layers:
+            parts.append(labels.unlock(layers[0]).ids)
+            for other in layers[1:]:
+                labels.unite(layers[0].ids, other.ids)
+            continue
+        ids = labels.fresh(size)
+        if ref.index not in labels.uniform or size == 1:
+            labels.freeze(ids, f"is joined with {labels.why(ref)}")
+        view = [1] * len(labels.shape(ref))
+        view[dim] = size
+        parts.append(ids.view(view))
+    widest = [max(part.shape[d] for part in parts) for d in range(parts[0].dim())]
+    return torch.cat([part.expand([part.shape[dim] if d == dim else s for d, s in enumerate(widest)]) for part in parts], dim)
+
+
+@rule("aten.constant_pad_nd")
+def pad(call: Call, labels: Labels) -> None:
+    """Zeros around: along a channel axis they are new channels."""
+    x, amounts = call.args[:2]
+    ndim = len(labels.shape(x))
+    padded = {ndim - 1 - i // 2: amounts[i : i + 2] for i in range(0, len(amounts), 2)}
+    results = []
+    for layer in labels[x]:
+        ids = layer.ids
+        for dim in layer.dims:
+            before, after = padded.get(dim, (0, 0))
+            if before or after:
+                ids = _pad_ids(labels.unlock(replace(layer, ids=ids)).ids, dim, before, after, call, labels)
+        results.append(replace(layer, ids=ids, period=0 if ids is not layer.ids else layer.period))
+    labels.set(call.outputs[0], results, like=x)
+
+
+def _pad_ids(ids: Tensor, dim: int, before: int, after: int, call: Call, labels: Labels) -> Tensor:
+    if before < 0 or after < 0:
+        start, stop = max(-before, 0), ids.shape[dim] - max(-after, 0)
+        return _pad_ids(ids.narrow(dim, start, stop - start), dim, max(before, 0), max(after, 0), call, labels)
+    parts = []
+    for count, names in ((before, ("front",)), (after, ("back",))):
+        shape = list(ids.shape)
+        shape[dim] = count
+        view = [1] * ids.dim()
+        view[dim] = count
+        new = labels.fresh(count)
+        if count:
+            labels.measure(call, names, new)
+        parts.append(new.view(view).expand(shape))
+    return torch.cat([parts[0], ids, parts[1]], dim)
+
+
+@rule("aten.index", "aten.index_select", "aten.gather", "aten.embedding", "aten.take_along_dim")
+def index(call: Call, labels: Labels) -> None:
+    """Look-up: an axis that is indexed must stay, the others pass."""
+    if call.op == "aten.index":
+        x, indices = call.args[:2]
+    elif call.op == "aten.embedding":
+        x, indices = call.args[0], [call.args[1]]
+    else:
+        x, dim, where = call.args[:3]
+        dim = dim % max(len(labels.shape(x)), 1)
+        if call.op == "aten.gather":
+            return _gather(call, labels, x, dim, where)
+        indices = [None] * dim + [where]
+    dummies, indexed = _dummy_indices(indices, labels)
+    passing = []
+    for layer in labels[x]:
+        if any(layer.varies(dim) for dim in indexed):
+            labels.freeze(layer.ids, "is looked up by position")
+            continue
+        ids = layer.ids[tuple(dummies)] if indexed else layer.ids
+        passing.append(_carry_period(layer, ids, labels))
+        if call.op == "aten.embedding":
+            labels.role(ids, PRODUCES)
+    for ref in indices:
+        if isinstance(ref, Ref):
+            labels.freeze_all([ref], "is used as an index")
+    labels.set(call.outputs[0], passing, like=x)
+
+
+def _dummy_indices(indices: list[Any], labels: Labels) -> tuple[list[Any], list[int]]:
+    """Index every looked-up dim (of size 1 in the ids) at 0, keeping the number of dims right."""
+    dummies: list[Any] = []
+    indexed: list[int] = []
+    for entry in indices:
+        if entry is None:
+            dummies.append(slice(None))
+            continue
+        ndim = len(labels.tape.shape(entry))
+        is_mask = labels.tape.values[entry.index].dtype in (torch.bool, torch.uint8)
+        count = ndim if is_mask else 1
+        indexed.extend(range(len(dummies), len(dummies) + count))
+        zero = torch.zeros([1] if is_mask else [1] * ndim, dtype=torch.long)
+        dummies.extend([zero] * count)
+    return dummies, indexed
+
+
+def _gather(call: Call, labels: Labels, x: Ref, dim: int, where: Ref) -> None:
+    passing = []
+    for layer in labels[x]:
+        if layer.varies(dim) or any(labels.shape(where)[d] != labels.shape(x)[d] for d in layer.dims):
+            labels.freeze(layer.ids, "is looked up by position")
+        else:
+            passing.append(layer)
+    labels.set(call.outputs[0], passing, like=x)
+
+
+@rule("aten.as_strided", "aten.as_strided_")
+def as_strided(call: Call, labels: Labels) -> None:
+    """Followed only where it changes nothing."""
+    x, out = call.args[0], call.outputs[0]
+    if out is not None and labels.shape(out) == labels.shape(x):
+        labels.set(out, labels[x], like=x)
+        return
+    labels.freeze_all([x], "is read through raw strides")
+    labels.set(out, (), like=x)
+
+
+@rule("aten.repeat_interleave")
+def repeat_interleave(call: Call, labels: Labels) -> None:
+    """Each slice several times: run on the ids where the counts are a number."""
+    x = call.args[0]
+    if len(call.args) > 1 and isinstance(call.args[1], int):
+        rearrange(call, labels)
+        return
+    labels.freeze_all(call.inputs, "is repeated by counts known only at run time")
+    labels.set(call.outputs[0], (), like=x)

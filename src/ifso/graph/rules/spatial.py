@@ -1,0 +1,137 @@
+"""Pooling, resampling and sampling: channels (dim 1 of a batched tensor) pass, positions change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ifso.graph.labels import Labels
+from ifso.graph.rules import rule
+from ifso.graph.tape import Call
+
+
+@rule(
+    "aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", "aten.max_pool1d_with_indices", "aten.max_pool2d",
+    "aten.max_pool1d", "aten.max_pool3d", "aten.mkldnn_max_pool2d", "aten.avg_pool1d", "aten.avg_pool2d",
+    "aten.avg_pool3d", "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.adaptive_avg_pool1d",
+    "aten.adaptive_avg_pool2d", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
+    "aten.upsample_nearest1d", "aten.upsample_nearest2d", "aten.upsample_nearest3d", "aten._upsample_nearest_exact2d",
+    "aten.upsample_linear1d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten.upsample_trilinear3d",
+    "aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa", "aten.grid_sampler_2d", "aten.grid_sampler_3d",
+    "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.reflection_pad3d", "aten.replication_pad1d",
+    "aten.replication_pad2d", "aten.replication_pad3d", "aten.fractional_max_pool2d", "aten._fft_r2c", "aten._fft_c2r",
+    "aten._fft_c2c", "torchvision.roi_align", "torchvision.roi_pool",
+)  # fmt: skip
+def positions(call: Call, labels: Labels) -> None:
+    """Channels pass; ids that vary along a position axis are frozen."""
+    x = call.args[0]
+    passing = []
+    fixed = _position_dims(call, labels)
+    for layer in labels[x]:
+        if any(layer.varies(dim) for dim in fixed):
+            labels.freeze(layer.ids, f"lies along the positions that {call.op} mixes")
+        else:
+            passing.append(layer)
+    others = [ref for ref in call.inputs if ref != x]
+    labels.freeze_all(others, f"gives the positions to {call.op}")
+    for ref in call.outputs:
+        labels.set(ref, passing if ref and len(labels.shape(ref)) == len(labels.shape(x)) else (), like=x)
+
+
+def _position_dims(call: Call, labels: Labels) -> list[int]:
+    ndim = len(labels.shape(call.args[0]))
+    if "_fft" in call.op:
+        return [dim % ndim for dim in call.args[1]]
+    spatial = {"1d": 1, "2d": 2, "3d": 3}
+    count = next((n for word, n in spatial.items() if word in call.op), 2)
+    roi = "roi" in call.op
+    return [*range(ndim - count, ndim), *([0] if roi else [])]
+
+
+@rule("torchvision.deform_conv2d")
+def deform_conv(call: Call, labels: Labels) -> None:
+    """A convolution with learned positions: input and output channels as in a convolution of one group."""
+    from ifso.graph.rules.products import convolve
+
+    x, weight, offset, mask, bias = call.args[:5]
+    groups, offset_groups = call.args[11], call.args[12]
+    labels.freeze_all([ref for ref in (offset, mask) if ref is not None], "gives the positions to a deformable convolution")
+    if offset_groups > 1 or groups > 1:
+        labels.freeze_all([x], "is read by a grouped deformable convolution")
+    convolve(call, labels, x, weight, bias, transposed=False, groups=groups)
+
+
+@rule("aten.pixel_shuffle")
+def pixel_shuffle(call: Call, labels: Labels) -> None:
+    """[N, C·r², H, W] → [N, C, H·r, W·r]: the r² channels of an output channel go together."""
+    x, factor = call.args[:2]
+    passing = []
+    for layer in labels[x]:
+        if layer.dims == (layer.ids.dim() - 3,):
+            layer = labels.unlock(layer)
+            rows = layer.ids.flatten().view(-1, factor * factor)
+            first = labels.link_rows(rows, [1])
+            passing.append(replace(layer, ids=first.reshape([-1 if d == layer.dims[0] else 1 for d in range(layer.ids.dim())])))
+        else:
+            labels.freeze(layer.ids, "is mixed with positions by a pixel shuffle")
+    labels.set(call.outputs[0], passing, like=x)
+
+
+@rule("aten.pixel_unshuffle")
+def pixel_unshuffle(call: Call, labels: Labels) -> None:
+    """[N, C, H·r, W·r] → [N, C·r², H, W]: each channel becomes r² consecutive ones."""
+    x, factor = call.args[:2]
+    _repeat_channels(call, labels, factor * factor)
+
+
+@rule("aten.im2col")
+def im2col(call: Call, labels: Labels) -> None:
+    """[N, C, H, W] → [N, C·k·k, L]: each channel becomes k·k consecutive ones."""
+    kernel = call.args[1]
+    _repeat_channels(call, labels, kernel[0] * kernel[1])
+
+
+def _repeat_channels(call: Call, labels: Labels, times: int) -> None:
+    x = call.args[0]
+    ndim = len(labels.shape(call.outputs[0])) if call.outputs[0] else 0
+    channel = len(labels.shape(x)) - 3
+    passing = []
+    for layer in labels[x]:
+        if layer.dims == (channel,):
+            ids = labels.unlock(layer).ids.flatten().repeat_interleave(times)
+            passing.append(replace(layer, ids=ids.view([-1 if d == channel else 1 for d in range(ndim)]), period=0))
+        else:
+            labels.freeze(layer.ids, f"lies along the positions that {call.op} mixes")
+    labels.set(call.outputs[0], passing, like=x)
+
+
+@rule("aten.col2im")
+def col2im(call: Call, labels: Labels) -> None:
+    """[N, C·k·k, L] → [N, C, H, W]: the k·k entries of an output channel go together."""
+    x, _, kernel = call.args[:3]
+    passing = []
+    for layer in labels[x]:
+        channel = layer.ids.dim() - 2
+        if layer.dims == (channel,):
+            rows = labels.unlock(layer).ids.flatten().view(-1, kernel[0] * kernel[1])
+            first = labels.link_rows(rows, [1])
+            ndim = layer.ids.dim() + 1
+            passing.append(replace(layer, ids=first.reshape([-1 if d == ndim - 3 else 1 for d in range(ndim)]), period=0))
+        else:
+            labels.freeze(layer.ids, "lies along the positions that col2im mixes")
+    labels.set(call.outputs[0], passing, like=x)
+
+
+@rule("aten.channel_shuffle", "aten.native_channel_shuffle")
+def channel_shuffle(call: Call, labels: Labels) -> None:
+    """[N, g·n, …]: blocks are dealt out in turn; they must keep equally many."""
+    x, groups = call.args[:2]
+    passing = []
+    for layer in labels[x]:
+        if layer.dims == (1,):
+            blocks = labels.unlock(layer).ids.flatten().view(groups, -1)
+            labels.split(blocks, call.module)
+            ids = blocks.t().reshape([-1 if d == 1 else 1 for d in range(layer.ids.dim())])
+            passing.append(replace(layer, ids=ids, period=groups))
+        else:
+            passing.append(layer)
+    labels.set(call.outputs[0], passing, like=x)

@@ -1,0 +1,136 @@
+"""Running a model only to look at it: on fake tensors or real ones, leaving no trace in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ifso.errors import TraceError, TraceMemoryError
+from ifso.graph.tape import Recorder, map_tensors
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """``model(x)``, ``model(*tuple)`` or ``model(**dict)``."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(inputs)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by their first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module, values: bool = False) -> Iterator[None]:
+    """Put every attribute of every module back afterwards; with ``values`` also what the buffers hold."""
+    modules = list(model.modules())
+    classes = [type(module) for module in modules]
+    before = [{key: _copied(value) for key, value in vars(module).items()} for module in modules]
+    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()] if values else []
+    try:
+        yield
+    finally:
+        for module, kind, attributes in zip(modules, classes, before, strict=True):
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update({key: _restored(original, copy) for key, (original, copy) in attributes.items()})
+        with torch.no_grad():
+            for buffer, content in contents:
+                buffer.copy_(content)
+
+
+def _copied(value: Any) -> tuple[Any, Any]:
+    return (value, value.copy()) if isinstance(value, (dict, list, set)) else (value, None)
+
+
+def _restored(original: Any, copy: Any) -> Any:
+    if isinstance(original, list):
+        original[:] = copy
+    elif isinstance(original, (dict, set)):
+        original.clear()
+        original.update(copy)
+    return original
+
+
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[None]:
+    """No gradients, no fused attention kernels, random state put back."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def run_fake(model: nn.Module, inputs: Any, recorder: Recorder, mode: FakeTensorMode) -> Any:
+    """Record a run on fake tensors: shapes only, no memory."""
+    with quiet_torch(), mode:
+        fakes = map_tensors(inputs, mode.from_tensor)
+        recorder.add_inputs(fakes)
+        with recorder:
+            return call_model(model, fakes)
+
+
+def run_real(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
+    """Record a run on the real tensors."""
+    with quiet_torch():
+        copies = map_tensors(inputs, lambda tensor: tensor.detach().clone())
+        recorder.add_inputs(copies)
+        with recorder:
+            return call_model(model, copies)
+
+
+def available_memory() -> int | None:
+    """Bytes of main memory free for use, where the system tells."""
+    try:
+        with open("/proc/meminfo") as lines:
+            found = next(line for line in lines if line.startswith("MemAvailable"))
+        return int(found.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return None
+
+
+class GuardedRecorder(Recorder):
+    """A recorder for real tensors that stops before memory runs out."""
+
+    def __init__(self, model: nn.Module, named: dict[str, Tensor], limit: int | None) -> None:
+        super().__init__(model, named)
+        self._limit = limit
+        self._live = 0
+
+    def note_new(self, tensor: Tensor) -> None:
+        """Count the bytes of living results."""
+        import weakref
+
+        size = tensor.numel() * tensor.element_size()
+        self._live += size
+        weakref.finalize(tensor, self._release, size)
+        if self._limit is not None and self._live > self._limit:
+            raise TraceMemoryError(
+                f"tracing this model needs real tensors and more than {self._limit / 2**30:.1f} GiB of memory; "
+                "give smaller example inputs (size or batch), or a larger memory_limit"
+            )
+
+    def _release(self, size: int) -> None:
+        self._live -= size
+
+
+def explain(error: Exception, model: nn.Module) -> TraceError:
+    """A model that does not run on its example inputs, as one line."""
+    if isinstance(error, TraceError):
+        return error
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return TraceError(
+        f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {text}; "
+        "check that model(example_inputs) works (a tensor; a tuple of positional, or a dict of keyword arguments)"
+    )

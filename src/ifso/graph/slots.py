@@ -1,0 +1,63 @@
+"""Where parameters, buffers and Python numbers are kept in a model, and how to put others there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def tensor_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, key) of every place that holds a parameter or buffer; tied ones appear once per place.
+
+    ``name`` is the first name of the tensor, as in ``named_parameters``.
+    """
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for store in (module._parameters, module._buffers):
+            for key, tensor in store.items():
+                if tensor is not None:
+                    name = first.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    yield name, module, key
+
+
+def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put other tensors in the places of the named ones (new Parameter objects: for rehearsals)."""
+    for name, module, key in list(tensor_slots(model)):
+        if name not in tensors:
+            continue
+        if key in module._parameters:
+            old = module._parameters[key]
+            assert old is not None
+            new = tensors[name] if isinstance(tensors[name], nn.Parameter) else nn.Parameter(tensors[name], old.requires_grad)
+            module._parameters[key] = new
+        else:
+            module._buffers[key] = tensors[name]
+
+
+def read_attribute(module: nn.Module, name: str, position: int | None) -> int | None:
+    """The number in an int attribute, or in an entry of a tuple or list attribute; None if there is none."""
+    attribute = getattr(module, name, None)
+    if position is not None and isinstance(attribute, (tuple, list)):
+        attribute = attribute[position] if position < len(attribute) else None
+    return attribute if isinstance(attribute, int) and not isinstance(attribute, bool) else None
+
+
+def set_attribute(module: nn.Module, name: str, position: int | None, value: int) -> None:
+    """Set an int attribute, or an entry of a tuple or list attribute, keeping its type."""
+    setattr(module, name, replaced(getattr(module, name), position, value))
+
+
+def replaced(attribute: Any, position: int | None, value: int) -> Any:
+    """``attribute`` with ``value`` in it.
+
+    >>> replaced((8, 4), 1, 3), replaced(7, None, 5), replaced(torch.Size([64]), 0, 48)
+    ((8, 3), 5, torch.Size([48]))
+    """
+    if position is None or isinstance(attribute, int):
+        return value
+    items = list(attribute)
+    items[position] = value
+    return items if isinstance(attribute, list) else type(attribute)(items)

@@ -1,0 +1,283 @@
+"""Recording: one run of a model as a flat list of ATen calls, with parameters recognised by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+FunctionKey = tuple[str, int]
+"""(module name, n): the n-th torch function called while that module ran, counted anew at each call of the module."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of the recorded run; ``index`` points into :attr:`Tape.values`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a recorded tensor. ``kind``: parameter, buffer, input, constant (met from outside) or result."""
+
+    shape: tuple[int, ...]
+    kind: str
+    name: str = ""
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Call:
+    """One ATen call; tensors in ``args`` and ``kwargs`` are replaced by :class:`Ref`."""
+
+    func: Any
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Ref | None, ...]
+    module: str
+    function: FunctionKey | None
+
+    @property
+    def inputs(self) -> Iterator[Ref]:
+        """All tensors the call reads, in order."""
+        return refs_in((self.args, self.kwargs))
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """A positional-or-keyword argument."""
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A torch-level function call (``torch.nn.functional.layer_norm``, ``Tensor.view`` …) around ATen calls."""
+
+    key: FunctionKey
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+@dataclass
+class Tape:
+    """A recorded run."""
+
+    values: list[Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    functions: list[FunctionCall] = field(default_factory=list)
+    module_ends: dict[int, int] = field(default_factory=dict)
+    outputs: tuple[Ref, ...] = ()
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        """Shape of a recorded tensor."""
+        return self.values[ref.index].shape
+
+
+def refs_in(tree: Any) -> Iterator[Ref]:
+    """Every :class:`Ref` in nested tuples, lists and dicts."""
+    if isinstance(tree, Ref):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from refs_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from refs_in(item)
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A copy of nested tuples, lists and dicts with every tensor replaced by ``change(tensor)``."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(map_tensors(item, change) for item in tree)
+    if isinstance(tree, list):
+        return [map_tensors(item, change) for item in tree]
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, change) for key, item in tree.items()}
+    return tree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Every tensor in nested containers, dataclasses and model-output objects."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [tensor for item in tree.values() for tensor in tensors_in(item)]
+    if isinstance(tree, (tuple, list, set)):
+        return [tensor for item in tree for tensor in tensors_in(item)]
+    if hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)):
+        return [tensor for item in vars(tree).values() for tensor in tensors_in(item)]
+    return []
+
+
+@dataclass
+class _Frame:
+    name: str
+    entry: int
+    functions: int = 0
+
+
+class ModuleStack:
+    """Knows which module is running, through PyTorch's global forward hooks."""
+
+    def __init__(self, model: nn.Module, on_exit: Callable[[str, int], None] | None = None) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._running = [_Frame("", 0)]
+        self._entries = 0
+        self._on_exit = on_exit
+        self.on_enter: Callable[[str], None] | None = None
+        self._handles: list[Any] = []
+
+    @property
+    def module(self) -> str:
+        """Name of the innermost running module of the model."""
+        return self._running[-1].name
+
+    @property
+    def running(self) -> list[str]:
+        """Names of all running modules, outermost first."""
+        return [frame.name for frame in self._running]
+
+    def next_function(self) -> FunctionKey:
+        """Key of the torch function that is about to be called."""
+        frame = self._running[-1]
+        frame.functions += 1
+        return (frame.name, frame.functions)
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self._entries += 1
+        self._running.append(_Frame(self._names.get(id(module), self.module), self._entries))
+        if self.on_enter is not None:
+            self.on_enter(self.module)
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        frame = self._running.pop()
+        if self._on_exit is not None:
+            self._on_exit(frame.name, frame.entry)
+
+    def __enter__(self) -> ModuleStack:
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _FunctionLog(TorchFunctionMode):
+    """Notes torch-level calls, so that ATen calls know which function they belong to."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if recorder.function is not None:
+            return func(*args, **kwargs)
+        key = recorder.function = recorder.stack.next_function()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            recorder.function = None
+        recorder.note_function(key, func, args, kwargs, result)
+        return result
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a :class:`Tape` while active. ``named`` maps names to the model's parameters and buffers."""
+
+    def __init__(self, model: nn.Module, named: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.stack = ModuleStack(model, self._end_module)
+        self.function: FunctionKey | None = None
+        self._log = _FunctionLog(self)
+        self._refs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for name, tensor in named.items():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            self._register(tensor, kind, name)
+
+    def add_inputs(self, inputs: Any) -> None:
+        """Mark the tensors in ``inputs`` as what the model is given."""
+        for tensor in tensors_in(inputs):
+            if tensor not in self._refs:
+                self._register(tensor, "input")
+
+    def finish(self, output: Any) -> Tape:
+        """The tape, with the model's outputs marked."""
+        self.tape.outputs = tuple(self.ref(tensor) for tensor in tensors_in(output))
+        return self.tape
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """The reference of a tensor; one never seen before is a constant from outside."""
+        known = self._refs.get(tensor)
+        return known if known is not None else self._register(tensor, "constant")
+
+    def _register(self, tensor: Tensor, kind: str, name: str = "") -> Ref:
+        ref = Ref(len(self.tape.values))
+        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype))
+        self._refs[tensor] = ref
+        return ref
+
+    def note_function(self, key: FunctionKey, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Write down a torch-level call."""
+        name = getattr(func, "__name__", str(func))
+        known = lambda tree: map_tensors(tree, self._refs.get)  # noqa: E731
+        self.tape.functions.append(FunctionCall(key, name, known(tuple(args)), known(kwargs), known(result)))
+
+    def _end_module(self, _name: str, entry: int) -> None:
+        self.tape.module_ends[entry] = len(self.tape.functions)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func.namespace == "prims" and "device" in func.__name__:
+            return func(*args, **kwargs)
+        recorded_args = map_tensors(tuple(args), self.ref)
+        recorded_kwargs = map_tensors(kwargs, self.ref)
+        result = func(*args, **kwargs)
+        outputs = []
+        items = result if isinstance(result, (tuple, list)) else (result,)
+        for item in items:
+            if not isinstance(item, Tensor):
+                outputs.append(None)
+                continue
+            known = self._refs.get(item)
+            if known is None:
+                known = self._register(item, "result")
+                self.note_new(item)
+            outputs.append(known)
+        op = str(func.overloadpacket)
+        call = Call(func, op, recorded_args, recorded_kwargs, tuple(outputs), self.stack.module, self.function)
+        self.tape.calls.append(call)
+        return result
+
+    def note_new(self, tensor: Tensor) -> None:
+        """A tensor that did not exist before; subclasses watch memory here."""
+
+    def __enter__(self) -> Recorder:
+        self.stack.__enter__()
+        self._log.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._log.__exit__(*exc)
+        self.stack.__exit__(*exc)

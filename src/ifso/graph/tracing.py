@@ -1,0 +1,93 @@
+"""``ifso.trace``: any network in, coupled channels out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ifso.costs.terms import terms_of
+from ifso.errors import TraceError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.following import follow_channels
+from ifso.graph.reductions import reductions_of
+from ifso.graph.running import GuardedRecorder, available_memory, explain, named_tensors, preserved, run_fake, run_real
+from ifso.graph.settling import settle
+from ifso.graph.tape import Recorder, Tape, tensors_in
+
+
+def trace(
+    model: nn.Module, example_inputs: Any, *, ignore: Sequence[str] = (), memory_limit: int | None = None
+) -> ChannelGraph:
+    """Find which channels of a network must be removed together, and which must stay.
+
+    The model runs once on fake tensors (no memory, no values), or, where its course depends on values as in detectors,
+    on the real ones. It is left exactly as it was: mode, buffers, attributes, random state.
+
+    Args:
+        model: any network, in train or eval mode.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments. Detectors in train mode take
+            ``(images, targets)``.
+        ignore: names of modules (or parameters) whose channels are left alone.
+        memory_limit: bytes that a run on real tensors may take; by default 70 % of what is free.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> graph = trace(net, torch.zeros(1, 3, 8, 8))
+    >>> [(group.name, group.size, [member.parameter for member in group.members]) for group in graph.groups]
+    [('0', 8, ['0.weight', '0.bias', '1.weight', '1.bias', '1.running_mean', '1.running_var', '3.weight'])]
+    """
+    _check_arguments(model, example_inputs, ignore)
+    tape, on_real_tensors = record(model, example_inputs, memory_limit)
+    labels = follow_channels(tape, ignore)
+    settled = settle(model, example_inputs, labels, on_real_tensors)
+    units = settled.units
+    return ChannelGraph(
+        groups=units.groups,
+        frozen=units.frozen,
+        balances=units.balances,
+        layouts=units.layouts,
+        attributes=settled.attributes,
+        terms=terms_of(labels, units, named_tensors(model)),
+        inputs=example_inputs,
+        output_shapes=tuple(tape.shape(ref) for ref in tape.outputs),
+        reductions=reductions_of(labels, units),
+        on_real_tensors=on_real_tensors,
+        recording=(labels, units),
+        notes=settled.notes,
+    )
+
+
+def _check_arguments(model: nn.Module, example_inputs: Any, ignore: Sequence[str]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(ignore, str):
+        raise TraceError(f"ignore={ignore!r} is one string; give a tuple of names: ignore=({ignore!r},)")
+    if not tensors_in(example_inputs):
+        raise TraceError("example_inputs hold no tensor; give what model(...) takes: a tensor, a tuple or a dict")
+    known = {name for name, _ in model.named_modules()} | set(named_tensors(model))
+    for name in ignore:
+        if name not in known:
+            raise TraceError(f"ignore names {name!r}, which is no module or parameter of {type(model).__name__}")
+
+
+def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tuple[Tape, bool]:
+    """A tape of one run, and whether it took real tensors."""
+    named: dict[str, Tensor] = named_tensors(model)
+    try:
+        with preserved(model):
+            recorder = Recorder(model, named)
+            output = run_fake(model, inputs, recorder, FakeTensorMode(allow_non_fake_inputs=True))
+            return recorder.finish(output), False
+    except Exception:  # noqa: BLE001 - whatever fails on fake tensors is tried on real ones
+        free = available_memory()
+        limit = memory_limit if memory_limit is not None else (int(free * 0.7) if free else None)
+    try:
+        with preserved(model, values=True):
+            guarded = GuardedRecorder(model, named, limit)
+            output = run_real(model, inputs, guarded)
+            return guarded.finish(output), True
+    except Exception as error:  # noqa: BLE001 - any failure of the user's model becomes one clear line
+        raise explain(error, model) from error

@@ -1,0 +1,53 @@
+"""A network from a user's own file: ``path/file.py:factory``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ifso.errors import ModelNotFound
+
+
+def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
+    """Import ``path`` and call its ``factory``; without options, it is called without arguments."""
+    module = _import(Path(path))
+    make = getattr(module, factory, None)
+    if not callable(make):
+        raise ModelNotFound(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+    try:
+        model = make(**options)
+    except Exception as error:
+        raise ModelNotFound(f"{path}:{factory} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelNotFound(f"{path}:{factory} returned {type(model).__name__}; it must return a torch.nn.Module")
+    return model
+
+
+def _import(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelNotFound(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(f"_ifso_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelNotFound(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelNotFound(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _suggest(factory: str, module: ModuleType) -> str:
+    callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    close = get_close_matches(factory, callables, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,0 +1,146 @@
+"""``ifso.compact_``: physical removal, proved on fake tensors before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ifso.costs import cost
+from ifso.costs.counting import check_fits
+from ifso.errors import CompactionError
+from ifso.graph.balancing import check_keep
+from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.layouts import compact, compact_shape
+from ifso.graph.running import named_tensors
+from ifso.graph.settling import rehearse_keep
+from ifso.graph.slim_attention import slim_attention
+from ifso.graph.slots import read_attribute, set_attribute
+from ifso.surgery.recipe import AttributeChange, FrozenAxis, KeptUnits, Recipe, Round, ShapeChange, extend, name_of, remember
+
+
+def compact_(
+    model: nn.Module, graph: ChannelGraph, keep: Keep, *, optimizer: torch.optim.Optimizer | None = None
+) -> Recipe:
+    """Remove the units that ``keep`` does not keep, in place, and return the recipe of what was done.
+
+    Parameters stay the same objects (so ties and optimizers hold), with their requires_grad, dtype, device and memory
+    format; gradients shrink along, and so does the state of ``optimizer`` if given. The smaller model is first run on
+    fake tensors and must give the same output shapes; if it does not, nothing was changed.
+
+    >>> from ifso.graph.tracing import trace
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> graph = trace(net, torch.zeros(1, 3, 8, 8))
+    >>> recipe = compact_(net, graph, {"0": torch.arange(8) < 6})
+    >>> net[0], tuple(net[2].weight.shape)
+    (Conv2d(3, 6, kernel_size=(3, 3), stride=(1, 1)), (4, 6, 3, 3))
+    """
+    check_fits(model, graph)
+    kept = graph.kept(keep)
+    check_keep(graph, kept)
+    problem = rehearse_keep(model, graph, kept)
+    if problem is not None:
+        raise CompactionError(f"the smaller model does not run: {problem}; the model was left as it was (ignore= leaves layers alone)")
+    recipe = _recipe(model, graph, keep, kept)
+    whole = extend(model, recipe)
+    _apply(model, graph, kept, recipe, optimizer)
+    remember(model, whole)
+    return whole
+
+
+def _recipe(model: nn.Module, graph: ChannelGraph, keep: Keep, kept: Tensor) -> Recipe:
+    shapes = {}
+    for name, tensor in named_tensors(model).items():
+        before = tuple(tensor.shape)
+        layout = graph.layouts.get(name)
+        shapes[name] = ShapeChange(before, compact_shape(layout, kept, name) if layout else before)
+    round_ = Round(
+        groups=tuple(_kept_units(group, kept) for group in graph.groups),
+        frozen=tuple(FrozenAxis(item.parameter, item.dim, item.reason) for item in graph.frozen),
+        cost_before=cost(model, graph).as_dict(),
+        cost_after=cost(model, graph, keep).as_dict(),
+    )
+    return Recipe(name_of(model), shapes, tuple(_attribute_changes(model, graph, kept, shapes)), (round_,))
+
+
+def _kept_units(group, kept: Tensor) -> KeptUnits:  # noqa: ANN001
+    members = tuple((member.parameter, member.dim) for member in group.members)
+    kept_here = tuple(kept[group.units].nonzero().flatten().tolist())
+    return KeptUnits(group.name, group.size, kept_here, members, tuple(sorted(group.flags)))
+
+
+def _attribute_changes(
+    model: nn.Module, graph: ChannelGraph, kept: Tensor, shapes: dict[str, ShapeChange]
+) -> Iterator[AttributeChange]:
+    """Numbers that the forward pass uses, then those that only describe a layer."""
+    modules = dict(model.named_modules())
+    done = set()
+    for item in graph.attributes:
+        before, after = read_attribute(modules[item.module], item.name, item.position), item.value(kept)
+        done.add((item.module, item.name, item.position))
+        if before != after:
+            yield AttributeChange(item.module, item.name, item.position, before, after)
+    groups = {item.module: item.value(kept) for item in graph.attributes if item.name == "groups"}
+    for prefix, module in modules.items():
+        own = {key: shapes[name].after for key in ("weight", "in_proj_weight") if (name := f"{prefix}.{key}" if prefix else key) in shapes}
+        for name, position, after in describing_numbers(module, own.get("weight") or own.get("in_proj_weight"), groups.get(prefix)):
+            before = read_attribute(module, name, position)
+            if before is not None and before != after and (prefix, name, position) not in done:
+                yield AttributeChange(prefix, name, position, before, after)
+
+
+def describing_numbers(
+    module: nn.Module, weight: tuple[int, ...] | None, groups: int | None
+) -> Iterator[tuple[str, int | None, int]]:
+    """(attribute, position, value) that tell a layer's sizes, from the shape of its weight."""
+    if weight is None:
+        return
+    if isinstance(module, nn.modules.conv._ConvNd):
+        made, read = (1, 0) if module.transposed else (0, 1)
+        many = groups or module.groups
+        yield "out_channels", None, weight[made] * (many if module.transposed else 1)
+        yield "in_channels", None, weight[read] * (1 if module.transposed else many)
+    elif isinstance(module, nn.Linear):
+        yield "out_features", None, weight[0]
+        yield "in_features", None, weight[1]
+    elif isinstance(module, (nn.modules.batchnorm._NormBase,)):
+        yield "num_features", None, weight[0]
+    elif isinstance(module, nn.GroupNorm):
+        yield "num_channels", None, weight[0]
+    elif isinstance(module, nn.Embedding):
+        yield "embedding_dim", None, weight[1]
+    elif isinstance(module, nn.MultiheadAttention):
+        for name in ("embed_dim", "kdim", "vdim"):
+            yield name, None, weight[1]
+    elif isinstance(module, nn.PReLU):
+        yield "num_parameters", None, weight[0]
+
+
+def _apply(
+    model: nn.Module, graph: ChannelGraph, kept: Tensor, recipe: Recipe, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Make all new tensors first, then swap them in: nothing can fail halfway."""
+    tensors = named_tensors(model)
+    changed = {name: layout for name, layout in graph.layouts.items() if recipe.shapes[name].before != recipe.shapes[name].after}
+    shrink = {name: (lambda tensor, name=name, layout=layout: compact(tensor, layout, kept, name)) for name, layout in changed.items()}
+    data = {name: shrink[name](tensors[name].detach()) for name in changed}
+    grads = {name: shrink[name](tensors[name].grad) for name in changed if tensors[name].grad is not None}
+    states = {} if optimizer is None else {name: _shrunk_state(optimizer, tensors[name], shrink[name]) for name in changed}
+    for name in changed:
+        tensors[name].grad = None
+        tensors[name].data = data[name]
+        tensors[name].grad = grads.get(name)
+        if optimizer is not None and states[name]:
+            optimizer.state[tensors[name]].update(states[name])
+    modules = dict(model.named_modules())
+    for change in recipe.attributes:
+        set_attribute(modules[change.module], change.name, change.position, change.after)
+    slim_attention(model)
+
+
+def _shrunk_state(optimizer: torch.optim.Optimizer, parameter: Tensor, shrink) -> dict[str, Tensor]:  # noqa: ANN001
+    state = optimizer.state.get(parameter, {})
+    return {
+        key: shrink(value) for key, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape
+    }

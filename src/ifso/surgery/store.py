@@ -1,0 +1,241 @@
+"""A compacted model as two files, ``recipe.json`` and ``model.safetensors``; no pickle on either way.
+
+The recipe holds the SHA-256 of the weights and of itself, so damage or an edit of either file is noticed (white space
+and the order of keys in the recipe do not count). The hashes guard against accidents, not against a forger.
+
+Saving writes both files under provisional names, then renames the weights, and last the recipe. Stopped before the
+first renaming, the earlier save stands; stopped between the two, the provisional recipe is the one that fits the
+weights, and both :func:`load` and the next :func:`save` find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ifso.errors import RecipeError
+from ifso.graph.slim_attention import slim_attention
+from ifso.surgery.fitting import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
+from ifso.surgery.recipe import Recipe, check_format, extend, named_tensors, recipe_of, remember, unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import BufferedReader
+
+RECIPE = "recipe.json"
+WEIGHTS = "model.safetensors"
+NEW_RECIPE = ".recipe.json.new"
+NEW_WEIGHTS = ".model.safetensors.new"
+MAX_RECIPE_BYTES = 64 * 2**20
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str], recipe: Recipe | None = None) -> Path:
+    """Write ``model`` into ``folder``, which is made if need be, so that :func:`load` can put it into a fresh model.
+
+    All parameters and buffers are stored, also non-persistent ones; tied ones once. ``recipe`` is what the compaction
+    of this object remembered; give it for a copy of a compacted model. An interrupted save never spoils an earlier one.
+    """
+    folder = Path(folder)
+    recipe = recipe or recipe_of(model) or unchanged(model)
+    check_compacted(model, recipe)
+    document = recipe.to_json()
+    Recipe.from_json(document)
+    tensors = _storable(model)
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"{folder} is a file; give a folder to save into")
+    with _located(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _finish_interrupted(folder)
+        _write(folder, tensors, document)
+    return folder
+
+
+def load(folder: str | os.PathLike[str], model: M) -> M:
+    """Put what :func:`save` wrote into ``model``, a fresh one of the original class and sizes, and return it.
+
+    Tensors come to the device of the fresh model (the CPU for the meta device) and keep its memory format; the dtype is
+    that of the file. Parameters stay the same objects with their ties and ``requires_grad``; gradients are dropped.
+    Everything is checked before anything is changed, so a RecipeError leaves the model as it was.
+    """
+    folder = Path(folder)
+    recipe = _read_recipe(folder)
+    with _located(folder / RECIPE):
+        check_fresh(model, recipe)
+        values = new_values(model, recipe)
+        since_original = extend(model, recipe)
+    with _located(folder / WEIGHTS):
+        tensors = _read_weights(folder / WEIGHTS, model, recipe)
+    assign(model, values, tensors)
+    slim_attention(model)
+    remember(model, since_original)
+    return model
+
+
+def _storable(model: nn.Module) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, no two of them in the same memory."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise RecipeError(
+                f"cannot save {name!r}: only dense tensors with values can be stored, not meta or sparse ones"
+            )
+        stored = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        address = stored.untyped_storage().data_ptr()
+        tensors[name] = stored.clone() if address in storages else stored
+        storages.add(address)
+    return tensors
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+    new_weights, new_recipe = folder / NEW_WEIGHTS, folder / NEW_RECIPE
+    try:
+        digest = _write_weights(new_weights, tensors)
+        _write_recipe(new_recipe, {**document, "weights_sha256": digest})
+        shutil.copymode(new_recipe, new_weights)
+        new_weights.replace(folder / WEIGHTS)
+    except BaseException:
+        if new_weights.exists():
+            new_weights.unlink()
+            new_recipe.unlink(missing_ok=True)
+        raise
+    _sync_folder(folder)
+    new_recipe.replace(folder / RECIPE)
+    _sync_folder(folder)
+
+
+def _write_weights(path: Path, tensors: dict[str, Tensor]) -> str:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (KeyError, ValueError, TypeError) as error:
+        raise RecipeError(f"safetensors cannot hold such a tensor: {_one_line(error)}") from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_recipe(path: Path, document: dict[str, Any]) -> None:
+    sealed = {**document, "recipe_sha256": _seal(document)}
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sealed.items())
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if len(text) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"the recipe takes {len(text)} bytes, more than the {MAX_RECIPE_BYTES} that load accepts")
+    with path.open("w", encoding="ascii", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _finish_interrupted(folder: Path) -> None:
+    if (folder / NEW_RECIPE).exists():
+        with suppress(RecipeError):
+            _matching_recipe(folder, NEW_RECIPE)
+            (folder / NEW_RECIPE).replace(folder / RECIPE)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renamings last through a power failure; Windows has no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _read_recipe(folder: Path) -> Recipe:
+    try:
+        return _matching_recipe(folder, RECIPE)
+    except RecipeError:
+        with suppress(RecipeError):
+            return _matching_recipe(folder, NEW_RECIPE)
+        raise
+
+
+def _matching_recipe(folder: Path, name: str) -> Recipe:
+    """The recipe in file ``name``, if it is whole and the weights beside it are those it was saved with."""
+    with _located(folder / name):
+        document = _read_document(folder / name)
+        digest = document.pop("weights_sha256")
+        recipe = Recipe.from_json(document)
+    with _located(folder / WEIGHTS), _open(folder / WEIGHTS) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise RecipeError("the weights are damaged, edited or of another save; restore both files or save again")
+    return recipe
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    with _open(path) as file:
+        data = file.read(MAX_RECIPE_BYTES + 1)
+    if len(data) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, which no recipe is")
+    try:
+        parsed = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = check_format(parsed)
+        seal = document.pop("recipe_sha256", None)
+        whole = seal == _seal(document)
+    except RecursionError:
+        raise RecipeError("nested too deeply for a recipe") from None
+    except ValueError as error:
+        raise RecipeError(f"not valid JSON ({_one_line(error)}); restore the file or save again") from None
+    if not whole or "weights_sha256" not in document:
+        raise RecipeError("damaged or edited, its hash does not fit; restore the file or save again")
+    return document
+
+
+def _read_weights(path: Path, model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        if found != shapes_after(recipe):
+            raise RecipeError(f"the weights are not those of the recipe: {difference(shapes_after(recipe), found)}")
+        return {name: placed_like(name, old, file.get_tensor(name)) for name, old in named_tensors(model).items()}
+
+
+def _seal(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise RecipeError("a key occurs twice in one JSON object; restore the file or save again")
+    return content
+
+
+def _no_constant(constant: str) -> NoReturn:
+    raise RecipeError(f"{constant} is no number that a recipe can hold")
+
+
+def _open(path: Path) -> BufferedReader:
+    if not path.is_file():
+        raise RecipeError("no such file; give a folder that ifso saved a model into")
+    return path.open("rb")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def _located(path: Path) -> Iterator[None]:
+    """Say in every error where it was met, and in one line."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error.__cause__
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"{path}: {_one_line(error)}") from error

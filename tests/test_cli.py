@@ -1,0 +1,244 @@
+"""The command line: what it prints, where, and the status it ends with. Printed tables are compared as text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ifso
+from ifso.cli import bench, demo, inspect
+from ifso.cli.main import main
+from ifso.errors import IfsoError
+from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
+from ifso.graph.table import by_reason
+
+NET = """
+from torch import nn
+
+def make():
+    print("chatter")
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+"""
+
+TABLE = """\
+groups: 1, units: 2, flagged: mean (1)
+┏━━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━┓
+┃ group ┃ units ┃ produced by ┃ read by ┃ flags ┃
+┡━━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━┩
+│ a     │     2 │ a +1        │ fc      │ mean  │
+└───────┴───────┴─────────────┴─────────┴───────┘
+frozen: what cannot be pruned, and why
+┏━━━━━━━━━━━━━━━━━━━━━┳━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━┓
+┃ reason              ┃ axes ┃ channels ┃ parameters         ┃
+┡━━━━━━━━━━━━━━━━━━━━━╇━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━┩
+│ output of the model │    2 │        6 │ fc.weight, fc.bias │
+│ input of the model  │    1 │        1 │ a.weight           │
+└─────────────────────┴──────┴──────────┴────────────────────┘
+note: [one] branch was not taken"""
+
+
+@pytest.fixture
+def graph():
+    places = [
+        ("a.weight", 0, "produces"),
+        ("a.bias", 0, "follows"),
+        ("b.weight", 0, "produces"),
+        ("fc.weight", 1, "consumes"),
+    ]
+    members = tuple(Member(*place, owner=torch.arange(2), size=2) for place in places)
+    frozen = (
+        Frozen("a.weight", 1, "input of the model", (0,)),
+        Frozen("fc.weight", 0, "output of the model", (0, 1, 2)),
+        Frozen("fc.bias", 0, "output of the model", (0, 1, 2)),
+    )
+    return ChannelGraph(
+        groups=(Group("a", first=0, size=2, members=members, flags=frozenset({"mean"})),),
+        frozen=frozen,
+        balances=(),
+        layouts={},
+        attributes=(),
+        terms=(),
+        inputs=None,
+        output_shapes=((1, 3),),
+        notes=("[one] branch was not taken",),
+    )
+
+
+@pytest.fixture
+def net(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    return f"{path}:make"
+
+
+def test_a_graph_prints_as_tables(graph):
+    lines = [line.rstrip() for line in str(graph).splitlines()]
+    assert "\n".join(lines) == TABLE
+
+
+def test_reasons_that_differ_in_numbers_are_one_row(graph):
+    reasons = ("size fixed in blocks.3.attn", "size fixed in blocks.11.attn", "output 7 of the model")
+    graph.frozen = tuple(Frozen(f"p{i}", 0, reason, (0, 1)) for i, reason in enumerate(reasons))
+    rows = [(item.reason, len(item.axes), item.slices) for item in by_reason(graph)]
+    assert rows == [("size fixed in blocks.*.attn", 2, 4), ("output 7 of the model", 1, 2)]
+
+
+class TestMain:
+    @pytest.mark.parametrize("argv", [[], ["unknown"], ["inspect"], ["bench", "nothing"], ["inspect", "m", "--inptu"]])
+    def test_wrong_usage_ends_with_2(self, argv, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+        assert "error: " in capsys.readouterr().err
+
+    def test_version(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["--version"])
+        assert caught.value.code == 0
+        assert capsys.readouterr().out == f"ifso {ifso.__version__}\n"
+
+    def test_errors_are_one_line_with_their_status(self, monkeypatch, capsys):
+        class Unmet(IfsoError):
+            exit_status = 3
+
+        def fail(_):
+            raise Unmet("first\n  second")
+
+        monkeypatch.setattr(demo, "_demonstrate", fail)
+        assert main(["demo"]) == 3
+        captured = capsys.readouterr()
+        assert captured.err == "ifso: error: first second\n"
+        assert captured.out == ""
+
+    def test_interrupts_end_with_130(self, monkeypatch, capsys):
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(demo, "_demonstrate", interrupt)
+        assert main(["demo"]) == 130
+        assert capsys.readouterr().err == "ifso: interrupted\n"
+
+
+class TestInspect:
+    def test_table(self, capsys):
+        assert main(["inspect", "ifso:resnet20"]) == 0
+        out = capsys.readouterr().out
+        assert "layer1.0.conv1" in out
+        assert "frozen: what cannot be pruned, and why" in out
+        assert "ifso:resnet20: 272.47 k parameters" in out
+        assert inspect.COUNTED in out.replace("\n", " ")
+
+    def test_json_holds_what_the_graph_holds(self, capsys):
+        assert main(["inspect", "ifso:resnet20", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        model = ifso.create_model("ifso:resnet20").eval()
+        graph = ifso.trace(model, torch.randn(1, 3, 32, 32))
+        assert document["units"] == graph.num_units
+        assert [(g["name"], g["units"]) for g in document["groups"]] == [(g.name, g.size) for g in graph.groups]
+        assert document["cost"]["params"] == sum(p.numel() for p in model.parameters())
+        axes = [(axis["parameter"], axis["dim"], axis["channels"], axis["reason"]) for axis in document["frozen"]]
+        assert axes == [(axis.parameter, axis.dim, len(axis.index), axis.reason) for axis in graph.frozen]
+
+    def test_shares_are_what_removing_all_units_saves(self, net, capsys):
+        assert main(["inspect", net, "--input", "1,3,8,8", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        (group,) = document["groups"]
+        assert group["units"] == 8
+        assert group["params"] == 8 * (3 * 9 + 1) + 2 * 8 + 4 * 8
+        assert group["macs"] == 36 * (8 * 27 + 4 * 8)
+        assert group["macs_share"] == 1.0
+        assert group["params_share"] == pytest.approx(group["params"] / (group["params"] + 4))
+
+    def test_json_is_all_that_is_printed(self, net, capsys):
+        assert main(["inspect", net, "--input", "1,3,8,8", "--json"]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["model"] == net
+        assert "chatter" in captured.err
+
+    def test_ignored_modules_are_left_alone(self, net, capsys):
+        assert main(["inspect", net, "--input", "1,3,8,8", "--ignore", "0", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["groups"] == []
+
+    @pytest.mark.parametrize("shape", ["1,3,x", "", "1,0,8", "-1,3"])
+    def test_bad_shapes(self, net, shape, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["inspect", net, f"--input={shape}"])
+        assert caught.value.code == 2
+        assert f"{shape!r} is no shape" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["ifso:resnet21"], "no model 'ifso:resnet21'"),
+            (["no/such.py:make"], "no file no/such.py"),
+            (["ifso:resnet20", "--input", "1,4,32,32"], ""),
+            (["ifso:resnet20", "--ignore", "layer9"], "layer9"),
+        ],
+    )
+    def test_bad_input_is_one_line_and_2(self, argv, message, capsys):
+        assert main(["inspect", *argv]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("ifso: error: ")
+        assert captured.err.count("\n") == 1
+        assert message in captured.err
+
+    def test_a_file_without_a_shape(self, net, capsys):
+        assert main(["inspect", net]) == 2
+        assert "no example input is known" in capsys.readouterr().err
+
+
+class TestDemo:
+    def test_result_is_exact_and_can_be_loaded(self, tmp_path, capsys):
+        assert main(["demo", "--out", str(tmp_path / "run")]) == 0
+        out = capsys.readouterr().out
+        assert "identical" in out
+        assert str(tmp_path / "run") in out.replace("\n", "")
+        pruned = ifso.load(tmp_path / "run", ifso.create_model(demo.MODEL))
+        fresh = ifso.create_model(demo.MODEL)
+        assert pruned.fc.in_features < fresh.fc.in_features
+
+    @pytest.mark.parametrize(("error", "identical"), [(1e-3, True), (0.0, False), (float("nan"), True)])
+    def test_a_failed_check_ends_with_4(self, error, identical, monkeypatch, capsys):
+        cost = ifso.Cost(conv_macs=1, linear_macs=0, matmul_macs=0, params=1, activations=1)
+        outcome = demo.Outcome(cost, cost, units=2, removed=1, error=error, reloaded_identical=identical)
+        monkeypatch.setattr(demo, "_demonstrate", lambda _: outcome)
+        assert main(["demo"]) == 4
+        assert "a check of the result failed" in capsys.readouterr().err
+
+
+class TestBench:
+    def test_trace_measures_each_model(self, capsys):
+        assert main(["bench", "trace", "--models", "ifso:resnet20", "--json"]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["results"]
+        model = ifso.create_model("ifso:resnet20")
+        assert result["model"] == "ifso:resnet20"
+        assert result["model_bytes"] == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        assert 0 < result["cpu_s_again"] <= result["cpu_s_first"] * 2
+        assert result["peak_growth_bytes"] >= 0
+        assert result["units"] > 0
+
+    def test_the_table_shows_growth_against_the_model(self, monkeypatch, capsys):
+        numbers = {"units": 3, "cpu_s_first": 1.0, "cpu_s_again": 0.5, "model_bytes": 2**21, "peak_growth_bytes": 2**20}
+        monkeypatch.setattr(bench, "_measure_apart", lambda name: {"model": name, **numbers})
+        assert main(["bench", "trace", "--models", "a"]) == 0
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ a"))
+        assert row.replace("│", "").split() == ["a", "3", "1.00", "0.50", "2", "1", "0.50"]
+
+    def test_a_failing_model_ends_with_2(self, capfd):
+        assert main(["bench", "trace", "--models", "ifso:resnet21"]) == 2
+        assert "no model 'ifso:resnet21'" in capfd.readouterr().err
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code, names)
+    loaded = ifso.load("runs/smaller", ifso.create_model("torchvision:resnet50")).eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), names["model"](x))
+    assert loaded.fc.in_features < 2048

@@ -1,0 +1,243 @@
+"""Check one network: trace, remove 30 % of the units at random, compare the compacted network with the masked one."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from build import SEED, Case, build
+from catalog import Entry
+from measure import (
+    flag_counts,
+    frozen_reasons,
+    partition,
+    prunable_conv_channels,
+    prunable_parameters,
+)
+from torch import Tensor, nn
+from values import finite, relative_error, tensors
+
+REMOVED = 0.3
+TOLERANCE = 1e-5
+VISIBLE = 1e-3
+"""Removal must change the output at least this much, relatively, or the comparison proves nothing."""
+
+
+@dataclass
+class Result:
+    """What is known about one network so far; ``stage`` says where it stands."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    stage: str = "build"
+
+    def fail(self, status: str, reason: str) -> None:
+        """The first failure stands."""
+        if "status" not in self.values:
+            self.values |= {"status": status, "reason": one_line(reason)}
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Enter a stage and record its CPU seconds."""
+        self.stage = stage
+        begun = time.process_time()
+        yield
+        self.values[f"{stage}_seconds"] = round(time.process_time() - begun, 2)
+
+
+def check(entry: Entry, double_below: float) -> dict[str, Any]:
+    """Everything the table shows about one network. Never raises, except when interrupted."""
+    from ifso.errors import IfsoError
+
+    torch.set_num_threads(1)
+    result = Result()
+    try:
+        _check(build(entry, double_below), result)
+    except IfsoError as error:
+        result.fail("refused", f"{result.stage}: {type(error).__name__}: {error}")
+    except Exception as error:
+        result.fail("crashed", f"{result.stage}: {type(error).__name__}: {error} [{_last_frame(error)}]")
+    result.values.setdefault("status", "exact")
+    return result.values
+
+
+def _check(case: Case, result: Result) -> None:
+    """All stages in order."""
+    from ifso.graph.tracing import trace
+
+    model = case.model
+    result.values |= {
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "input": case.input_shape,
+    }
+    plain = case.run()
+    with result.timed("trace"):
+        graph = trace(model, case.inputs)
+    result.values |= _describe(model, graph, case)
+    if not graph.num_units:
+        reasons = ", ".join(reason for reason, _ in frozen_reasons(graph))
+        result.fail("refused", f"nothing can be pruned: {reasons}")
+        return
+    _check_same(result, "tracing changed the model", plain, case.run())
+    if case.training_inputs:
+        _check_training_partition(case, graph, result)
+    _check_removal(case, graph, plain, result)
+    result.values["second_round"] = _second_round(case, plain)
+
+
+def _describe(model: nn.Module, graph: Any, case: Case) -> dict[str, Any]:
+    """Numbers of the graph."""
+    share = prunable_conv_channels(model, graph, case.ran)
+    return {
+        "groups": len(graph.groups),
+        "units": graph.num_units,
+        "flags": flag_counts(graph),
+        "prunable_params": round(prunable_parameters(model, graph), 4),
+        "prunable_conv_channels": None if share is None else round(share, 4),
+        "real_tensors": graph.on_real_tensors,
+        "frozen": [[one_line(reason), count] for reason, count in frozen_reasons(graph)],
+        "notes": [one_line(note) for note in (*case.notes, *graph.notes)],
+    }
+
+
+def _check_removal(case: Case, graph: Any, plain: Any, result: Result) -> None:
+    """Masked against compacted, in eval mode and for detectors in train mode too.
+
+    Groups with a flag are left whole: there, masking and removing are different networks.
+    """
+    from ifso.graph.balancing import balance
+    from ifso.surgery.compact import compact_
+    from ifso.surgery.mask import masked
+
+    result.stage = "balance"
+    keep = balance(graph, random_keep(graph, flagged=False))
+    removed = sum(int((~choice).sum()) for choice in keep.values())
+    result.values["removed_units"] = round(removed / graph.num_units, 4)
+    if not removed:
+        result.fail("refused", "every group is flagged or held by a balance: nothing to compare")
+        return
+    result.stage = "mask"
+    with masked(case.model, graph, keep):
+        soft, soft_training = case.run(), _losses(case)
+    _check_same(result, "masking was not undone", plain, case.run())
+    with result.timed("compact"):
+        compact_(case.model, graph, keep)
+    result.stage = "run compacted"
+    hard, hard_training = case.run(), _losses(case)
+    result.stage = "compare"
+    change = relative_error(plain, soft)
+    error = relative_error(soft, hard)
+    result.values |= {"error": _rounded(error), "change": _rounded(change)}
+    if not (finite(soft) and finite(hard)):
+        result.fail("inexact", "outputs are not finite")
+    if not error <= TOLERANCE:
+        result.fail("inexact", f"masked and compacted differ by {error:.1e}")
+    if not change >= VISIBLE:
+        result.fail("inexact", f"removal changed the output by {change:.1e} only: the comparison proves nothing")
+    if soft_training is not None:
+        training_error = relative_error(soft_training, hard_training)
+        result.values["training_error"] = _rounded(training_error)
+        if not training_error <= TOLERANCE:
+            result.fail("inexact", f"losses in train mode differ by {training_error:.1e}")
+
+
+def _second_round(case: Case, plain: Any) -> str:
+    """Trace the smaller network again and remove from flagged groups too: it must run to finite outputs of the same shapes."""
+    from ifso.errors import IfsoError
+    from ifso.graph.balancing import balance
+    from ifso.graph.tracing import trace
+    from ifso.surgery.compact import compact_
+
+    try:
+        graph = trace(case.model, case.inputs)
+        compact_(case.model, graph, balance(graph, random_keep(graph, flagged=True)))
+        outputs = case.run()
+    except IfsoError as error:
+        return one_line(f"refused: {type(error).__name__}: {error}")
+    except Exception as error:
+        return one_line(f"crashed: {type(error).__name__}: {error} [{_last_frame(error)}]")
+    shapes = [[tensor.shape[1:] for tensor in tensors(each)] for each in (plain, outputs)]
+    return "runs" if finite(outputs) and shapes[0] == shapes[1] else "wrong: outputs of other shapes, or not finite"
+
+
+def random_keep(graph: Any, flagged: bool) -> dict[str, Tensor]:
+    """Remove 30 % of the units of every group (those with flags only if ``flagged``), never all of one."""
+    generator = torch.Generator().manual_seed(SEED)
+    keep = graph.keep_all()
+    for group in graph.groups:
+        if group.flags and not flagged:
+            continue
+        removed = min(round(REMOVED * group.size), group.size - 1)
+        keep[group.name][torch.randperm(group.size, generator=generator)[:removed]] = False
+    return keep
+
+
+def _check_training_partition(case: Case, graph: Any, result: Result) -> None:
+    """A detector traced in train mode with its losses must couple the same slices as in eval mode."""
+    from ifso.graph.tracing import trace
+
+    with _training(case.model), result.timed("training_trace"):
+        torch.manual_seed(SEED)
+        training_graph = trace(case.model, case.training_inputs)
+    evaluation, training = partition(graph), partition(training_graph)
+    result.values["same_partition"] = evaluation == training
+    if evaluation != training:
+        count = f"{len(evaluation - training)} of {len(evaluation)} units in eval mode, {len(training - evaluation)} in train"
+        result.fail("inexact", f"eval and train mode couple differently: {count}")
+
+
+def _losses(case: Case) -> Any:
+    """The losses of a detector in train mode, None for other networks."""
+    if case.training_inputs is None:
+        return None
+    with _training(case.model):
+        return case.run()
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Train mode without moving the running statistics."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    model.train()
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        model.eval()
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def _check_same(result: Result, what: str, before: Any, after: Any) -> None:
+    error = relative_error(before, after)
+    if error != 0:
+        result.fail("inexact", f"{what}: outputs moved by {error:.1e}")
+
+
+def _rounded(number: float) -> float | str:
+    """Two digits; text where JSON has no number."""
+    return float(f"{number:.2g}") if number < float("inf") else str(number)
+
+
+def _last_frame(error: Exception) -> str:
+    """Where it happened: file (two levels), line and function."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}"
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """The text on one line, without the place of the checkout, cut to ``most`` characters.
+
+    >>> one_line("a\\n  b", most=80)
+    'a b'
+    """
+    text = " ".join(text.replace(str(Path(__file__).resolve().parents[1]), "").split())
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,122 @@
+"""Trace, prune and check every network of the zoo; see ``python zoo/run.py --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from catalog import SETS, Entry, entries, write_timm_choices
+from pool import Limits, run_all
+from table import render
+
+PACKAGES = ("torch", "torchvision", "timm")
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """The command line; status 4 if any network run now came out neither exact nor refused."""
+    arguments = parse()
+    if arguments.command == "catalog":
+        print(write_timm_choices())
+        return 0
+    if arguments.command == "table":
+        write_page(arguments.out, load(arguments.out))
+        return 0
+    return run(arguments)
+
+
+def parse() -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", nargs="?", default="run", choices=("run", "catalog", "table"), help="default: run")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="names such as 'resnet*' or 'timm:vit_*'")
+    parser.add_argument("--set", default="all", choices=SETS, help="'all': torchvision and the timm families")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--limit-seconds", type=float, default=300, help="wall-clock seconds per network")
+    parser.add_argument("--limit-gib", type=float, default=9, help="memory per network")
+    parser.add_argument("--double-below", type=float, default=120, help="float64 below so many million parameters")
+    parser.add_argument("--resume", action="store_true", help="skip networks that have a result")
+    parser.add_argument("--retry", action="store_true", help="with --resume: run those again that are not exact")
+    parser.add_argument("--out", type=Path, default=Path("docs/zoo"), help="OUT/results.json and OUT.md are written")
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the chosen networks, writing results as they come."""
+    document = load(arguments.out)
+    results = document["results"]
+    todo = chosen(arguments, results)
+    limits = Limits(arguments.limit_seconds, arguments.limit_gib, arguments.double_below * 1e6)
+    failed = 0
+    try:
+        for number, (entry, outcome) in enumerate(run_all(todo, arguments.jobs, limits), start=1):
+            row = {"source": entry.source, "kind": entry.kind} | outcome
+            if arguments.set == "timm-names":
+                row["by_name"] = True
+            results[entry.key] = row
+            failed += row["status"] not in ("exact", "refused")
+            print(progress(number, len(todo), entry, row), flush=True)
+            save(arguments.out, document)
+    except KeyboardInterrupt:
+        print("interrupted; continue with --resume", file=sys.stderr)
+        return INTERRUPTED
+    write_page(arguments.out, document)
+    return 4 if failed else 0
+
+
+def chosen(arguments: argparse.Namespace, results: dict[str, Any]) -> list[Entry]:
+    """The networks to run: of the set, matching a pattern, without a result if resuming."""
+    listed = entries(arguments.set)
+    if arguments.only:
+        listed = [e for e in listed if any(fnmatch(e.key, p) or fnmatch(e.name, p) for p in arguments.only)]
+        if not listed:
+            raise SystemExit(f"no network in set {arguments.set!r} matches {' '.join(arguments.only)}")
+    if arguments.set == "timm-names":
+        families = {entry.key for entry in entries("timm")}
+        listed = [entry for entry in listed if entry.key not in families]
+    if arguments.resume:
+        again = {key for key, row in results.items() if arguments.retry and row["status"] != "exact"}
+        listed = [entry for entry in listed if entry.key not in results or entry.key in again]
+    return listed
+
+
+def progress(number: int, total: int, entry: Entry, row: dict[str, Any]) -> str:
+    """One line on one network."""
+    detail = row.get("reason") or f"{row['groups']} groups, {row['units']} units, error {row['error']}"
+    return f"[{number}/{total}] {entry.key}: {row['status']} ({row['seconds']} s, {row['peak_gib']} GiB): {detail}"
+
+
+def load(out: Path) -> dict[str, Any]:
+    """Earlier results with the present versions, or none."""
+    file = out / "results.json"
+    document = json.loads(file.read_text()) if file.exists() else {"results": {}}
+    versions = {"Python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+    return document | {"versions": versions}
+
+
+def save(out: Path, document: dict[str, Any]) -> None:
+    """Write the results, one network per line, through a second file so that a kill leaves a whole one."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [f"    {json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in sorted(document["results"].items())]
+    text = f'{{\n  "versions": {json.dumps(document["versions"])},\n  "results": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
+    partial = out / "results.json.partial"
+    partial.write_text(text)
+    partial.replace(out / "results.json")
+
+
+def write_page(out: Path, document: dict[str, Any]) -> None:
+    """Render OUT.md and print its headline."""
+    page = render(document)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_name(out.name + ".md").write_text(page)
+    print("\n".join(line for line in page.splitlines()[:20] if line.startswith("|")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The zoo as a page: a headline, what failed and why, and one table per set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Results = Mapping[str, Mapping[str, Any]]
+
+COUNTED = {
+    "torchvision builders": lambda row: row["source"] == "torchvision" and row["kind"] != "optical_flow",
+    "torchvision optical flow (extra)": lambda row: row["kind"] == "optical_flow",
+    "timm families": lambda row: row["source"] == "timm" and not row.get("by_name"),
+    "timm by name (extra)": lambda row: row["source"] == "timm" and row.get("by_name", False),
+}
+FAILURES = ("refused", "inexact", "crashed", "killed")
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The whole page from ``results.json``."""
+    rows: Results = document["results"]
+    parts = ["# The zoo", "", INTRODUCTION, "", *_headline(rows), "", _versions(document["versions"]), ""]
+    for title, counted in COUNTED.items():
+        chosen = {key: row for key, row in rows.items() if counted(row)}
+        if chosen:
+            parts += [f"## {title[0].upper()}{title[1:]}", "", *_table(chosen), ""]
+    return "\n".join([*parts, *_detectors(rows), *_second_round(rows), *_frozen(rows)]).rstrip() + "\n"
+
+
+INTRODUCTION = """\
+Every network is built with random, non-degenerate weights and traced; 30 % of the units of every group are removed at
+random (then balanced), and the compacted network is compared with the masked one. `error` is the largest
+max |masked − compacted| / max |masked| over the output tensors, in float64 unless marked; `change` is the same between
+the whole and the masked network, so it says what an error could have been. Groups with a flag (named in the last column)
+stay whole in this comparison, since there masking and removing are different networks by nature; a second round traces
+the smaller network again, removes 30 % of all groups and checks that it runs to the same output shapes. *Exact* means at
+least one prunable group and error ≤ 1e-5. Parameters and channels are the prunable shares; channels are output channels
+of convolutions, final layers left out; trace and compact are CPU seconds on one core at the given input. Written by `python zoo/run.py --out docs/zoo`."""
+
+
+def _headline(rows: Results) -> Iterable[str]:
+    yield "| | exact | of | refused with a reason | inexact | crashed | killed |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for title, counted in COUNTED.items():
+        status = Counter(row["status"] for row in rows.values() if counted(row))
+        total = status.total()
+        if total:
+            share = f"{status['exact']} ({status['exact'] / total:.1%})"
+            yield f"| {title} | {share} | {total} | " + " | ".join(str(status[name]) for name in FAILURES) + " |"
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return "Run with " + ", ".join(f"{name} {version}" for name, version in versions.items()) + "."
+
+
+def _table(rows: Results) -> Iterable[str]:
+    yield "| model | kind | input | groups | units | parameters | channels | change | error | trace s | compact s | |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|"
+    for key in sorted(rows, key=lambda key: (rows[key]["kind"], key)):
+        row = rows[key]
+        cells = [
+            key.partition(":")[2],
+            row["kind"],
+            row.get("input", "–"),
+            _number(row, "groups"),
+            _number(row, "units"),
+            _percent(row, "prunable_params"),
+            _percent(row, "prunable_conv_channels"),
+            _number(row, "change"),
+            _error(row),
+            _number(row, "trace_seconds"),
+            _number(row, "compact_seconds"),
+            _remark(row),
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _number(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    return "–" if value is None else f"{value:.2g}" if name in ("change", "error") and value != "inf" else str(value)
+
+
+def _percent(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _error(row: Mapping[str, Any]) -> str:
+    mark = " (float32)" if row.get("dtype") == "float32" and "error" in row else ""
+    return _number(row, "error") + mark
+
+
+def _remark(row: Mapping[str, Any]) -> str:
+    """The reason of failure, otherwise the flags."""
+    if row["status"] != "exact":
+        return f"**{row['status']}**: {_escaped(row.get('reason', ''))}"
+    return ", ".join(f"{flag} ×{count}" for flag, count in row.get("flags", {}).items())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _detectors(rows: Results) -> Iterable[str]:
+    chosen = {key: row for key, row in rows.items() if row["kind"] == "detection" and row["source"] == "torchvision"}
+    if chosen:
+        yield from ("## Detectors in train mode", "", "| model | same partition as in eval mode | error of the losses |")
+        yield "|---|---|---:|"
+        for key, row in sorted(chosen.items()):
+            same = {True: "yes", False: "no", None: "–"}[row.get("same_partition")]
+            yield f"| {key.partition(':')[2]} | {same} | {row.get('training_error', '–')} |"
+        yield ""
+
+
+def _second_round(rows: Results) -> Iterable[str]:
+    """How many ran again when traced and pruned once more, flagged groups included; the others by name."""
+    tried = {key: row["second_round"] for key, row in rows.items() if "second_round" in row}
+    failed = {key: outcome for key, outcome in sorted(tried.items()) if outcome != "runs"}
+    if tried:
+        yield from ("## Second round, flagged groups included", "", f"{len(tried) - len(failed)} of {len(tried)} run.", "")
+        yield from (f"- {key}: {_escaped(outcome)}" for key, outcome in failed.items())
+        yield ""
+
+
+def _frozen(rows: Results) -> Iterable[str]:
+    """Why parts stay, for networks where less than nine tenths of the parameters can go."""
+    low = {key: row for key, row in rows.items() if row.get("prunable_params", 1) < 0.9 and row.get("frozen")}
+    if low:
+        yield from ("## What stays, where less than 90 % of the parameters are prunable", "")
+        yield from ("| model | parameters | reasons (parameter axes) |", "|---|---:|---|")
+        for key, row in sorted(low.items()):
+            reasons = "; ".join(f"{_escaped(reason)} ({count})" for reason, count in row["frozen"])
+            yield f"| {key} | {_percent(row, 'prunable_params')} | {reasons} |"
