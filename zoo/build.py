@@ -66,7 +66,9 @@ def build(entry: Entry, double_below: float) -> Case:
             return _realise(candidate, double_below)
         except Exception as error:  # whatever a third-party model raises on a size it does not accept
             problems.append(f"{type(error).__name__}: {error}")
-    raise RuntimeError(f"the network itself runs on none of the inputs tried; last: {problems[-1] if problems else '-'}")
+    raise RuntimeError(
+        f"the network itself runs on none of the inputs tried; last: {problems[-1] if problems else '-'}"
+    )
 
 
 def candidates(entry: Entry) -> Iterator[Candidate]:
@@ -78,7 +80,7 @@ def candidates(entry: Entry) -> Iterator[Candidate]:
 
 
 def _try_on_meta(candidate: Candidate) -> None:
-    """Raise if the network refuses the inputs; networks that look at values pass, since they can only be tried for real."""
+    """Raise if the network refuses the inputs; networks that look at values pass and are only tried for real."""
     try:
         with torch.device("meta"), torch.no_grad():
             candidate.build().eval()(*candidate.inputs())
@@ -141,7 +143,9 @@ def _video(entry: Entry) -> Iterator[Candidate]:
 
 
 def _optical_flow(entry: Entry) -> Iterator[Candidate]:
-    yield Candidate(_torchvision(entry), lambda: (torch.rand(1, 3, 128, 128), torch.rand(1, 3, 128, 128)), abstract=False)
+    yield Candidate(
+        _torchvision(entry), lambda: (torch.rand(1, 3, 128, 128), torch.rand(1, 3, 128, 128)), abstract=False
+    )
 
 
 def _torchvision(entry: Entry, **options: Any) -> Callable[[], nn.Module]:

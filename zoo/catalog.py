@@ -64,7 +64,7 @@ def timm_entries(file: Path) -> list[Entry]:
 
 
 def write_timm_choices() -> str:
-    """Choose the smallest model of every timm family (by module and by name), write both files and say what was skipped."""
+    """Choose the smallest model of every timm family, by module and by name; say what was skipped."""
     import timm
 
     models = {module: timm.list_models(module=module) for module in timm.list_modules()}

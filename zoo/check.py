@@ -21,12 +21,15 @@ from measure import (
     prunable_parameters,
 )
 from torch import Tensor, nn
-from values import finite, relative_error, tensors
+from values import finite, relative_error
 
 REMOVED = 0.3
 TOLERANCE = 1e-5
-VISIBLE = 1e-3
+VISIBLE = 1e-4
 """Removal must change the output at least this much, relatively, or the comparison proves nothing."""
+SECOND = "second_"
+"""What results of the second round are marked with."""
+ROUND = {"": "", SECOND: "second round: "}
 
 
 @dataclass
@@ -87,8 +90,9 @@ def _check(case: Case, result: Result) -> None:
     _check_same(result, "tracing changed the model", plain, case.run())
     if case.training_inputs:
         _check_training_partition(case, graph, result)
-    _check_removal(case, graph, plain, result)
-    result.values["second_round"] = _second_round(case, plain)
+    _check_removal(case, graph, "", result)
+    if "status" not in result.values:
+        _check_second_round(case, result)
 
 
 def _describe(model: nn.Module, graph: Any, case: Case) -> dict[str, Any]:
@@ -106,73 +110,62 @@ def _describe(model: nn.Module, graph: Any, case: Case) -> dict[str, Any]:
     }
 
 
-def _check_removal(case: Case, graph: Any, plain: Any, result: Result) -> None:
-    """Masked against compacted, in eval mode and for detectors in train mode too.
-
-    Groups with a flag are left whole: there, masking and removing are different networks.
-    """
+def _check_removal(case: Case, graph: Any, prefix: str, result: Result) -> None:
+    """Masked against compacted, in eval mode and for detectors in train mode too."""
     from ifso.graph.balancing import balance
     from ifso.surgery.compact import compact_
     from ifso.surgery.mask import masked
 
-    result.stage = "balance"
-    keep = balance(graph, random_keep(graph, flagged=False))
+    result.stage = f"{prefix}balance"
+    keep = balance(graph, random_keep(graph))
     removed = sum(int((~choice).sum()) for choice in keep.values())
-    result.values["removed_units"] = round(removed / graph.num_units, 4)
-    if not removed:
-        result.fail("refused", "every group is flagged or held by a balance: nothing to compare")
-        return
-    result.stage = "mask"
+    result.values[f"{prefix}removed_units"] = round(removed / graph.num_units, 4)
+    whole = case.run()
+    result.stage = f"{prefix}mask"
     with masked(case.model, graph, keep):
         soft, soft_training = case.run(), _losses(case)
-    _check_same(result, "masking was not undone", plain, case.run())
-    with result.timed("compact"):
+    _check_same(result, f"{ROUND[prefix]}masking was not undone", whole, case.run())
+    with result.timed(f"{prefix}compact"):
         compact_(case.model, graph, keep)
-    result.stage = "run compacted"
+    result.stage = f"{prefix}run compacted"
     hard, hard_training = case.run(), _losses(case)
-    result.stage = "compare"
-    change = relative_error(plain, soft)
-    error = relative_error(soft, hard)
-    result.values |= {"error": _rounded(error), "change": _rounded(change)}
-    if not (finite(soft) and finite(hard)):
-        result.fail("inexact", "outputs are not finite")
-    if not error <= TOLERANCE:
-        result.fail("inexact", f"masked and compacted differ by {error:.1e}")
-    if not change >= VISIBLE:
-        result.fail("inexact", f"removal changed the output by {change:.1e} only: the comparison proves nothing")
+    _compare(result, prefix, whole, soft, hard)
     if soft_training is not None:
-        training_error = relative_error(soft_training, hard_training)
-        result.values["training_error"] = _rounded(training_error)
-        if not training_error <= TOLERANCE:
-            result.fail("inexact", f"losses in train mode differ by {training_error:.1e}")
+        error = relative_error(soft_training, hard_training)
+        result.values[f"{prefix}training_error"] = _rounded(error)
+        if not error <= TOLERANCE:
+            result.fail("inexact", f"{ROUND[prefix]}losses in train mode differ by {error:.1e}")
 
 
-def _second_round(case: Case, plain: Any) -> str:
-    """Trace the smaller network again and remove from flagged groups too: it must run to finite outputs of the same shapes."""
-    from ifso.errors import IfsoError
-    from ifso.graph.balancing import balance
+def _check_second_round(case: Case, result: Result) -> None:
+    """The smaller network must be traced and pruned again as exactly."""
     from ifso.graph.tracing import trace
-    from ifso.surgery.compact import compact_
 
-    try:
+    with result.timed(f"{SECOND}trace"):
         graph = trace(case.model, case.inputs)
-        compact_(case.model, graph, balance(graph, random_keep(graph, flagged=True)))
-        outputs = case.run()
-    except IfsoError as error:
-        return one_line(f"refused: {type(error).__name__}: {error}")
-    except Exception as error:
-        return one_line(f"crashed: {type(error).__name__}: {error} [{_last_frame(error)}]")
-    shapes = [[tensor.shape[1:] for tensor in tensors(each)] for each in (plain, outputs)]
-    return "runs" if finite(outputs) and shapes[0] == shapes[1] else "wrong: outputs of other shapes, or not finite"
+    if graph.num_units:
+        _check_removal(case, graph, SECOND, result)
 
 
-def random_keep(graph: Any, flagged: bool) -> dict[str, Tensor]:
-    """Remove 30 % of the units of every group (those with flags only if ``flagged``), never all of one."""
+def _compare(result: Result, prefix: str, whole: Any, soft: Any, hard: Any) -> None:
+    """Record the error and the change, and fail if the error is large or the change too small to prove anything."""
+    error, change = relative_error(soft, hard), relative_error(whole, soft)
+    result.values |= {f"{prefix}error": _rounded(error), f"{prefix}change": _rounded(change)}
+    if not (finite(soft) and finite(hard)):
+        result.fail("inexact", f"{ROUND[prefix]}outputs are not finite")
+    if not error <= TOLERANCE:
+        result.fail("inexact", f"{ROUND[prefix]}masked and compacted differ by {error:.1e}")
+    if not change >= VISIBLE:
+        result.fail(
+            "inexact", f"{ROUND[prefix]}removal changed the output by {change:.1e} only: the comparison proves nothing"
+        )
+
+
+def random_keep(graph: Any) -> dict[str, Tensor]:
+    """Remove 30 % of the units of every group, never all of one."""
     generator = torch.Generator().manual_seed(SEED)
     keep = graph.keep_all()
     for group in graph.groups:
-        if group.flags and not flagged:
-            continue
         removed = min(round(REMOVED * group.size), group.size - 1)
         keep[group.name][torch.randperm(group.size, generator=generator)[:removed]] = False
     return keep
@@ -188,8 +181,8 @@ def _check_training_partition(case: Case, graph: Any, result: Result) -> None:
     evaluation, training = partition(graph), partition(training_graph)
     result.values["same_partition"] = evaluation == training
     if evaluation != training:
-        count = f"{len(evaluation - training)} of {len(evaluation)} units in eval mode, {len(training - evaluation)} in train"
-        result.fail("inexact", f"eval and train mode couple differently: {count}")
+        only = f"{len(evaluation - training)} units only in eval, {len(training - evaluation)} only in train mode"
+        result.fail("inexact", f"eval and train mode couple differently: {only}")
 
 
 def _losses(case: Case) -> Any:

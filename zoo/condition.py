@@ -58,8 +58,8 @@ def _uniform(like: Tensor, low: float, high: float, generator: torch.Generator) 
 def calibrate_(model: nn.Module, run: Callable[[], Any]) -> set[str]:
     """Scale every convolution and linear layer so that its output has root mean square one; return the layers that ran.
 
-    One pass in the order of execution, as in layer-sequential unit-variance initialisation, so that nothing saturates or
-    dies out on the way to the output. A layer that runs several times is scaled by its first run.
+    One pass in the order of execution, as in layer-sequential unit-variance initialisation, so that nothing saturates
+    or dies out on the way to the output. A layer that runs several times is scaled by its first run.
     """
     seen: set[str] = set()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,9 +70,7 @@ class Worker:
 
 def run_all(entries: Sequence[Entry], jobs: int, limits: Limits) -> Iterator[tuple[Entry, dict[str, Any]]]:
     """Results in the order of completion."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "timm"])
+    context = _context()
     waiting, running = list(reversed(entries)), list[Worker]()
     try:
         while waiting or running:
@@ -90,6 +90,17 @@ def run_all(entries: Sequence[Entry], jobs: int, limits: Limits) -> Iterator[tup
             worker.end()
 
 
+def _context() -> Any:
+    """Processes are forked from a server that has the libraries loaded, on one core each, and deaf to Ctrl-C."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torchvision", "timm"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return context
+
+
 def _start(context: Any, entry: Entry, limits: Limits) -> Worker:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(entry, limits, sender), daemon=True)
@@ -100,13 +111,10 @@ def _start(context: Any, entry: Entry, limits: Limits) -> Worker:
 
 def _work(entry: Entry, limits: Limits, results: Connection) -> None:
     """In the child: check quietly and send the result."""
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     from check import check
 
-    try:
-        results.send(check(entry, limits.double_below))
-    except KeyboardInterrupt:
-        pass
+    results.send(check(entry, limits.double_below))
 
 
 def resident_gib(pid: int | None) -> float:

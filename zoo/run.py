@@ -13,7 +13,7 @@ from typing import Any
 
 from catalog import SETS, Entry, entries, write_timm_choices
 from pool import Limits, run_all
-from table import render
+from table import headline, render
 
 PACKAGES = ("torch", "torchvision", "timm")
 INTERRUPTED = 130
@@ -35,7 +35,9 @@ def parse() -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", nargs="?", default="run", choices=("run", "catalog", "table"), help="default: run")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="names such as 'resnet*' or 'timm:vit_*'")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PATTERN", help="names such as 'resnet*' or 'timm:vit_*'"
+    )
     parser.add_argument("--set", default="all", choices=SETS, help="'all': torchvision and the timm families")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--limit-seconds", type=float, default=300, help="wall-clock seconds per network")
@@ -103,7 +105,10 @@ def load(out: Path) -> dict[str, Any]:
 def save(out: Path, document: dict[str, Any]) -> None:
     """Write the results, one network per line, through a second file so that a kill leaves a whole one."""
     out.mkdir(parents=True, exist_ok=True)
-    rows = [f"    {json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in sorted(document["results"].items())]
+    rows = [
+        f"    {json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}"
+        for key, row in sorted(document["results"].items())
+    ]
     text = f'{{\n  "versions": {json.dumps(document["versions"])},\n  "results": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
     partial = out / "results.json.partial"
     partial.write_text(text)
@@ -112,10 +117,9 @@ def save(out: Path, document: dict[str, Any]) -> None:
 
 def write_page(out: Path, document: dict[str, Any]) -> None:
     """Render OUT.md and print its headline."""
-    page = render(document)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(out.name + ".md").write_text(page)
-    print("\n".join(line for line in page.splitlines()[:20] if line.startswith("|")))
+    out.with_name(out.name + ".md").write_text(render(document))
+    print("\n".join(headline(document["results"])))
 
 
 if __name__ == "__main__":

@@ -20,26 +20,27 @@ FAILURES = ("refused", "inexact", "crashed", "killed")
 def render(document: Mapping[str, Any]) -> str:
     """The whole page from ``results.json``."""
     rows: Results = document["results"]
-    parts = ["# The zoo", "", INTRODUCTION, "", *_headline(rows), "", _versions(document["versions"]), ""]
+    parts = ["# The zoo", "", INTRODUCTION, "", *headline(rows), "", _versions(document["versions"]), ""]
     for title, counted in COUNTED.items():
         chosen = {key: row for key, row in rows.items() if counted(row)}
         if chosen:
             parts += [f"## {title[0].upper()}{title[1:]}", "", *_table(chosen), ""]
-    return "\n".join([*parts, *_detectors(rows), *_second_round(rows), *_frozen(rows)]).rstrip() + "\n"
+    return "\n".join([*parts, *_detectors(rows), *_frozen(rows)]).rstrip() + "\n"
 
 
 INTRODUCTION = """\
 Every network is built with random, non-degenerate weights and traced; 30 % of the units of every group are removed at
 random (then balanced), and the compacted network is compared with the masked one. `error` is the largest
 max |masked − compacted| / max |masked| over the output tensors, in float64 unless marked; `change` is the same between
-the whole and the masked network, so it says what an error could have been. Groups with a flag (named in the last column)
-stay whole in this comparison, since there masking and removing are different networks by nature; a second round traces
-the smaller network again, removes 30 % of all groups and checks that it runs to the same output shapes. *Exact* means at
-least one prunable group and error ≤ 1e-5. Parameters and channels are the prunable shares; channels are output channels
-of convolutions, final layers left out; trace and compact are CPU seconds on one core at the given input. Written by `python zoo/run.py --out docs/zoo`."""
+the whole and the masked network, so it says what an error could have been. Then the smaller network is traced again and
+loses another 30 % in the same way; `error` is the larger of both rounds. *Exact* means at least one prunable group and
+error ≤ 1e-5. Parameters and channels are the prunable shares; channels are output channels of the convolutions that
+run, final layers left out. Trace and compact are CPU seconds on one core at the given input; the last column holds the
+reason of failure and the flags. Written by `python zoo/run.py --out docs/zoo`."""
 
 
-def _headline(rows: Results) -> Iterable[str]:
+def headline(rows: Results) -> Iterable[str]:
+    """How many passed, by set."""
     yield "| | exact | of | refused with a reason | inexact | crashed | killed |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for title, counted in COUNTED.items():
@@ -78,7 +79,16 @@ def _table(rows: Results) -> Iterable[str]:
 
 def _number(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
-    return "–" if value is None else f"{value:.2g}" if name in ("change", "error") and value != "inf" else str(value)
+    return "–" if value is None else _digits(value)
+
+
+def _digits(value: float | str) -> str:
+    """Two digits for what is not a whole number; "inf" and "nan" as they are.
+
+    >>> _digits(1.0 / 3), _digits(12345), _digits("inf")
+    ('0.33', '12345', 'inf')
+    """
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 def _percent(row: Mapping[str, Any], name: str) -> str:
@@ -87,15 +97,17 @@ def _percent(row: Mapping[str, Any], name: str) -> str:
 
 
 def _error(row: Mapping[str, Any]) -> str:
-    mark = " (float32)" if row.get("dtype") == "float32" and "error" in row else ""
-    return _number(row, "error") + mark
+    errors = [row[name] for name in ("error", "second_error") if name in row]
+    mark = " (float32)" if row.get("dtype") == "float32" and errors else ""
+    return _digits(max(errors, key=float)) + mark if errors else "–"
 
 
 def _remark(row: Mapping[str, Any]) -> str:
-    """The reason of failure, otherwise the flags."""
-    if row["status"] != "exact":
-        return f"**{row['status']}**: {_escaped(row.get('reason', ''))}"
-    return ", ".join(f"{flag} ×{count}" for flag, count in row.get("flags", {}).items())
+    """The flags, after the reason of failure if there is one."""
+    flags = ", ".join(f"{flag} ×{count}" for flag, count in row.get("flags", {}).items())
+    if row["status"] == "exact":
+        return flags
+    return f"**{row['status']}**: {_escaped(row.get('reason', ''))}" + (f" ({flags})" if flags else "")
 
 
 def _escaped(text: str) -> str:
@@ -105,21 +117,11 @@ def _escaped(text: str) -> str:
 def _detectors(rows: Results) -> Iterable[str]:
     chosen = {key: row for key, row in rows.items() if row["kind"] == "detection" and row["source"] == "torchvision"}
     if chosen:
-        yield from ("## Detectors in train mode", "", "| model | same partition as in eval mode | error of the losses |")
-        yield "|---|---|---:|"
+        yield from ("## Detectors in train mode", "")
+        yield from ("| model | same partition as in eval mode | error of the losses |", "|---|---|---:|")
         for key, row in sorted(chosen.items()):
             same = {True: "yes", False: "no", None: "–"}[row.get("same_partition")]
             yield f"| {key.partition(':')[2]} | {same} | {row.get('training_error', '–')} |"
-        yield ""
-
-
-def _second_round(rows: Results) -> Iterable[str]:
-    """How many ran again when traced and pruned once more, flagged groups included; the others by name."""
-    tried = {key: row["second_round"] for key, row in rows.items() if "second_round" in row}
-    failed = {key: outcome for key, outcome in sorted(tried.items()) if outcome != "runs"}
-    if tried:
-        yield from ("## Second round, flagged groups included", "", f"{len(tried) - len(failed)} of {len(tried)} run.", "")
-        yield from (f"- {key}: {_escaped(outcome)}" for key, outcome in failed.items())
         yield ""
 
 

@@ -96,14 +96,10 @@ def _shaken(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def _random_keep(graph: ifso.ChannelGraph) -> dict[str, Tensor]:
-    """Each unit goes with probability ``REMOVED``; one unit of each group stays."""
+    """Of each group the share ``REMOVED`` of its units goes, rounded; which ones is drawn at random."""
     import torch
 
-    keep = {}
-    for group in graph.groups:
-        draw = torch.rand(group.size)
-        keep[group.name] = (draw >= REMOVED) | (draw == draw.max())
-    return keep
+    return {group.name: torch.randperm(group.size) >= round(REMOVED * group.size) for group in graph.groups}
 
 
 def _table(outcome: Outcome) -> Table:

@@ -6,19 +6,39 @@ from collections.abc import Collection
 
 from ifso.graph import rules
 from ifso.graph.labels import Labels
-from ifso.graph.tape import Ref, Tape
+from ifso.graph.tape import Call, FunctionCall, Ref, Tape
 
 
 def follow_channels(tape: Tape, ignore: Collection[str] = ()) -> Labels:
     """Propagate channel ids through a recorded run."""
     labels = Labels(tape)
     for call in tape.calls:
-        rules.find(call)(call, labels)
+        _follow(call, labels)
+    for function in tape.functions:
+        _flag_attention_scale(function, labels)
     labels.freeze_all(tape.outputs, "is an output of the model")
     for place, value in enumerate(tape.values):
         if value.kind in ("parameter", "buffer") and is_under(value.name, ignore):
             labels.freeze_all([Ref(place)], "ignored on request")
     return labels
+
+
+def _follow(call: Call, labels: Labels) -> None:
+    """Apply the rule of a call. A call that its rule does not understand holds its channels fast, with a note."""
+    try:
+        rules.find(call)(call, labels)
+    except Exception as error:  # noqa: BLE001 - a call in a form nobody foresaw must not cost the user the whole trace
+        labels.notes.append(f"{call.op} in {call.module or 'the model'} could not be followed ({type(error).__name__}: {error})")
+        rules.unknown(call, labels)
+
+
+def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
+    """Attention divides by √(head size) unless told a scale: removing single channels of its only head changes that."""
+    if function.name != "scaled_dot_product_attention" or function.kwargs.get("scale") is not None:
+        return
+    for layer in labels[function.args[0]] if function.args else ():
+        if layer.dims == (layer.ids.dim() - 1,):
+            labels.flag_function(layer.ids, "attention scale", function.key)
 
 
 def is_under(name: str, modules: Collection[str]) -> bool:

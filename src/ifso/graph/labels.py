@@ -16,6 +16,7 @@ from torch import Tensor
 from ifso.graph.tape import Call, FunctionKey, Ref, Tape
 
 PRODUCES, CONSUMES = "produces", "consumes"
+FROM_INPUT = "the model's input"
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,12 @@ class Labels:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
+        self.notes: list[str] = []
         self.axes: list[Axis] = []
         self.size = 0
         self.edges: list[tuple[Tensor, Tensor]] = []
         self.frozen: list[tuple[Tensor, str]] = []
+        self.together: list[Tensor] = []
         self.flags: list[tuple[Tensor, str]] = []
         self.flagged: set[FunctionKey] = set()
         self.roles: list[tuple[Tensor, str]] = []
@@ -102,6 +105,7 @@ class Labels:
         self.operations: list[Operation] = []
         self.sizes: list[MeasuredBy] = []
         self.uniform: set[int] = set()
+        self.flexible: dict[int, set[int]] = {}
         self.views: dict[int, int] = {}
         self._layers: dict[int, tuple[Layer, ...]] = {}
         self._axes_of: dict[str, list[Axis]] = {}
@@ -133,7 +137,7 @@ class Labels:
             return self._why[ref.index]
         kind = self.tape.values[ref.index].kind
         return {
-            "input": "the model's input",
+            "input": FROM_INPUT,
             "constant": "a constant made outside the model's parameters",
             "buffer": "a buffer of fixed size",
         }.get(kind, "values that carry no channels")
@@ -226,6 +230,10 @@ class Labels:
         if ids.numel():
             self.frozen.append((ids.flatten(), reason))
 
+    def keep_together(self, ids: Tensor) -> None:
+        """Parts of one axis that are taken apart, or compete in a softmax: if one must stay, all must."""
+        self.together.append(ids.flatten())
+
     def freeze_all(self, refs: Iterable[Ref], reason: str) -> None:
         """All channels of these tensors must stay."""
         for ref in refs:
@@ -234,9 +242,13 @@ class Labels:
 
     def flag(self, ids: Tensor, flag: str, call: Call) -> None:
         """For these channels setting to zero is not the same as removing: ``call`` takes statistics over them."""
+        self.flag_function(ids, flag, call.function)
+
+    def flag_function(self, ids: Tensor, flag: str, function: FunctionKey | None) -> None:
+        """The same, for a torch-level function."""
         self.flags.append((ids.flatten(), flag))
-        if call.function is not None:
-            self.flagged.add(call.function)
+        if function is not None:
+            self.flagged.add(function)
 
     def role(self, ids: Tensor, role: str) -> None:
         """Parameter slices with these ids produce, or consume, channels."""
@@ -257,6 +269,35 @@ class Labels:
     def measure(self, call: Call, names: tuple[str, ...], ids: Tensor, position: int | None = None) -> None:
         """Attribute ``names`` of the calling module counts ``ids``."""
         self.sizes.append(MeasuredBy(call.module, names, position, ids.flatten()))
+
+    def rigid_dim(self, layer: Layer, ref: Ref, ndim: int) -> int | None:
+        """A dim where the ids of ``layer`` vary, but the tensor has a full axis of fixed size; None if there is none.
+
+        An axis is no obstacle if the tensor has ids of its own that meet the layer (they are united, so that the units
+        span that axis), or if its values are the same all along it.
+        """
+        if ref.index in self.uniform:
+            return None
+        if any(set(own.dims) & set(layer.dims) for own in self.aligned(ref, ndim)):
+            return None
+        shape, flexible = self.shape(ref), self.flexible.get(ref.index, set())
+        offset = ndim - len(shape)
+        for dim in layer.dims:
+            if dim >= offset and shape[dim - offset] > 1 and dim - offset not in flexible:
+                return dim
+        return None
+
+    def pass_flexible(self, refs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
+        """Results are the same all along a dim where every operand is."""
+        for out in outputs:
+            ndim = len(self.shape(out))
+            dims = {dim for dim in range(ndim) if self.shape(out)[dim] > 1}
+            for ref in refs:
+                shape, own = self.shape(ref), self.flexible.get(ref.index, set())
+                offset = ndim - len(shape)
+                if ref.index not in self.uniform:
+                    dims = {d for d in dims if d < offset or shape[d - offset] == 1 or d - offset in own}
+            self.flexible[out.index] = dims
 
     # ---- combining layers -----------------------------------------------------------------------------------------
 

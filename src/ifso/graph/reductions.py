@@ -18,7 +18,7 @@ from ifso.graph.tape import FunctionCall, FunctionKey, ModuleStack, Ref
 from ifso.graph.units import Units
 
 Lines = tuple[tuple[int, Tensor], ...]
-"""(dim, unit numbers along it) of a tensor's channel axes."""
+"""(dim, unit numbers [rows, n] along it) of a tensor's channel axes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,7 @@ def _lines(ref: Ref, labels: Labels, units: Units) -> Lines:
     found = {}
     for layer in labels[ref]:
         for dim in layer.dims:
-            rows = units.of[layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])]
-            found[dim] = rows.max(0).values
+            found[dim] = units.of[layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])]
     return tuple(found.items())
 
 
@@ -85,8 +84,8 @@ class ExactReductions(TorchFunctionMode):
     def _gather(self, item: Any, lines: Any) -> Any:
         if isinstance(item, Tensor) and lines:
             for dim, units in lines:
-                index = self._kept[units].nonzero().flatten()
-                if item.shape[dim] == units.numel() > index.numel():
+                index = self._kept[units].any(0).nonzero().flatten()
+                if item.shape[dim] == units.shape[1] > index.numel():
                     item = item.index_select(dim, index.to(item.device))
         elif isinstance(item, (tuple, list)) and isinstance(lines, list):
             return type(item)(self._gather(part, line) for part, line in zip(item, lines, strict=True))
@@ -95,10 +94,10 @@ class ExactReductions(TorchFunctionMode):
     def _scatter(self, result: Any, lines: Any) -> Any:
         if isinstance(result, Tensor):
             for dim, units in lines or ():
-                index = self._kept[units].nonzero().flatten()
-                if index.numel() < units.numel():
+                index = self._kept[units].any(0).nonzero().flatten()
+                if index.numel() < units.shape[1]:
                     shape = list(result.shape)
-                    shape[dim] = units.numel()
+                    shape[dim] = units.shape[1]
                     result = result.new_zeros(shape).index_copy(dim, index.to(result.device), result)
         elif isinstance(result, (tuple, list)) and isinstance(lines, list):
             return type(result)([self._scatter(part, line) for part, line in zip(result, lines, strict=True)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,14 +64,18 @@ def _restored(original: Any, copy: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet_torch() -> Iterator[None]:
-    """No gradients, no fused attention kernels, random state put back."""
+    """No gradients, no fused attention kernels, no log lines about shapes we try; random state put back."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+        log.setLevel(level)
 
 
 def run_fake(model: nn.Module, inputs: Any, recorder: Recorder, mode: FakeTensorMode) -> Any:
@@ -110,8 +116,6 @@ class GuardedRecorder(Recorder):
 
     def note_new(self, tensor: Tensor) -> None:
         """Count the bytes of living results."""
-        import weakref
-
         size = tensor.numel() * tensor.element_size()
         self._live += size
         weakref.finalize(tensor, self._release, size)

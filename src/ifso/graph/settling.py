@@ -7,7 +7,7 @@ helps, the channels concerned are frozen, with the place as the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from ifso.graph.slots import read_attribute, set_attribute, set_tensors
 from ifso.graph.tape import Ref, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units, build, partition
 
-ROUNDS = 12
+ROUNDS = 20
+SEARCH_ROUNDS = 8
+TRIES_PER_MODULE = 4
 HINTS = ("head", "dim", "channel", "chs", "width", "feature", "group", "planes", "embed", "hidden", "size")
 
 
@@ -39,38 +41,47 @@ class Settled:
     notes: tuple[str, ...]
 
 
+Candidate = tuple[str, str, int | None, Tensor]
+"""(module, attribute, position, ids [rows, n] that it counts)."""
+
+
 @dataclass
 class _Search:
-    """What has been tried for the functions of one module."""
+    """What has been tried for the functions of one module, and how many problems it had before the last try."""
 
-    tried: set[tuple[str, str, int | None]] = field(default_factory=set)
-    last: SizeAttribute | None = None
+    tried: set[frozenset[tuple[str, str, int | None]]] = field(default_factory=set)
+    last: tuple[Candidate, ...] = ()
     before: int = 0
 
 
 def settle(model: nn.Module, inputs: Any, labels: Labels, on_real_tensors: bool) -> Settled:
-    """Rehearse until every remaining group can go."""
+    """Rehearse until every remaining group can go; twice where axes are cut, since sizes can agree by chance."""
     frozen: list[tuple[Tensor, str]] = []
-    found: list[tuple[str, str, int | None, Tensor]] = []
+    found: list[Candidate] = []
     searches: dict[str, _Search] = {}
+    clean = 0
     for number in range(ROUNDS):
         units = build(partition(labels, frozen))
         attributes = _attributes(model, labels, units, found)
         if not units.groups:
             break
-        kept = _trial(units, seed=number)
+        kept = _trial(units, seed=number, everywhere=clean == 0)
         problems, diverged = _rehearse(model, inputs, labels, units, attributes, kept, on_real_tensors)
         if not problems and diverged is None:
-            break
-        _react(model, labels, units, kept, problems, diverged, found, searches, frozen)
+            clean += 1
+            if clean == 2 or not (labels.splits or found):
+                break
+            continue
+        clean = 0
+        _react(model, labels, units, kept, problems, diverged, found, searches, frozen, number < SEARCH_ROUNDS)
     else:
         units = build(partition(labels, [*frozen, (torch.arange(labels.size), "its removal could not be rehearsed")]))
         attributes = ()
-    return Settled(units, attributes, ())
+    return Settled(units, attributes, tuple(dict.fromkeys(labels.notes)))
 
 
 def _attributes(
-    model: nn.Module, labels: Labels, units: Units, found: list[tuple[str, str, int | None, Tensor]]
+    model: nn.Module, labels: Labels, units: Units, found: list[Candidate]
 ) -> tuple[SizeAttribute, ...]:
     """Attributes known from the rules and found by rehearsing, as far as units that can go change them."""
     modules = dict(model.named_modules())
@@ -87,15 +98,15 @@ def _attributes(
     return tuple(item for item in result.values() if bool((item.labels != STAYS).any()))
 
 
-def _trial(units: Units, seed: int) -> Tensor:
-    """Some units of every group go, not the same share everywhere, so that sizes cannot agree by chance."""
+def _trial(units: Units, seed: int, everywhere: bool) -> Tensor:
+    """Some units of every group go, or of most groups, with different shares: sizes must not agree by chance."""
     random = torch.Generator().manual_seed(1234 + seed)
     total = sum(group.size for group in units.groups)
     kept = torch.ones(total + 1, dtype=torch.bool)
     for group in units.groups:
         share = 0.2 + 0.4 * float(torch.rand(1, generator=random))
         count = min(max(1, round(group.size * share)), group.size - 1)
-        if count > 0:
+        if count > 0 and (everywhere or float(torch.rand(1, generator=random)) < 0.7):
             gone = torch.randperm(group.size, generator=random)[:count]
             kept[group.first + gone] = False
     _refill(units, kept)
@@ -199,7 +210,7 @@ def _apply_attributes(model: nn.Module, attributes: tuple[SizeAttribute, ...], k
 
 def _react(
     model: nn.Module, labels: Labels, units: Units, kept: Tensor, problems: list[Problem], diverged: str | None,
-    found: list[tuple[str, str, int | None, Tensor]], searches: dict[str, _Search], frozen: list[tuple[Tensor, str]],
+    found: list[Candidate], searches: dict[str, _Search], frozen: list[tuple[Tensor, str]], may_search: bool,
 ) -> None:  # fmt: skip
     by_module: dict[str, list[Problem]] = {}
     for problem in problems:
@@ -207,16 +218,17 @@ def _react(
     acted = False
     for module, here in by_module.items():
         search = searches.setdefault(module, _Search())
-        if search.last is not None and len(here) >= search.before:
-            found[:] = [item for item in found if item[:3] != (search.last.module, search.last.name, search.last.position)]
-        search.last = None
-        candidate = next(_candidates(model, labels, units, kept, here, search), None)
-        if candidate is not None:
-            search.tried.add((candidate[0], candidate[1], candidate[2]))
-            search.last, search.before = SizeAttribute(candidate[0], candidate[1], candidate[2], candidate[3]), len(here)
-            found.append(candidate)
+        if search.last and len(here) >= search.before:
+            _forget(found, _keys(search.last))
+        search.last = ()
+        proposal = next(_proposals(model, labels, units, kept, here, search), None)
+        if proposal is not None and may_search and len(search.tried) < TRIES_PER_MODULE:
+            search.tried.add(_keys(proposal))
+            search.last, search.before = proposal, len(here)
+            found += proposal
             acted = True
         else:
+            _forget(found, {key for tried in search.tried for key in tried})
             for problem in here:
                 acted |= _freeze_for(problem, labels, units, kept, frozen)
     if diverged is not None and not acted:
@@ -225,22 +237,43 @@ def _react(
             frozen.append((torch.arange(labels.size), reason))
 
 
-def _candidates(
+def _forget(found: list[Candidate], keys: Collection[tuple[str, str, int | None]]) -> None:
+    found[:] = [item for item in found if item[:3] not in keys]
+
+
+def _keys(proposal: tuple[Candidate, ...]) -> frozenset[tuple[str, str, int | None]]:
+    return frozenset(item[:3] for item in proposal)
+
+
+def _proposals(
     model: nn.Module, labels: Labels, units: Units, kept: Tensor, problems: list[Problem], search: _Search
-) -> Iterator[tuple[str, str, int | None, Tensor]]:
+) -> Iterator[tuple[Candidate, ...]]:
+    """Sets of attributes to try: all likely ones of the running module together, then one at a time, then outwards."""
+    candidates = list(_candidates(model, labels, units, kept, problems))
+    for module in _around(problems[0].module):
+        here = [item for item in candidates if item[0] == module]
+        likely = tuple(item for item in here if _is_likely(item[1]))
+        for proposal in (likely, *((item,) for item in likely), tuple(here)):
+            if proposal and _keys(proposal) not in search.tried:
+                yield proposal
+
+
+def _candidates(
+    model: nn.Module, labels: Labels, units: Units, kept: Tensor, problems: list[Problem]
+) -> Iterator[Candidate]:
     """Int attributes of the running module, or of those around it, that hold an old size whose new one differs."""
     modules = dict(model.named_modules())
-    for problem in problems:
-        lines = list(_lines(problem, labels, units, kept))
-        for module_name in _around(problem.module):
-            module = modules.get(module_name)
-            if module is None:
-                continue
-            for name, position, value in _numbers(module):
-                for ids in lines:
-                    key = (module_name, name, position)
-                    if ids.shape[-1] == value and key not in search.tried:
-                        yield (*key, ids)
+    lines = [ids for problem in problems for ids in _lines(problem, labels, units, kept)]
+    for module_name in _around(problems[0].module):
+        module = modules.get(module_name)
+        for name, position, value in _numbers(module) if module is not None else ():
+            ids = next((ids for ids in lines if ids.shape[-1] == value), None)
+            if ids is not None:
+                yield module_name, name, position, ids
+
+
+def _is_likely(name: str) -> bool:
+    return any(hint in name.lower() for hint in HINTS)
 
 
 def _around(module: str) -> Iterator[str]:
@@ -261,7 +294,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, int | None, int]]:
             numbers.append((name, None, attribute))
         elif isinstance(attribute, (tuple, list)) and len(attribute) <= 8:
             numbers += [(name, i, item) for i, item in enumerate(attribute) if isinstance(item, int) and not isinstance(item, bool)]
-    return sorted(numbers, key=lambda item: not any(hint in item[0].lower() for hint in HINTS))
+    return sorted(numbers, key=lambda item: not _is_likely(item[0]))
 
 
 def _lines(problem: Problem, labels: Labels, units: Units, kept: Tensor) -> Iterator[Tensor]:

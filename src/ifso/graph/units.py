@@ -11,6 +11,7 @@ from torch import Tensor
 from ifso.graph.channel_graph import STAYS, Balance, Frozen, Group, Layout, Member
 from ifso.graph.labels import PRODUCES, Axis, Labels
 
+UNUSED = "is not used when the model runs on the example inputs"
 UNPRODUCED = "no layer of the model produces it as channels"
 
 
@@ -72,7 +73,8 @@ def partition(labels: Labels, more_frozen: Iterable[tuple[Tensor, str]] = ()) ->
     for ids, reason in [*labels.frozen, *more_frozen]:
         _freeze(result, ids, reason)
     _freeze_whole_axes(result)
-    _freeze_stuck_balances(result)
+    while _freeze_together(result) or _freeze_stuck_balances(result):
+        pass
     return result
 
 
@@ -136,18 +138,26 @@ def _freeze_whole_axes(result: Partition) -> None:
             result.reasons.setdefault(name, f"all of {axis.name} (dim {axis.dim}) is coupled into one unit")
 
 
-def _freeze_stuck_balances(result: Partition) -> None:
-    """Blocks must lose equally many: if one can lose none, none can."""
-    changed = True
-    while changed:
-        changed = False
-        free = result.prunable()
-        for blocks, where in result.balances:
-            can = free[blocks].any(1)
-            if bool(can.any()) and not bool(can.all()):
-                _freeze(result, blocks[can].flatten(), f"must keep as many as channels that stay (in {where or 'the model'})")
-                changed = True
-                break
+def _freeze_together(result: Partition) -> bool:
+    """Where one part of an axis must stay, all must. Did that freeze anything?"""
+    for ids in result.labels.together:
+        names = result.classes[ids].unique().tolist()
+        reason = next((result.reasons[name] for name in names if name in result.reasons), None)
+        if reason is not None and any(name not in result.reasons for name in names):
+            _freeze(result, ids, reason)
+            return True
+    return False
+
+
+def _freeze_stuck_balances(result: Partition) -> bool:
+    """Blocks must lose equally many: if one can lose none, none can. Did that freeze anything?"""
+    free = result.prunable()
+    for blocks, where in result.balances:
+        can = free[blocks].any(1)
+        if bool(can.any()) and not bool(can.all()):
+            _freeze(result, blocks[can].flatten(), f"must keep as many as channels that stay (in {where or 'the model'})")
+            return True
+    return False
 
 
 @dataclass
@@ -277,6 +287,10 @@ def _frozen(result: Partition, of: Tensor, spots: list[_Spot]) -> tuple[Frozen, 
         why = reason_of[result.classes[ids[stays]]]
         for place in why.unique().tolist():
             found.append(Frozen(spot.name, spot.dim, reasons[place], tuple(stays[why == place].tolist())))
+    seen = {axis.name for axis in labels.axes}
+    for value in labels.tape.values:
+        if value.kind == "parameter" and value.name not in seen and max(value.shape, default=1) > 1:
+            found.append(Frozen(value.name, 0, UNUSED, tuple(range(value.shape[0]))))
     return tuple(found)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +31,7 @@ def same(call: Call, labels: Labels) -> None:
 
 @rule(
     "aten.permute", "aten.transpose", "aten.t", "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.slice",
-    "aten.select", "aten.unbind", "aten.split_with_sizes", "aten.narrow", "aten.diagonal", "aten.flip", "aten.roll",
+    "aten.select", "aten.unbind", "aten.split_with_sizes", "aten.unsafe_split_with_sizes", "aten.narrow", "aten.diagonal", "aten.flip", "aten.roll",
     "aten.repeat", "aten.unfold", "aten.movedim", "aten.rot90", "aten.tril", "aten.triu", "aten.numpy_T", "aten.mT",
     "aten.transpose_", "aten.unsqueeze_", "aten.squeeze_", "aten.split_with_sizes_copy", "aten.unbind_copy",
     "aten.permute_copy",
@@ -42,8 +44,17 @@ def rearrange(call: Call, labels: Labels) -> None:
     for layer in labels[x]:
         for place, ids in enumerate(_on_ids(call, layer.ids, labels.shape(x))):
             results[place].append(_carry_period(layer, ids, labels))
+        if call.op in ("aten.slice", "aten.select") and results[0][-1].ids.numel() < layer.ids.numel():
+            labels.keep_together(layer.ids)
     for ref, layers in zip(call.outputs, results, strict=True):
         labels.set(ref, layers, like=x)
+        if call.op == "aten.expand" and ref is not None:
+            labels.flexible[ref.index] = _expanded_dims(labels.shape(x), labels.shape(ref))
+
+
+def _expanded_dims(before: tuple[int, ...], after: tuple[int, ...]) -> set[int]:
+    offset = len(after) - len(before)
+    return {dim for dim, size in enumerate(after) if size > 1 and (dim < offset or before[dim - offset] == 1)}
 
 
 def _on_ids(call: Call, ids: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
@@ -86,7 +97,7 @@ def complex_view(call: Call, labels: Labels) -> None:
     labels.set(out, layers, like=x)
 
 
-@rule("aten.split")
+@rule("aten.split", "aten.unsafe_split")
 def split(call: Call, labels: Labels) -> None:
     """Equal pieces (``chunk``, ``split``): along a channel axis the pieces must keep equally many."""
     x = call.args[0]
@@ -122,13 +133,42 @@ def view(call: Call, labels: Labels) -> None:
 
 
 def _reshape_ids(ids: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
-    full = ids.expand(before)
+    """Ids after a reshape; axes that are reshaped among themselves and carry no ids are left out of the work."""
+    source, target = [1] * len(before), [1] * len(after)
+    for ins, outs in _blocks(before, after):
+        if any(ids.shape[dim] > 1 for dim in ins):
+            for dim in ins:
+                source[dim] = before[dim]
+            for dim in outs:
+                target[dim] = after[dim]
+    full = ids.expand(source)
     try:
-        return compress(full.view(after))
+        return compress(full.view(target))
     except RuntimeError:
-        if full.numel() > TOO_LARGE:
-            return None
-        return compress(full.reshape(after), exact=True)
+        return None if full.numel() > TOO_LARGE else compress(full.reshape(target), exact=True)
+
+
+def _blocks(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Runs of axes that are reshaped among themselves.
+
+    >>> _blocks((5, 8, 3, 3), (5, 2, 4, 9))
+    [([0], [0]), ([1], [1, 2]), ([2, 3], [3])]
+    """
+    blocks = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = [i] if i < len(before) else [], [j] if j < len(after) else []
+        left, right = math.prod(before[d] for d in ins), math.prod(after[d] for d in outs)
+        while left != right:
+            if left < right:
+                ins.append(ins[-1] + 1 if ins else i)
+                left *= before[ins[-1]]
+            else:
+                outs.append(outs[-1] + 1 if outs else j)
+                right *= after[outs[-1]]
+        blocks.append((ins, outs))
+        i, j = i + len(ins), j + len(outs)
+    return blocks
 
 
 def _after_reshape(layer: Layer, ids: Tensor, call: Call, labels: Labels) -> Layer | None:
@@ -172,6 +212,9 @@ def cat(call: Call, labels: Labels) -> None:
     """Ids are joined along the dim; along the other dims all pieces hold the same channels."""
     pieces = [ref for ref in call.args[0] if labels.tape.shape(ref) != (0,)]
     out = call.outputs[0]
+    if not pieces:
+        labels.set(out, ())
+        return
     dim = call.argument(1, "dim", 0) % len(labels.shape(pieces[0]))
     _join(pieces, out, dim, call, labels)
 
@@ -185,24 +228,22 @@ def stack(call: Call, labels: Labels) -> None:
     layers = labels.merge(
         replace(layer, ids=layer.ids.unsqueeze(dim)) for ref in pieces for layer in labels[ref]
     )
-    _freeze_unmatched(pieces, layers, labels, lambda d: d if d < dim else d - 1)
+    _freeze_unmatched(pieces, layers, labels, lambda ids: ids.squeeze(dim))
     labels.set(out, layers, like=pieces[0])
 
 
-def _freeze_unmatched(pieces: list[Ref], layers: list[Layer], labels: Labels, own_dim: Any) -> None:
+def _freeze_unmatched(pieces: list[Ref], layers: list[Layer], labels: Labels, own_ids: Callable[[Tensor], Tensor]) -> None:
+    """Freeze layers that lie side by side with an axis of fixed size; ``own_ids`` brings ids to a piece's dims."""
     for layer in layers:
         for ref in pieces:
-            if ref.index in labels.uniform:
-                continue
-            for dim in layer.dims:
-                own = own_dim(dim)
-                if labels.shape(ref)[own] > 1 and labels.along(ref, own) is None:
-                    labels.freeze(layer.ids, f"is joined side by side with {labels.why(ref)}")
+            here = replace(layer, ids=own_ids(layer.ids))
+            if labels.rigid_dim(here, ref, here.ids.dim()) is not None:
+                labels.freeze(layer.ids, f"is joined side by side with {labels.why(ref)}")
 
 
 def _join(pieces: list[Ref], out: Ref | None, dim: int, call: Call, labels: Labels) -> None:
     across = labels.merge(layer for ref in pieces for layer in labels[ref] if not layer.varies(dim))
-    _freeze_unmatched(pieces, across, labels, lambda d: d)
+    _freeze_unmatched(pieces, across, labels, lambda ids: ids)
     joined: list[Layer] = []
     if any(labels.along(ref, dim) is not None for ref in pieces):
         joined = [Layer(_ids_along(pieces, dim, labels))]
@@ -317,6 +358,25 @@ def _gather(call: Call, labels: Labels, x: Ref, dim: int, where: Ref) -> None:
         else:
             passing.append(layer)
     labels.set(call.outputs[0], passing, like=x)
+
+
+@rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+def index_put(call: Call, labels: Labels) -> None:
+    """Rows written by index: along the other axes what is written and what is there are the same channels."""
+    x, indices, values = call.args[:3]
+    out = call.outputs[0]
+    _, indexed = _dummy_indices(indices, labels)
+    ndim = len(labels.shape(x))
+    layers = [*labels[x], *labels.aligned(values, ndim)] if len(labels.shape(values)) <= ndim else list(labels[x])
+    if len(labels.shape(values)) > ndim or any(layer.varies(dim) for layer in layers for dim in indexed):
+        labels.freeze_all([x, values], "is written by position")
+        labels.set(out, ())
+        return
+    merged = labels.merge(layers)
+    _freeze_unmatched([x, values], merged, labels, lambda ids: ids)
+    labels.set(out, merged, like=values)
+    if merged:
+        labels.uniform.discard(x.index)
 
 
 @rule("aten.as_strided", "aten.as_strided_")

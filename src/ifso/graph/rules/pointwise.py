@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from ifso.graph.labels import Labels
+from ifso.graph.labels import FROM_INPUT, Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
 
@@ -32,13 +30,19 @@ def pointwise(call: Call, labels: Labels) -> None:
     layers = labels.merge(layer for ref in refs for layer in labels.aligned(ref, len(shape)))
     for layer in layers:
         for ref in refs:
-            _freeze_against_rigid(layer.ids, layer.dims, ref, len(shape), labels)
+            _freeze_against_rigid(layer, ref, len(shape), labels)
     written = next((ref for ref in refs if ref in outputs), None)
     if written is not None and layers and not labels[written] and _shares_memory(written, labels):
         for layer in layers:
             labels.freeze(layer.ids, "is written in place into a part of another tensor")
+    like = next((ref for ref in refs if labels.why(ref) == FROM_INPUT), refs[0] if refs else None)
     for ref in outputs:
-        labels.set(ref, layers, like=refs[0] if refs else None)
+        labels.set(ref, layers, like=like)
+    if written is not None and like is not None and written != like:
+        labels.set_why(written, labels.why(like))
+        if written.index in labels.views:
+            labels.set_why(Ref(labels.views[written.index]), labels.why(like))
+    labels.pass_flexible(refs, outputs)
     if all(ref.index in labels.uniform or not labels.tape.shape(ref) for ref in refs):
         labels.uniform.update(ref.index for ref in outputs)
     elif written is not None:
@@ -49,17 +53,11 @@ def _shares_memory(ref: Ref, labels: Labels) -> bool:
     return ref.index in labels.views or ref.index in labels.views.values()
 
 
-def _freeze_against_rigid(ids: torch.Tensor, dims: tuple[int, ...], ref: Ref, ndim: int, labels: Labels) -> None:
-    """Freeze ``ids`` if the operand has a full axis without ids where they vary."""
-    if ref.index in labels.uniform:
-        return
-    shape = labels.shape(ref)
-    offset = ndim - len(shape)
-    for dim in dims:
-        own = dim - offset
-        if own >= 0 and shape[own] > 1 and labels.along(ref, own) is None:
-            labels.freeze(ids, f"is combined element by element with {labels.why(ref)}")
-            return
+def _freeze_against_rigid(layer: Layer, ref: Ref, ndim: int, labels: Labels) -> None:
+    """Freeze a layer if the operand has a full axis without ids where they vary."""
+    dim = labels.rigid_dim(layer, ref, ndim)
+    if dim is not None:
+        labels.freeze(layer.ids, f"is combined element by element with {labels.why(ref)}")
 
 
 @rule(

@@ -292,9 +292,6 @@ def attention(call: Call, labels: Labels) -> None:
     scores = contract(labels, list(labels[q]), keys, (*q_shape, k_shape[-2]), (labels.why(q), labels.why(k)))
     for layer in inner:
         _measure_heads(call, labels, layer, 1)
-    if inner and call.kwargs.get("scale") is None and not any(layer.varies(1) for layer in inner):
-        for layer in inner:
-            labels.flag(layer.ids, "attention scale", call)
     mask = call.kwargs.get("attn_mask") or next((ref for ref in call.args[3:] if isinstance(ref, Ref)), None)
     if mask is not None:
         scores = labels.merge([*scores, *labels.aligned(mask, 4)])

@@ -70,6 +70,7 @@ def softmax(call: Call, labels: Labels) -> None:
     for layer in labels[x]:
         if layer.varies(dim % len(labels.shape(x))):
             labels.flag(layer.ids, OVER_CHANNELS, call)
+            labels.keep_together(layer.ids)
     labels.set(call.outputs[0], labels[x], like=x)
 
 
