@@ -1,7 +1,10 @@
 """The command line: what it prints, where, and the status it ends with. Printed tables are compared as text."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,6 +22,21 @@ from torch import nn
 def make():
     print("chatter")
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+def ok():
+    return nn.Linear(3, 4)
+
+def broken():
+    raise OSError("no weights\\nhere")
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(3, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.body(x))
 """
 
 TABLE = """\
@@ -119,6 +137,13 @@ class TestMain:
         assert main(["demo"]) == 130
         assert capsys.readouterr().err == "ifso: interrupted\n"
 
+    def test_a_reader_that_goes_away_is_no_error(self, net):
+        command = [sys.executable, "-m", "ifso.cli", "inspect", "ifso:resnet20", "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 141
+
 
 class TestInspect:
     def test_table(self, capsys):
@@ -127,7 +152,7 @@ class TestInspect:
         assert "layer1.0.conv1" in out
         assert "frozen: what cannot be pruned, and why" in out
         assert "ifso:resnet20: 272.47 k parameters" in out
-        assert inspect.COUNTED in out.replace("\n", " ")
+        assert inspect.COUNTED in " ".join(out.split())
 
     def test_json_holds_what_the_graph_holds(self, capsys):
         assert main(["inspect", "ifso:resnet20", "--json"]) == 0
@@ -149,6 +174,40 @@ class TestInspect:
         assert group["macs"] == 36 * (8 * 27 + 4 * 8)
         assert group["macs_share"] == 1.0
         assert group["params_share"] == pytest.approx(group["params"] / (group["params"] + 4))
+
+    def test_a_weight_inside_one_group_counts_once(self, net, capsys):
+        assert main(["inspect", net.replace(":make", ":Residual"), "--input", "1,3", "--json"]) == 0
+        (group,) = json.loads(capsys.readouterr().out)["groups"]
+        assert group["macs"] == 8 * 3 + 8 * 8 + 2 * 8
+        assert group["params_share"] == (24 + 64 + 16) / (24 + 64 + 16 + 2)
+
+    def test_no_groups_is_said(self, net, capsys):
+        assert main(["inspect", net.replace(":make", ":ok"), "--input", "1,3"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(inspect.NOTHING)
+        assert "is an output of the model" in out
+        assert f"{net.removesuffix('make')}ok: 16 parameters" in out.replace("\n", "")
+
+    def test_svg_shows_the_same_tables_without_anything_from_outside(self, net, tmp_path, capsys):
+        file = tmp_path / "net.svg"
+        assert main(["inspect", net, "--input", "1,3,8,8", "--svg", str(file)]) == 0
+        picture = ElementTree.parse(file).getroot()
+        words = [
+            word for text in picture.iter("{http://www.w3.org/2000/svg}text") for word in (text.text or "").split()
+        ]
+        printed = [word for word in capsys.readouterr().out.split() if word.isalnum()]
+        assert printed
+        assert set(printed) <= set(words)
+        source = file.read_text()
+        assert "@font-face" not in source
+        assert source.count("http") == 1, "the name space only"
+
+    def test_svg_that_cannot_be_written(self, net, tmp_path, capsys):
+        file = tmp_path / "no" / "net.svg"
+        assert main(["inspect", net, "--input", "1,3,8,8", "--svg", str(file)]) == 2
+        assert (
+            capsys.readouterr().err.splitlines()[-1].startswith(f"ifso: error: the picture cannot be written to {file}")
+        )
 
     def test_json_is_all_that_is_printed(self, net, capsys):
         assert main(["inspect", net, "--input", "1,3,8,8", "--json"]) == 0
@@ -172,7 +231,12 @@ class TestInspect:
         [
             (["ifso:resnet21"], "no model 'ifso:resnet21'"),
             (["no/such.py:make"], "no file no/such.py"),
-            (["ifso:resnet20", "--input", "1,4,32,32"], ""),
+            (
+                ["ifso:resnet20", "--input", "1,4,32,32"],
+                "resnet20 does not run on --input 1,4,32,32: RuntimeError",
+            ),
+            (["ifso:resnet20", "--input", "1,9", "--input", "1,2"], "on --input 1,9 and --input 1,2: TypeError"),
+            (["ifso:resnet20", "--input", "99999,99999,99999,99999"], "an input of that size cannot be made"),
             (["ifso:resnet20", "--ignore", "layer9"], "layer9"),
         ],
     )
@@ -187,6 +251,10 @@ class TestInspect:
     def test_a_file_without_a_shape(self, net, capsys):
         assert main(["inspect", net]) == 2
         assert "no example input is known" in capsys.readouterr().err
+
+    def test_a_factory_that_fails(self, net, capsys):
+        assert main(["inspect", net.replace(":make", ":broken"), "--input", "1,3"]) == 2
+        assert capsys.readouterr().err.endswith("net.py:broken failed: OSError: no weights here\n")
 
 
 class TestDemo:
@@ -228,7 +296,9 @@ class TestBench:
 
     def test_a_failing_model_ends_with_2(self, capfd):
         assert main(["bench", "trace", "--models", "ifso:resnet21"]) == 2
-        assert "no model 'ifso:resnet21'" in capfd.readouterr().err
+        errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+        assert len(errors) == 1
+        assert errors[0].startswith("ifso: error: no model 'ifso:resnet21'")
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):

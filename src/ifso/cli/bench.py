@@ -51,7 +51,10 @@ def _measure_apart(name: str) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise IfsoError(f"measuring {name} failed with status {done.returncode} (its message is above)")
-    return json.loads(done.stdout)
+    result = json.loads(done.stdout)
+    if "error" in result:
+        raise IfsoError(result["error"])
+    return result
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

@@ -69,5 +69,5 @@ if __name__ == "__main__":
         with chatter_to_stderr():
             result = measure(sys.argv[1])
     except IfsoError as error:
-        sys.exit(f"ifso: error: {error}")
+        result = {"error": str(error)}
     print_json(result)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.output import amount, chatter_to_stderr, console, print_json
+from ifso.errors import TraceError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from torch import nn
 
     import ifso
+    from ifso.costs.terms import Term
     from ifso.graph.table import Column
 
 CAPTION = (
-    "MACs and params: what removing the group's units saves, each counted alone, as a share of the model. "
-    "A weight between two groups counts in both, so shares add up to more than 100 %."
+    "MACs, params: the share of the model that belongs to at least one unit of the group. "
+    "Groups that meet in a layer both hold its weight, so the shares overlap and do not add up."
 )
+NOTHING = "nothing of this model can be pruned"
 COUNTED = "everything torch.utils.flop_counter counts, halved"
 
 
@@ -28,8 +34,8 @@ class Inspection:
     name: str
     graph: ifso.ChannelGraph
     cost: ifso.Cost
-    macs: dict[str, float]
-    params: dict[str, float]
+    macs: Counter[str]
+    params: Counter[str]
 
 
 def add_parser(commands: Any) -> None:
@@ -47,6 +53,7 @@ def add_parser(commands: Any) -> None:
         "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the tables into an SVG picture")
     parser.set_defaults(run=run)
 
 
@@ -57,23 +64,65 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_document(found))
     else:
-        _print(found)
+        console().print(*_report(found), sep="\n")
+    if args.svg is not None:
+        from ifso.cli.picture import write_svg
+
+        write_svg(args.svg, f"ifso inspect {found.name}", _report(found))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> Inspection:
     import ifso
+    from ifso.costs.counting import MAC_KINDS
 
     model = ifso.create_model(args.model).eval()
-    graph = ifso.trace(model, _inputs(args, model), ignore=tuple(args.ignore))
-    saved = ifso.unit_costs(graph)
+    graph = _trace(args, model)
     return Inspection(
         name=args.model,
         graph=graph,
         cost=ifso.cost(model, graph),
-        macs={name: float(costs.macs.sum()) for name, costs in saved.items()},
-        params={name: float(costs.params.sum()) for name, costs in saved.items()},
+        macs=_held(graph, [term for term in graph.terms if term.kind in MAC_KINDS]),
+        params=_held(graph, [term for term in graph.terms if term.kind == "parameter"]),
     )
+
+
+def _trace(args: argparse.Namespace, model: nn.Module) -> ifso.ChannelGraph:
+    """Trace, and speak of ``--input`` where the model does not run."""
+    import ifso
+
+    inputs = _inputs(args, model)
+    try:
+        return ifso.trace(model, inputs, ignore=tuple(args.ignore))
+    except TraceError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, TraceError):
+            raise
+        given = (
+            " and ".join(f"--input {','.join(map(str, shape))}" for shape in args.input or ()) or "its default input"
+        )
+        message = " ".join(str(cause).split())[:300] or "no message"
+        raise TraceError(
+            f"{args.model} does not run on {given}: {type(cause).__name__}: {message}; "
+            "give the shape it takes with --input, once for each input"
+        ) from error
+
+
+def _held(graph: ifso.ChannelGraph, terms: list[Term]) -> Counter[str]:
+    """Per group, how many of the elements that ``terms`` count belong to at least one of its units."""
+    import torch
+
+    names = [group.name for group in graph.groups]
+    sizes = torch.tensor([group.size for group in graph.groups], dtype=torch.long)
+    number_of = torch.repeat_interleave(torch.arange(len(names)), sizes)
+    whole, held = graph.kept(None), Counter(dict.fromkeys(names, 0))
+    for term in terms:
+        units = torch.cat([layer.flatten() for layer in term.layers]) if term.layers else number_of[:0]
+        for number in number_of[units[units >= 0].unique()].unique().tolist():
+            without = whole.clone()
+            without[graph.groups[number].units] = False
+            held[names[number]] += term.count(whole) - term.count(without)
+    return held
 
 
 def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
@@ -82,8 +131,16 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     from ifso.models import default_inputs
 
     if not args.input:
-        return default_inputs(args.model, model)
-    inputs = tuple(torch.randn(shape) for shape in args.input)
+        try:
+            return default_inputs(args.model, model)
+        except TraceError:
+            raise TraceError(
+                f"no example input is known for {args.model}; give its shape, for example --input 1,3,224,224"
+            ) from None
+    try:
+        inputs = tuple(torch.randn(shape) for shape in args.input)
+    except RuntimeError as error:
+        raise TraceError(f"an input of that size cannot be made: {error}") from error
     return inputs[0] if len(inputs) == 1 else inputs
 
 
@@ -97,11 +154,12 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _print(found: Inspection) -> None:
+def _report(found: Inspection) -> list[RenderableType]:
+    """The tables and lines that are printed."""
     from ifso.graph.table import details, groups_table
 
-    out = console()
-    out.print(groups_table(found.graph, _columns(found), CAPTION), *details(found.graph), _totals(found), sep="\n")
+    groups = groups_table(found.graph, _columns(found), CAPTION) if found.graph.groups else NOTHING
+    return [groups, *details(found.graph), _totals(found)]
 
 
 def _columns(found: Inspection) -> list[Column]:
@@ -117,10 +175,10 @@ def _columns(found: Inspection) -> list[Column]:
 def _totals(found: Inspection) -> str:
     cost = found.cost
     return (
-        f"{found.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs ({COUNTED}: "
-        f"convolutions {amount(cost.conv_macs)}, linear layers {amount(cost.linear_macs)}, "
-        f"other matrix products {amount(cost.matmul_macs)}), "
-        f"{amount(cost.activations)} activations (numbers that convolutions and matrix products write)"
+        f"{found.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs, {amount(cost.activations)} "
+        "activations (numbers that convolutions and matrix products write)\n"
+        f"MACs: {amount(cost.conv_macs)} in convolutions, {amount(cost.linear_macs)} in linear layers, "
+        f"{amount(cost.matmul_macs)} in other matrix products; {COUNTED}"
     )
 
 

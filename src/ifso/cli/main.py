@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,19 +13,26 @@ from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, bench)
 INTERRUPTED = 130
+UNREAD = 141
+"""The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (the process's arguments if None) and return its exit status."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except IfsoError as error:
         print(f"ifso: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("ifso: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
 
 
 def _parser() -> argparse.ArgumentParser:

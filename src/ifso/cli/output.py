@@ -18,7 +18,7 @@ def console() -> Console:
 
     from ifso.graph.table import WIDTH
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def print_json(document: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.running import named_tensors
+from ifso.graph.slots import named_tensors
 
 MAC_KINDS = ("conv", "linear", "matmul")
 
@@ -44,8 +44,8 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"{self.macs:,} MACs (conv {self.conv_macs:,} + linear {self.linear_macs:,} + matmul {self.matmul_macs:,}), "
-            f"{self.params:,} parameters, {self.activations:,} activations"
+            f"{self.macs:,} MACs (conv {self.conv_macs:,} + linear {self.linear_macs:,} "
+            f"+ matmul {self.matmul_macs:,}), {self.params:,} parameters, {self.activations:,} activations"
         )
 
 
@@ -62,7 +62,9 @@ def cost(model: nn.Module, graph: ChannelGraph, keep: Keep | None = None) -> Cos
     """
     check_fits(model, graph)
     kept = graph.kept(keep)
-    return Cost(**{field: sum(term.count(kept) for term in graph.terms if term.kind == kind) for field, kind in _FIELDS})
+    return Cost(
+        **{field: sum(term.count(kept) for term in graph.terms if term.kind == kind) for field, kind in _FIELDS}
+    )
 
 
 _FIELDS = (
@@ -96,7 +98,10 @@ def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitC
     macs = saved["conv"] + saved["linear"] + saved["matmul"]
     return {
         group.name: UnitCosts(
-            macs[group.units], saved["conv"][group.units], saved["parameter"][group.units], saved["activation"][group.units]
+            macs[group.units],
+            saved["conv"][group.units],
+            saved["parameter"][group.units],
+            saved["activation"][group.units],
         )
         for group in graph.groups
     }

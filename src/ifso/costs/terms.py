@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A block of ``shape`` elements; ``layers`` hold unit numbers, broadcastable to it. ``kind`` says what it counts."""
+    """A block of ``shape`` elements; ``layers`` hold unit numbers broadcastable to it. ``kind`` says what it counts."""
 
     kind: str
     where: str
@@ -35,7 +35,7 @@ class Term:
     @cached_property
     def _lines(self) -> list[tuple[int, Tensor]] | None:
         """(dim, unit numbers) per layer if each varies along one dim of its own, else None."""
-        lines = []
+        lines: list[tuple[int, Tensor]] = []
         for layer in self.layers:
             dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
             if len(dims) != 1 or any(dim == dims[0] for dim, _ in lines):

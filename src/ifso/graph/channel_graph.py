@@ -169,7 +169,9 @@ class ChannelGraph:
             if choice.dtype != torch.bool:
                 raise KeepError(f"keep[{name!r}] has dtype {choice.dtype}; give a bool tensor (True stays)")
             if choice.shape != (group.size,):
-                raise KeepError(f"keep[{name!r}] has shape {tuple(choice.shape)}; group {name!r} has {group.size} units")
+                raise KeepError(
+                    f"keep[{name!r}] has shape {tuple(choice.shape)}; group {name!r} has {group.size} units"
+                )
             kept[group.units] = choice
         return kept
 

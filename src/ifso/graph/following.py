@@ -27,8 +27,10 @@ def _follow(call: Call, labels: Labels) -> None:
     """Apply the rule of a call. A call that its rule does not understand holds its channels fast, with a note."""
     try:
         rules.find(call)(call, labels)
-    except Exception as error:  # noqa: BLE001 - a call in a form nobody foresaw must not cost the user the whole trace
-        labels.notes.append(f"{call.op} in {call.module or 'the model'} could not be followed ({type(error).__name__}: {error})")
+    except Exception as error:
+        labels.notes.append(
+            f"{call.op} in {call.module or 'the model'} could not be followed ({type(error).__name__}: {error})"
+        )
         rules.unknown(call, labels)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ifso.graph.tape import Call, FunctionKey, Ref, Tape
 
 PRODUCES, CONSUMES = "produces", "consumes"
+PADDED_FRONT, PADDED_BACK = ("front",), ("back",)
 FROM_INPUT = "the model's input"
 
 
@@ -68,6 +69,11 @@ class MeasuredBy:
     position: int | None
     ids: Tensor
 
+    @property
+    def is_padding(self) -> bool:
+        """Does it count zeros added beside the channels?"""
+        return self.names in (PADDED_FRONT, PADDED_BACK)
+
 
 def compress(ids: Tensor, exact: bool = False) -> Tensor:
     """Shrink every dim along which ``ids`` is constant to size 1. ``exact`` also looks at the values.
@@ -102,6 +108,7 @@ class Labels:
         self.balances: list[tuple[Tensor, str]] = []
         self.attached: list[tuple[Axis, int, Tensor]] = []
         self.ragged: dict[str, Tensor] = {}
+        self.ragged_period: dict[str, int] = {}
         self.operations: list[Operation] = []
         self.sizes: list[MeasuredBy] = []
         self.uniform: set[int] = set()

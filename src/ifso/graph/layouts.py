@@ -42,7 +42,9 @@ def _dealt(alive: Tensor, period: int) -> Tensor:
     """
     blocks = alive.view(-1, period).t()
     if len(set(blocks.sum(1).tolist())) > 1:
-        raise KeepError("the blocks of a channel shuffle keep different numbers; pass keep through ifso.balance(graph, keep)")
+        raise KeepError(
+            "the blocks of a channel shuffle keep different numbers; pass keep through ifso.balance(graph, keep)"
+        )
     places = torch.arange(alive.numel()).view(-1, period).t()
     return places[blocks].view(period, -1).t().flatten()
 
@@ -59,7 +61,9 @@ def compact_shape(layout: Layout, kept: Tensor, name: str) -> tuple[int, ...]:
     counts = alive.sum(1, keepdim=True)[rows].unique().tolist()
     if alive.shape[1] > 1:
         if len(counts) != 1:
-            raise KeepError(f"{name}: its groups keep different numbers of channels; pass keep through ifso.balance(graph, keep)")
+            raise KeepError(
+                f"{name}: its groups keep different numbers of channels; pass keep through ifso.balance(graph, keep)"
+            )
         shape[1] = counts[0]
     return tuple(shape)
 
@@ -74,9 +78,21 @@ def compact(tensor: Tensor, layout: Layout, kept: Tensor, name: str) -> Tensor:
                 result = result.index_select(dim, index.to(tensor.device))
     else:
         shape = compact_shape(layout, kept, name)
-        alive = surviving(layout, kept).expand(layout.shape).to(tensor.device)
-        result = tensor[alive].reshape(shape)
+        alive = surviving(layout, kept)
+        if 1 in layout.interleave:
+            result = _rows_dealt(tensor, alive.flatten(1), layout.interleave[1])
+        else:
+            result = tensor[alive.expand(layout.shape).to(tensor.device)].reshape(shape)
     return in_format_of(result, tensor)
+
+
+def _rows_dealt(tensor: Tensor, alive: Tensor, period: int) -> Tensor:
+    """Each row [O, I/g, …] reads a shuffled axis: its survivors are dealt out in turn."""
+    rows = alive.any(1).nonzero().flatten()
+    columns = torch.stack([_dealt(alive[row], period) for row in rows]).to(tensor.device)
+    kept_rows = tensor.index_select(0, rows.to(tensor.device))
+    index = columns.view(*columns.shape, *[1] * (tensor.dim() - 2)).expand(*columns.shape, *tensor.shape[2:])
+    return kept_rows.gather(1, index)
 
 
 def in_format_of(result: Tensor, like: Tensor) -> Tensor:

@@ -1,21 +1,29 @@
 """Rehearsing a removal: the model runs with smaller parameters on fake tensors, beside its own recording.
 
-Sizes kept as Python numbers (``num_heads``, ``C // heads``, widths in slices) are invisible to the tape. Here they show:
-every torch function must give the shapes that the ids predict. Where one does not, the expected shape is put in its
-place and the run goes on, so that one run finds every such place.
+Sizes kept as Python numbers (``num_heads``, ``C // heads``, widths in slices) are invisible to the tape. Here they
+show: every torch function must give the shapes that the ids predict. Where one does not, the expected shape is put in
+its place and the run goes on, so that one run finds every such place.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from ifso.graph.channel_graph import SizeAttribute
 from ifso.graph.labels import Labels
-from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, refs_in, tensors_in
+from ifso.graph.layouts import compact, compact_shape
+from ifso.graph.running import call_model, preserved, quiet_torch
+from ifso.graph.slim_attention import slim_attention
+from ifso.graph.slots import named_tensors, set_attribute, set_tensors
+from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
+from ifso.graph.units import Units
 
 
 def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor) -> tuple[int, ...]:
@@ -67,22 +75,118 @@ class Diverged(Exception):
         self.module = module
 
 
+@dataclass(frozen=True)
+class Removal:
+    """What is to be removed from a traced model, and all that a rehearsal of it needs."""
+
+    units: Units
+    attributes: tuple[SizeAttribute, ...]
+    kept: Tensor
+    labels: Labels
+    inputs: Any
+    on_real_tensors: bool
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """New shapes of the parameters and buffers that lose something."""
+        return {name: compact_shape(layout, self.kept, name) for name, layout in self.units.layouts.items()}
+
+    def expected_results(self) -> dict[Ref, tuple[int, ...]]:
+        """The shape that each result of a torch function should have."""
+        tape, of = self.labels.tape, self.units.of
+        results = {ref for call in tape.functions for ref in refs_in(call.result)}
+        layers = {ref: [of[layer.ids] for layer in self.labels[ref]] for ref in results}
+        return {ref: expected_shape(tape.shape(ref), layers[ref], self.kept) for ref in results}
+
+    def set_numbers(self, model: nn.Module) -> list[str]:
+        """Set the Python numbers; returns the names of attention layers whose class was exchanged."""
+        modules = dict(model.named_modules())
+        for item in self.attributes:
+            set_attribute(modules[item.module], item.name, item.position, item.value(self.kept))
+        return slim_attention(model, self.shapes())
+
+
+def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:
+    """Run the smaller model. Returns the problems, and the module where it could not go on or took another way."""
+    if removal.on_real_tensors:
+        return [], _rehearse_real(model, removal)
+    expected = removal.expected_results()
+    with preserved(model), quiet_torch():
+        exchanged = removal.set_numbers(model)
+        rehearsal = Rehearsal(model, removal.labels.tape, expected, set(exchanged))
+        try:
+            _run_smaller(model, removal, rehearsal)
+        except Diverged as error:
+            return rehearsal.problems, error.module
+        except Exception:
+            return rehearsal.problems, rehearsal.module
+        return rehearsal.problems, None
+
+
+def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractContextManager[Any]) -> Any:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors, shapes = named_tensors(model), removal.shapes()
+    with mode:
+        set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in shapes.items()})
+        fakes = map_tensors(removal.inputs, mode.from_tensor)
+        with watch:
+            return call_model(model, fakes)
+
+
+def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
+    """The same with values, for models whose course depends on them; the module that failed, if any."""
+    tensors = named_tensors(model)
+    with preserved(model, values=True), quiet_torch():
+        layouts = removal.units.layouts
+        set_tensors(
+            model, {name: compact(tensors[name].detach(), layouts[name], removal.kept, name) for name in layouts}
+        )
+        removal.set_numbers(model)
+        last = [""]
+        stack = ModuleStack(model, on_enter=lambda name: last.__setitem__(0, name))
+        try:
+            with stack:
+                call_model(model, map_tensors(removal.inputs, lambda tensor: tensor.detach().clone()))
+        except Exception:
+            return last[0]
+    return None
+
+
+def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...]) -> str | None:
+    """What is wrong with a removal, in words; None if the smaller model runs to the same output shapes.
+
+    A model that takes another way than in its recording (it is in train mode now, say) is only asked for its outputs.
+    """
+    problems, stuck = rehearse(model, removal)
+    if problems:
+        return f"{problems[0].call.name} in {problems[0].module or 'the model'} {problems[0].why}"
+    if stuck is None:
+        return None
+    failure = f"the forward pass fails in {stuck or 'the model'}"
+    if removal.on_real_tensors:
+        return failure
+    with preserved(model), quiet_torch():
+        removal.set_numbers(model)
+        try:
+            output = _run_smaller(model, removal, contextlib.nullcontext())
+        except Exception:
+            return failure
+    same = tuple(tuple(tensor.shape) for tensor in tensors_in(output)) == output_shapes
+    return None if same else "its outputs have other shapes"
+
+
 class Rehearsal(TorchFunctionMode):
     """Compares each torch function with the recording and notes the problems."""
 
-    def __init__(self, model: nn.Module, labels: Labels, units: Tensor, kept: Tensor, replaced: set[str]) -> None:
+    def __init__(self, model: nn.Module, tape: Tape, expected: dict[Ref, tuple[int, ...]], exchanged: set[str]) -> None:
         super().__init__()
         self.problems: list[Problem] = []
-        self._tape: Tape = labels.tape
-        results = {ref for call in self._tape.functions for ref in refs_in(call.result)}
-        self._expected = {
-            ref: expected_shape(self._tape.shape(ref), [units[layer.ids] for layer in labels[ref]], kept) for ref in results
-        }
+        self._tape = tape
+        self._expected = expected
         self._stack = ModuleStack(model, self._resume)
         self._last = ""
         self._place = 0
         self._inside = False
-        self._replaced = replaced
+        self._exchanged = exchanged
 
     @property
     def module(self) -> str:
@@ -90,12 +194,12 @@ class Rehearsal(TorchFunctionMode):
         return self._last
 
     def _resume(self, name: str, entry: int) -> None:
-        if name in self._replaced:
+        if name in self._exchanged:
             self._place = self._tape.module_ends.get(entry, self._place)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or any(name in self._replaced for name in self._stack.running):
+        if self._inside or any(name in self._exchanged for name in self._stack.running):
             return func(*args, **kwargs)
         self._last = self._stack.module
         name = getattr(func, "__name__", str(func))
@@ -112,7 +216,7 @@ class Rehearsal(TorchFunctionMode):
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             result = func(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - any failure of the user's model is a finding
+        except Exception as error:
             self._note(call, f"{type(error).__name__}: {error}")
             return self._stand_in(call.result)
         refs = list(refs_in(call.result))

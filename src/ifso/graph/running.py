@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,6 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(inputs)
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by their first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @contextlib.contextmanager
@@ -99,7 +95,7 @@ def run_real(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
 def available_memory() -> int | None:
     """Bytes of main memory free for use, where the system tells."""
     try:
-        with open("/proc/meminfo") as lines:
+        with Path("/proc/meminfo").open() as lines:
             found = next(line for line in lines if line.startswith("MemAvailable"))
         return int(found.split()[1]) * 1024
     except (OSError, StopIteration):

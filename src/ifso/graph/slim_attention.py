@@ -6,6 +6,8 @@ removed they differ, so the layer's class is exchanged, in place, for one that r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,7 +17,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` whose inner width ``num_heads × head_dim`` is free. Same parameters, same call."""
 
     @property
-    def _qkv_same_embed_dim(self) -> bool:  # type: ignore[override]
+    def _qkv_same_embed_dim(self) -> bool:
         """False, so that PyTorch's fused encoder kernels, which assume the full width, stay away."""
         return False
 
@@ -28,14 +30,16 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,
+        is_causal: bool = False,  # noqa: ARG002 - a hint only; attn_mask says the same
     ) -> tuple[Tensor, Tensor | None]:
         batched = query.dim() == 3
         tensors = [tensor if batched else tensor.unsqueeze(0) for tensor in (query, key, value)]
         if batched and not self.batch_first:
             tensors = [tensor.transpose(0, 1) for tensor in tensors]
         q, k, v = self._project(tensors)
-        bias = self._bias(q, key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None], attn_mask)
+        bias = self._bias(
+            q, key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None], attn_mask
+        )
         if need_weights:
             scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
             weights = (scores if bias is None else scores + bias).softmax(-1)
@@ -77,19 +81,22 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-def slim_attention(model: nn.Module) -> list[str]:
-    """Exchange the class of every attention layer whose sizes no longer fit PyTorch's; returns their names."""
+def slim_attention(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None) -> list[str]:
+    """Exchange the class of every attention layer whose sizes do not fit PyTorch's; returns their names.
+
+    ``shapes`` are shapes that parameters are going to have, by name.
+    """
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, SlimMultiheadAttention):
-            names.append(name)
-        elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None and _is_slim(module):
+        if type(module) is nn.MultiheadAttention and _is_slim(module, (shapes or {}).get(f"{name}.in_proj_weight")):
             module.__class__ = SlimMultiheadAttention
+        if isinstance(module, SlimMultiheadAttention):
             names.append(name)
     return names
 
 
-def _is_slim(module: nn.MultiheadAttention) -> bool:
-    rows, width = module.in_proj_weight.shape
-    plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
-    return plain and rows != 3 * width
+def _is_slim(module: nn.MultiheadAttention, shape: tuple[int, ...] | None) -> bool:
+    if module.in_proj_weight is None or module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+        return False
+    rows, width = shape or module.in_proj_weight.shape
+    return rows != 3 * width

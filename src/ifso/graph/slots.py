@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, then buffers, persistent or not, by name; a tied one only under its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def tensor_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -31,8 +39,7 @@ def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if key in module._parameters:
             old = module._parameters[key]
             assert old is not None
-            new = tensors[name] if isinstance(tensors[name], nn.Parameter) else nn.Parameter(tensors[name], old.requires_grad)
-            module._parameters[key] = new
+            module._parameters[key] = nn.Parameter(tensors[name], old.requires_grad)
         else:
             module._buffers[key] = tensors[name]
 

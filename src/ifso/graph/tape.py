@@ -132,12 +132,17 @@ class _Frame:
 class ModuleStack:
     """Knows which module is running, through PyTorch's global forward hooks."""
 
-    def __init__(self, model: nn.Module, on_exit: Callable[[str, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_exit: Callable[[str, int], None] | None = None,
+        on_enter: Callable[[str], None] | None = None,
+    ) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running = [_Frame("", 0)]
         self._entries = 0
         self._on_exit = on_exit
-        self.on_enter: Callable[[str], None] | None = None
+        self._on_enter = on_enter
         self._handles: list[Any] = []
 
     @property
@@ -159,8 +164,8 @@ class ModuleStack:
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         self._entries += 1
         self._running.append(_Frame(self._names.get(id(module), self.module), self._entries))
-        if self.on_enter is not None:
-            self.on_enter(self.module)
+        if self._on_enter is not None:
+            self._on_enter(self.module)
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         frame = self._running.pop()
@@ -247,12 +252,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or func.namespace == "prims" and "device" in func.__name__:
+        if func.namespace == "prim" or (func.namespace == "prims" and "device" in func.__name__):
             return func(*args, **kwargs)
         recorded_args = map_tensors(tuple(args), self.ref)
         recorded_kwargs = map_tensors(kwargs, self.ref)
         result = func(*args, **kwargs)
-        outputs = []
+        outputs: list[Ref | None] = []
         items = result if isinstance(result, (tuple, list)) else (result,)
         for item in items:
             if not isinstance(item, Tensor):

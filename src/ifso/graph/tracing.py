@@ -13,8 +13,9 @@ from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.following import follow_channels
 from ifso.graph.reductions import reductions_of
-from ifso.graph.running import GuardedRecorder, available_memory, explain, named_tensors, preserved, run_fake, run_real
+from ifso.graph.running import GuardedRecorder, available_memory, explain, preserved, run_fake, run_real
 from ifso.graph.settling import settle
+from ifso.graph.slots import named_tensors
 from ifso.graph.tape import Recorder, Tape, tensors_in
 
 
@@ -42,21 +43,20 @@ def trace(
     _check_arguments(model, example_inputs, ignore)
     tape, on_real_tensors = record(model, example_inputs, memory_limit)
     labels = follow_channels(tape, ignore)
-    settled = settle(model, example_inputs, labels, on_real_tensors)
-    units = settled.units
+    units, attributes = settle(model, example_inputs, labels, on_real_tensors)
     return ChannelGraph(
         groups=units.groups,
         frozen=units.frozen,
         balances=units.balances,
         layouts=units.layouts,
-        attributes=settled.attributes,
+        attributes=attributes,
         terms=terms_of(labels, units, named_tensors(model)),
         inputs=example_inputs,
         output_shapes=tuple(tape.shape(ref) for ref in tape.outputs),
         reductions=reductions_of(labels, units),
         on_real_tensors=on_real_tensors,
         recording=(labels, units),
-        notes=settled.notes,
+        notes=tuple(dict.fromkeys(labels.notes)),
     )
 
 
@@ -81,7 +81,7 @@ def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tu
             recorder = Recorder(model, named)
             output = run_fake(model, inputs, recorder, FakeTensorMode(allow_non_fake_inputs=True))
             return recorder.finish(output), False
-    except Exception:  # noqa: BLE001 - whatever fails on fake tensors is tried on real ones
+    except Exception:
         free = available_memory()
         limit = memory_limit if memory_limit is not None else (int(free * 0.7) if free else None)
     try:
@@ -89,5 +89,5 @@ def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tu
             guarded = GuardedRecorder(model, named, limit)
             output = run_real(model, inputs, guarded)
             return guarded.finish(output), True
-    except Exception as error:  # noqa: BLE001 - any failure of the user's model becomes one clear line
+    except Exception as error:
         raise explain(error, model) from error

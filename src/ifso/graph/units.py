@@ -155,7 +155,9 @@ def _freeze_stuck_balances(result: Partition) -> bool:
     for blocks, where in result.balances:
         can = free[blocks].any(1)
         if bool(can.any()) and not bool(can.all()):
-            _freeze(result, blocks[can].flatten(), f"must keep as many as channels that stay (in {where or 'the model'})")
+            _freeze(
+                result, blocks[can].flatten(), f"must keep as many as channels that stay (in {where or 'the model'})"
+            )
             return True
     return False
 
@@ -286,12 +288,15 @@ def _frozen(result: Partition, of: Tensor, spots: list[_Spot]) -> tuple[Frozen, 
         stays = ((of[ids] == STAYS) & touched[ids]).nonzero().flatten()
         why = reason_of[result.classes[ids[stays]]]
         for place in why.unique().tolist():
-            found.append(Frozen(spot.name, spot.dim, reasons[place], tuple(stays[why == place].tolist())))
+            index = tuple(stays[why == place].tolist())
+            found.append(Frozen(spot.name, spot.dim, reasons[place], index))
+    return (*found, *_unused(labels))
+
+
+def _unused(labels: Labels) -> list[Frozen]:
     seen = {axis.name for axis in labels.axes}
-    for value in labels.tape.values:
-        if value.kind == "parameter" and value.name not in seen and max(value.shape, default=1) > 1:
-            found.append(Frozen(value.name, 0, UNUSED, tuple(range(value.shape[0]))))
-    return tuple(found)
+    unseen = (value for value in labels.tape.values if value.kind == "parameter" and value.name not in seen)
+    return [Frozen(v.name, 0, UNUSED, tuple(range(v.shape[0]))) for v in unseen if max(v.shape, default=1) > 1]
 
 
 def _layouts(labels: Labels, of: Tensor, interleave: dict[tuple[str, int], int]) -> dict[str, Layout]:
@@ -308,6 +313,6 @@ def _layouts(labels: Labels, of: Tensor, interleave: dict[tuple[str, int], int])
         if bool((of[table] != STAYS).any()):
             layers.setdefault(name, []).append(of[table])
     shuffled: dict[str, dict[int, int]] = {}
-    for (name, dim), period in interleave.items():
+    for (name, dim), period in [*interleave.items(), *(((n, 1), p) for n, p in labels.ragged_period.items())]:
         shuffled.setdefault(name, {})[dim] = period
     return {name: Layout(shapes[name], tuple(found), shuffled.get(name, {})) for name, found in layers.items()}

@@ -1,0 +1,1 @@
+"""Soft and physical removal, and the recipe that repeats it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,22 @@ from ifso.costs import cost
 from ifso.costs.counting import check_fits
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
-from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.channel_graph import ChannelGraph, Group, Keep
 from ifso.graph.layouts import compact, compact_shape
-from ifso.graph.running import named_tensors
-from ifso.graph.settling import rehearse_keep
+from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import read_attribute, set_attribute
-from ifso.surgery.recipe import AttributeChange, FrozenAxis, KeptUnits, Recipe, Round, ShapeChange, extend, name_of, remember
+from ifso.graph.slots import named_tensors, read_attribute, set_attribute
+from ifso.surgery.recipe import (
+    AttributeChange,
+    FrozenAxis,
+    KeptUnits,
+    Recipe,
+    Round,
+    ShapeChange,
+    extend,
+    name_of,
+    remember,
+)
 
 
 def compact_(
@@ -39,9 +49,14 @@ def compact_(
     check_fits(model, graph)
     kept = graph.kept(keep)
     check_keep(graph, kept)
-    problem = rehearse_keep(model, graph, kept)
+    labels, units = graph.recording
+    removal = Removal(units, graph.attributes, kept, labels, graph.inputs, graph.on_real_tensors)
+    problem = check_removal(model, removal, graph.output_shapes)
     if problem is not None:
-        raise CompactionError(f"the smaller model does not run: {problem}; the model was left as it was (ignore= leaves layers alone)")
+        raise CompactionError(
+            f"the smaller model does not run: {problem}; the model was left as it was "
+            "(trace with ignore= to leave layers alone)"
+        )
     recipe = _recipe(model, graph, keep, kept)
     whole = extend(model, recipe)
     _apply(model, graph, kept, recipe, optimizer)
@@ -64,7 +79,7 @@ def _recipe(model: nn.Module, graph: ChannelGraph, keep: Keep, kept: Tensor) -> 
     return Recipe(name_of(model), shapes, tuple(_attribute_changes(model, graph, kept, shapes)), (round_,))
 
 
-def _kept_units(group, kept: Tensor) -> KeptUnits:  # noqa: ANN001
+def _kept_units(group: Group, kept: Tensor) -> KeptUnits:
     members = tuple((member.parameter, member.dim) for member in group.members)
     kept_here = tuple(kept[group.units].nonzero().flatten().tolist())
     return KeptUnits(group.name, group.size, kept_here, members, tuple(sorted(group.flags)))
@@ -75,19 +90,16 @@ def _attribute_changes(
 ) -> Iterator[AttributeChange]:
     """Numbers that the forward pass uses, then those that only describe a layer."""
     modules = dict(model.named_modules())
-    done = set()
-    for item in graph.attributes:
-        before, after = read_attribute(modules[item.module], item.name, item.position), item.value(kept)
-        done.add((item.module, item.name, item.position))
-        if before != after:
-            yield AttributeChange(item.module, item.name, item.position, before, after)
-    groups = {item.module: item.value(kept) for item in graph.attributes if item.name == "groups"}
+    new = {(item.module, item.name, item.position): item.value(kept) for item in graph.attributes}
     for prefix, module in modules.items():
-        own = {key: shapes[name].after for key in ("weight", "in_proj_weight") if (name := f"{prefix}.{key}" if prefix else key) in shapes}
-        for name, position, after in describing_numbers(module, own.get("weight") or own.get("in_proj_weight"), groups.get(prefix)):
-            before = read_attribute(module, name, position)
-            if before is not None and before != after and (prefix, name, position) not in done:
-                yield AttributeChange(prefix, name, position, before, after)
+        names = (f"{prefix}.{key}".lstrip(".") for key in ("weight", "in_proj_weight"))
+        weight = next((shapes[name].after for name in names if name in shapes), None)
+        for name, position, value in describing_numbers(module, weight, new.get((prefix, "groups", None))):
+            new.setdefault((prefix, name, position), value)
+    for (prefix, name, position), after in new.items():
+        before = read_attribute(modules[prefix], name, position)
+        if before is not None and before != after:
+            yield AttributeChange(prefix, name, position, before, after)
 
 
 def describing_numbers(
@@ -121,26 +133,28 @@ def _apply(
     model: nn.Module, graph: ChannelGraph, kept: Tensor, recipe: Recipe, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Make all new tensors first, then swap them in: nothing can fail halfway."""
-    tensors = named_tensors(model)
-    changed = {name: layout for name, layout in graph.layouts.items() if recipe.shapes[name].before != recipe.shapes[name].after}
-    shrink = {name: (lambda tensor, name=name, layout=layout: compact(tensor, layout, kept, name)) for name, layout in changed.items()}
-    data = {name: shrink[name](tensors[name].detach()) for name in changed}
-    grads = {name: shrink[name](tensors[name].grad) for name in changed if tensors[name].grad is not None}
-    states = {} if optimizer is None else {name: _shrunk_state(optimizer, tensors[name], shrink[name]) for name in changed}
-    for name in changed:
-        tensors[name].grad = None
-        tensors[name].data = data[name]
-        tensors[name].grad = grads.get(name)
-        if optimizer is not None and states[name]:
-            optimizer.state[tensors[name]].update(states[name])
+    smaller = []
+    for name, tensor in named_tensors(model).items():
+        if recipe.shapes[name].before != recipe.shapes[name].after:
+            shrink = partial(compact, layout=graph.layouts[name], kept=kept, name=name)
+            grad = None if tensor.grad is None else shrink(tensor.grad)
+            smaller.append((tensor, shrink(tensor.detach()), grad, _shrunk_state(optimizer, tensor, shrink)))
+    for tensor, data, grad, state in smaller:
+        tensor.grad = None
+        tensor.data = data
+        tensor.grad = grad
+        if optimizer is not None and state:
+            optimizer.state[tensor].update(state)
     modules = dict(model.named_modules())
     for change in recipe.attributes:
         set_attribute(modules[change.module], change.name, change.position, change.after)
     slim_attention(model)
 
 
-def _shrunk_state(optimizer: torch.optim.Optimizer, parameter: Tensor, shrink) -> dict[str, Tensor]:  # noqa: ANN001
-    state = optimizer.state.get(parameter, {})
-    return {
-        key: shrink(value) for key, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape
-    }
+def _shrunk_state(
+    optimizer: torch.optim.Optimizer | None, parameter: Tensor, shrink: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Momenta and the like: state tensors of the parameter's own shape."""
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    own = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
+    return {key: shrink(value) for key, value in own.items()}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ifso.errors import RecipeError
-from ifso.surgery.recipe import AttributeChange, Recipe, Shape, named_tensors, shapes_of
+from ifso.graph.slots import named_tensors
+from ifso.surgery.recipe import AttributeChange, Recipe, Shape, shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,7 +13,7 @@ from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.layouts import surviving
 from ifso.graph.reductions import ExactReductions
-from ifso.graph.running import named_tensors
+from ifso.graph.slots import named_tensors
 
 
 @contextlib.contextmanager

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ifso.errors import RecipeError
+from ifso.graph.slots import named_tensors
 from ifso.surgery.plain import from_plain, scalar, to_plain
 
 if TYPE_CHECKING:
@@ -216,14 +217,6 @@ def check_format(document: object) -> dict[str, Any]:
     if version != VERSION:
         raise RecipeError(f"recipe version {version} is unknown, this ifso reads {VERSION}; use the ifso that wrote it")
     return document
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, then buffers, persistent or not, by name; a tied one only under its first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
 
 
 def shapes_of(model: nn.Module) -> dict[str, Shape]:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from ifso.errors import RecipeError
 from ifso.graph.slim_attention import slim_attention
+from ifso.graph.slots import named_tensors
 from ifso.surgery.fitting import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
-from ifso.surgery.recipe import Recipe, check_format, extend, named_tensors, recipe_of, remember, unchanged
+from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -38,15 +38,17 @@ def pointwise(call: Call, labels: Labels) -> None:
     like = next((ref for ref in refs if labels.why(ref) == FROM_INPUT), refs[0] if refs else None)
     for ref in outputs:
         labels.set(ref, layers, like=like)
-    if written is not None and like is not None and written != like:
-        labels.set_why(written, labels.why(like))
-        if written.index in labels.views:
-            labels.set_why(Ref(labels.views[written.index]), labels.why(like))
+    if written is not None and like is not None:
+        _pass_on_why(written, like, labels)
     labels.pass_flexible(refs, outputs)
-    if all(ref.index in labels.uniform or not labels.tape.shape(ref) for ref in refs):
-        labels.uniform.update(ref.index for ref in outputs)
-    elif written is not None:
-        labels.uniform.discard(written.index)
+    alike = all(ref.index in labels.uniform or not labels.tape.shape(ref) for ref in refs)
+    (labels.uniform.update if alike else labels.uniform.difference_update)(ref.index for ref in outputs)
+
+
+def _pass_on_why(written: Ref, source: Ref, labels: Labels) -> None:
+    """A tensor written in place, and the one it is a part of, now hold what was written."""
+    for index in {written.index, labels.views.get(written.index, written.index)} - {source.index}:
+        labels.set_why(Ref(index), labels.why(source))
 
 
 def _shares_memory(ref: Ref, labels: Labels) -> bool:
@@ -64,7 +66,8 @@ def _freeze_against_rigid(layer: Layer, ref: Ref, ndim: int, labels: Labels) -> 
     "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_zeros", "aten.new_ones", "aten.new_full",
     "aten.new_empty", "aten.rand", "aten.randn", "aten.scalar_tensor", "aten.zeros_like", "aten.ones_like",
     "aten.full_like", "aten.empty_like", "aten.rand_like", "aten.randn_like", "aten.fill_", "aten.fill", "aten.zero_",
-    "aten.bernoulli_", "aten.bernoulli", "aten.uniform_", "aten.normal_", "aten.empty_strided", "aten.new_empty_strided",
+    "aten.bernoulli_", "aten.bernoulli", "aten.uniform_", "aten.normal_", "aten.empty_strided",
+    "aten.new_empty_strided",
 )  # fmt: skip
 def uniform(call: Call, labels: Labels) -> None:
     """A tensor whose elements are all alike: its size follows whatever it meets."""
@@ -76,8 +79,10 @@ def uniform(call: Call, labels: Labels) -> None:
             labels.set_why(ref, "a constant made in forward")
 
 
-@rule("aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy", "aten.nll_loss_forward",
-      "aten.nll_loss2d_forward", "aten.binary_cross_entropy_with_logits", "aten.cross_entropy_loss", "aten.nll_loss")  # fmt: skip
+@rule(
+    "aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy", "aten.nll_loss_forward",
+    "aten.nll_loss2d_forward", "aten.binary_cross_entropy_with_logits", "aten.cross_entropy_loss", "aten.nll_loss",
+)  # fmt: skip
 def loss(call: Call, labels: Labels) -> None:
     """Predictions meet targets: they must stay."""
     labels.freeze_all(call.inputs, "is compared with targets by a loss")

@@ -14,8 +14,8 @@ OVER_CHANNELS = "reduced over channels"
 
 @rule(
     "aten.mean", "aten.sum", "aten.amax", "aten.amin", "aten.max", "aten.min", "aten.var", "aten.var_mean", "aten.std",
-    "aten.std_mean", "aten.linalg_vector_norm", "aten.norm", "aten.prod", "aten.argmax", "aten.argmin", "aten.logsumexp",
-    "aten.any", "aten.all", "aten.nansum", "aten.count_nonzero",
+    "aten.std_mean", "aten.linalg_vector_norm", "aten.norm", "aten.prod", "aten.argmax", "aten.argmin",
+    "aten.logsumexp", "aten.any", "aten.all", "aten.nansum", "aten.count_nonzero",
 )  # fmt: skip
 def reduce(call: Call, labels: Labels) -> None:
     """Reduced dims lose their ids; ids that vary elsewhere too are linked into rows (attention heads)."""

@@ -50,11 +50,13 @@ def _position_dims(call: Call, labels: Labels) -> list[int]:
 @rule("torchvision.deform_conv2d")
 def deform_conv(call: Call, labels: Labels) -> None:
     """A convolution with learned positions: input and output channels as in a convolution of one group."""
-    from ifso.graph.rules.products import convolve
+    from ifso.graph.rules.convolution import convolve
 
     x, weight, offset, mask, bias = call.args[:5]
     groups, offset_groups = call.args[11], call.args[12]
-    labels.freeze_all([ref for ref in (offset, mask) if ref is not None], "gives the positions to a deformable convolution")
+    labels.freeze_all(
+        [ref for ref in (offset, mask) if ref is not None], "gives the positions to a deformable convolution"
+    )
     if offset_groups > 1 or groups > 1:
         labels.freeze_all([x], "is read by a grouped deformable convolution")
     convolve(call, labels, x, weight, bias, transposed=False, groups=groups)
@@ -70,7 +72,9 @@ def pixel_shuffle(call: Call, labels: Labels) -> None:
             layer = labels.unlock(layer)
             rows = layer.ids.flatten().view(-1, factor * factor)
             first = labels.link_rows(rows, [1])
-            passing.append(replace(layer, ids=first.reshape([-1 if d == layer.dims[0] else 1 for d in range(layer.ids.dim())])))
+            passing.append(
+                replace(layer, ids=first.reshape([-1 if d == layer.dims[0] else 1 for d in range(layer.ids.dim())]))
+            )
         else:
             labels.freeze(layer.ids, "is mixed with positions by a pixel shuffle")
     labels.set(call.outputs[0], passing, like=x)
@@ -79,8 +83,7 @@ def pixel_shuffle(call: Call, labels: Labels) -> None:
 @rule("aten.pixel_unshuffle")
 def pixel_unshuffle(call: Call, labels: Labels) -> None:
     """[N, C, H·r, W·r] → [N, C·r², H, W]: each channel becomes r² consecutive ones."""
-    x, factor = call.args[:2]
-    _repeat_channels(call, labels, factor * factor)
+    _repeat_channels(call, labels, call.args[1] ** 2)
 
 
 @rule("aten.im2col")
@@ -115,7 +118,9 @@ def col2im(call: Call, labels: Labels) -> None:
             rows = labels.unlock(layer).ids.flatten().view(-1, kernel[0] * kernel[1])
             first = labels.link_rows(rows, [1])
             ndim = layer.ids.dim() + 1
-            passing.append(replace(layer, ids=first.reshape([-1 if d == ndim - 3 else 1 for d in range(ndim)]), period=0))
+            passing.append(
+                replace(layer, ids=first.reshape([-1 if d == ndim - 3 else 1 for d in range(ndim)]), period=0)
+            )
         else:
             labels.freeze(layer.ids, "lies along the positions that col2im mixes")
     labels.set(call.outputs[0], passing, like=x)
