@@ -163,6 +163,8 @@ class ChannelGraph:
     def kept(self, keep: Keep | None) -> Tensor:
         """``keep`` as one bool vector over all units, with a last entry True so that ``kept[STAYS]`` is True."""
         kept = torch.ones(self.num_units + 1, dtype=torch.bool)
+        if keep is not None and not keep:
+            raise KeepError("keep is empty; give {group name: bool tensor}, starting from graph.keep_all()")
         for name, choice in (keep or {}).items():
             group = self.group(name)
             choice = torch.as_tensor(choice).cpu()

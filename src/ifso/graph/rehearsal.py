@@ -234,7 +234,8 @@ class Rehearsal(TorchFunctionMode):
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
-            return torch.empty(self._expected[tree], dtype=self._tape.values[tree.index].dtype)
+            value = self._tape.values[tree.index]
+            return torch.empty(self._expected[tree], dtype=value.dtype, device=value.device)
         if isinstance(tree, (tuple, list)):
             return type(tree)(self._stand_in(item) for item in tree) if type(tree) in (tuple, list) else tree
         return tree

@@ -67,7 +67,7 @@ def quiet_torch() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

@@ -30,8 +30,9 @@ class Value:
 
     shape: tuple[int, ...]
     kind: str
-    name: str = ""
-    dtype: torch.dtype = torch.float32
+    name: str
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class Recorder(TorchDispatchMode):
 
     def _register(self, tensor: Tensor, kind: str, name: str = "") -> Ref:
         ref = Ref(len(self.tape.values))
-        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype))
+        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype, tensor.device))
         self._refs[tensor] = ref
         return ref
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from ifso.costs.terms import terms_of
 from ifso.errors import TraceError
@@ -61,16 +63,32 @@ def trace(
 
 
 def _check_arguments(model: nn.Module, example_inputs: Any, ignore: Sequence[str]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(ignore, str):
-        raise TraceError(f"ignore={ignore!r} is one string; give a tuple of names: ignore=({ignore!r},)")
+    _check_model(model)
     if not tensors_in(example_inputs):
         raise TraceError("example_inputs hold no tensor; give what model(...) takes: a tensor, a tuple or a dict")
+    if isinstance(ignore, str):
+        raise TraceError(f"ignore={ignore!r} is one string; give a tuple of names: ignore=({ignore!r},)")
     known = {name for name, _ in model.named_modules()} | set(named_tensors(model))
     for name in ignore:
         if name not in known:
             raise TraceError(f"ignore names {name!r}, which is no module or parameter of {type(model).__name__}")
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse modules whose parameters are not plain tensors under their own forward."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError("model is a scripted or traced module; give the torch.nn.Module it was made from")
+    if hasattr(model, "_orig_mod"):
+        raise TraceError(
+            "model is compiled; trace the module it was made from (model._orig_mod) and compile afterwards"
+        )
+    for name, tensor in named_tensors(model).items():
+        if hasattr(tensor, "placements"):
+            raise TraceError(f"{name} is sharded over ranks (DTensor); trace the whole model before sharding it")
+        if is_lazy(tensor):
+            raise TraceError(f"{name} of a lazy module has no shape yet; run the model once before tracing")
 
 
 def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tuple[Tape, bool]:
