@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from ifso.graph.channel_graph import SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
+from ifso.graph.numbers import new_numbers
 from ifso.graph.running import call_model, preserved, quiet_torch
 from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import named_tensors, set_attribute, set_tensors
+from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_tensors
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units
 
@@ -99,10 +100,11 @@ class Removal:
 
     def set_numbers(self, model: nn.Module) -> list[str]:
         """Set the Python numbers; returns the names of attention layers whose class was exchanged."""
-        modules = dict(model.named_modules())
-        for item in self.attributes:
-            set_attribute(modules[item.module], item.name, item.position, item.value(self.kept))
-        return slim_attention(model, self.shapes())
+        modules, shapes = dict(model.named_modules()), self.shapes()
+        for (module, name, position), value in new_numbers(model, self.attributes, self.kept, shapes).items():
+            if read_attribute(modules[module], name, position) is not None:
+                set_attribute(modules[module], name, position, value)
+        return slim_attention(model, shapes)
 
 
 def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:

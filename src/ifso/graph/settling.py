@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
+from ifso.graph.numbers import Place
 from ifso.graph.rehearsal import Problem, Removal, rehearse
 from ifso.graph.slots import read_attribute
 from ifso.graph.tape import refs_in
@@ -26,9 +27,6 @@ ROUNDS = 20
 SEARCH_ROUNDS = 8
 TRIES_PER_MODULE = 4
 LIKELY = ("head", "dim", "channel", "chs", "width", "feature", "group", "planes", "embed", "hidden", "size")
-
-Place = tuple[str, str, int | None]
-"""(module, attribute, position in a tuple or list attribute)."""
 
 Candidate = tuple[Place, Tensor]
 """An attribute and the ids [rows, n] that it may count."""

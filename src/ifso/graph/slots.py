@@ -60,6 +60,7 @@ def set_attribute(module: nn.Module, name: str, position: int | None, value: int
 def replaced(attribute: Any, position: int | None, value: int) -> Any:
     """``attribute`` with ``value`` in it.
 
+    >>> import torch
     >>> replaced((8, 4), 1, 3), replaced(7, None, 5), replaced(torch.Size([64]), 0, 48)
     ((8, 3), 5, torch.Size([48]))
     """

@@ -14,6 +14,7 @@ from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Keep
 from ifso.graph.layouts import compact, compact_shape
+from ifso.graph.numbers import new_numbers
 from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute
@@ -88,45 +89,12 @@ def _kept_units(group: Group, kept: Tensor) -> KeptUnits:
 def _attribute_changes(
     model: nn.Module, graph: ChannelGraph, kept: Tensor, shapes: dict[str, ShapeChange]
 ) -> Iterator[AttributeChange]:
-    """Numbers that the forward pass uses, then those that only describe a layer."""
     modules = dict(model.named_modules())
-    new = {(item.module, item.name, item.position): item.value(kept) for item in graph.attributes}
-    for prefix, module in modules.items():
-        names = (f"{prefix}.{key}".lstrip(".") for key in ("weight", "in_proj_weight"))
-        weight = next((shapes[name].after for name in names if name in shapes), None)
-        for name, position, value in describing_numbers(module, weight, new.get((prefix, "groups", None))):
-            new.setdefault((prefix, name, position), value)
-    for (prefix, name, position), after in new.items():
-        before = read_attribute(modules[prefix], name, position)
+    new = new_numbers(model, graph.attributes, kept, {name: change.after for name, change in shapes.items()})
+    for (module, name, position), after in new.items():
+        before = read_attribute(modules[module], name, position)
         if before is not None and before != after:
-            yield AttributeChange(prefix, name, position, before, after)
-
-
-def describing_numbers(
-    module: nn.Module, weight: tuple[int, ...] | None, groups: int | None
-) -> Iterator[tuple[str, int | None, int]]:
-    """(attribute, position, value) that tell a layer's sizes, from the shape of its weight."""
-    if weight is None:
-        return
-    if isinstance(module, nn.modules.conv._ConvNd):
-        made, read = (1, 0) if module.transposed else (0, 1)
-        many = groups or module.groups
-        yield "out_channels", None, weight[made] * (many if module.transposed else 1)
-        yield "in_channels", None, weight[read] * (1 if module.transposed else many)
-    elif isinstance(module, nn.Linear):
-        yield "out_features", None, weight[0]
-        yield "in_features", None, weight[1]
-    elif isinstance(module, (nn.modules.batchnorm._NormBase,)):
-        yield "num_features", None, weight[0]
-    elif isinstance(module, nn.GroupNorm):
-        yield "num_channels", None, weight[0]
-    elif isinstance(module, nn.Embedding):
-        yield "embedding_dim", None, weight[1]
-    elif isinstance(module, nn.MultiheadAttention):
-        for name in ("embed_dim", "kdim", "vdim"):
-            yield name, None, weight[1]
-    elif isinstance(module, nn.PReLU):
-        yield "num_parameters", None, weight[0]
+            yield AttributeChange(module, name, position, before, after)
 
 
 def _apply(
