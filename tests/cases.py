@@ -16,6 +16,8 @@ import ifso
 
 SEED = 0
 
+torch.set_num_threads(1)  # the tensors are tiny: a second thread only waits
+
 
 @dataclass(frozen=True)
 class Case:
@@ -115,6 +117,7 @@ ALL = (
     Case("grouped-chain", convolution.grouped_chain, _IMAGES),
     Case("grouped-residual", convolution.GroupedResidual, _IMAGES),
     Case("grouped-input", convolution.GroupedInput, image(2, 4, 8, 8)),
+    Case("grouped-with-input", convolution.GroupedWithInput, image(2, 2, 8, 8)),
     Case("transposed", convolution.transposed, _IMAGES),
     Case("transposed-grouped", convolution.transposed_grouped, _IMAGES),
     Case("transposed-depthwise", convolution.transposed_depthwise, _IMAGES),
@@ -141,6 +144,7 @@ ALL = (
     Case("response-norm", convolution.response_norm, _IMAGES),
     Case("channel-softmax", convolution.ChannelSoftmax, _IMAGES),
     Case("shuffle", layout.shuffled, _IMAGES),
+    Case("shuffle-depthwise", layout.shuffle_depthwise, _IMAGES),
     Case("channel-shuffle", layout.channel_shuffle, _IMAGES),
     Case("shufflenet-v1", layout.ShuffleNetV1, _IMAGES),
     Case("shufflenet-v2", layout.shufflenet_v2, _IMAGES),
@@ -193,6 +197,7 @@ ALL = (
     Case("constant-per-channel", calling.Constants, _IMAGES),
     Case("buffer-per-channel", calling.BufferPerChannel, _IMAGES),
     Case("in-place", calling.InPlace, _IMAGES),
+    Case("in-place-shape", calling.InPlaceShape, tokens),
     Case("insistent-code", calling.Insistent, _IMAGES, prunable=False),
     Case("unused-parts", calling.unused_parts, _IMAGES),
 )
@@ -200,9 +205,15 @@ ALL = (
 CASES = {case.name: case for case in ALL}
 
 
-def every_case(**conditions: Any) -> pytest.MarkDecorator:
+def every_case() -> pytest.MarkDecorator:
     """Parametrise a test over all cases, named by their names."""
-    return pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL], **conditions)
+    return pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
+
+
+def prunable_cases() -> pytest.MarkDecorator:
+    """Parametrise a test over the cases of which something can be removed."""
+    chosen = [case for case in ALL if case.prunable]
+    return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
 
 
 def run(model: nn.Module, inputs: Any) -> Any:

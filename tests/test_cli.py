@@ -1,5 +1,7 @@
 """The command line: what it prints, where, and the status it ends with. Printed tables are compared as text."""
 
+import ast
+import doctest
 import json
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
 from ifso.graph.table import by_reason
 
+ROOT = Path(__file__).parents[1]
 NET = """
 from torch import nn
 
@@ -38,6 +41,8 @@ class Residual(nn.Module):
         x = self.stem(x)
         return self.head(x + self.body(x))
 """
+
+FREEZERS = ("freeze", "freeze_all", "_freeze", "setdefault")
 
 TABLE = """\
 groups: 1, units: 2, flagged: mean (1)
@@ -302,7 +307,7 @@ class TestBench:
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     code = readme.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -312,3 +317,31 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     with torch.no_grad():
         assert torch.equal(loaded(x), names["model"](x))
     assert loaded.fc.in_features < 2048
+
+
+def test_the_examples_of_the_coupling_page_run():
+    page = ROOT / "docs" / "coupling.md"
+    flags = doctest.NORMALIZE_WHITESPACE
+    results = doctest.testfile(str(page), module_relative=False, optionflags=flags, encoding="utf-8")
+    assert results.attempted > 10
+    assert results.failed == 0
+
+
+def test_the_coupling_page_explains_every_reason():
+    page = (ROOT / "docs" / "coupling.md").read_text()
+    reasons = {reason for file in Path(ifso.__file__).parent.glob("graph/**/*.py") for reason in _reasons(file)}
+    assert len(reasons) > 30
+    assert [reason for reason in sorted(reasons) if reason not in page] == []
+
+
+def _reasons(file):
+    """Fixed words of the reasons for freezing: texts given to freeze(…) and freeze_all(…), or named ``reason``."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in FREEZERS:
+            values = node.args[1:]
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("reason", "UNUSED", "UNPRODUCED"):
+            values = [node.value]
+        else:
+            continue
+        texts = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Constant)]
+        yield from (text.value.strip() for text in texts if isinstance(text.value, str) and text.value.count(" ") > 1)

@@ -1,4 +1,4 @@
-"""Which channels go together, written out by hand: catches what is coupled too much as well as what is coupled too little."""
+"""Which channels go together, written out by hand: catches too much coupling as well as too little."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def balances(graph: ifso.ChannelGraph) -> set[frozenset]:
     """Every balance as a set of blocks, a block as the sorted (group, unit) it holds."""
     name = {group.first + unit: (group.name, unit) for group in graph.groups for unit in range(group.size)}
     return {
-        frozenset(tuple(sorted(name[unit] for unit in block)) for block in one.blocks.tolist()) for one in graph.balances
+        frozenset(tuple(sorted(name[unit] for unit in block)) for block in one.blocks.tolist())
+        for one in graph.balances
     }
 
 
@@ -146,7 +147,8 @@ def test_concat():
     assert found(graph) == expected(
         made("stem", each(0, 6)) | read("layer1.conv", each(0, 6)) | read("layer2.conv", each(0, 6))
         | norm(each(0, 6)) | read("transition", each(0, 6)),
-        made("layer1", each(0, 4)) | read("layer2.conv", each(6, 10)) | norm(each(6, 10)) | read("transition", each(6, 10)),
+        made("layer1", each(0, 4)) | read("layer2.conv", each(6, 10)) | norm(each(6, 10))
+        | read("transition", each(6, 10)),
         made("layer2", each(0, 4)) | norm(each(10, 14)) | read("transition", each(10, 14)),
         {("transition.weight", 0): each(0, 8)} | read("head.fc", each(0, 8)),
     )  # fmt: skip
@@ -189,7 +191,12 @@ def test_grouped_convolution_is_balanced_not_tied():
 
 def test_grouped_chain_has_nested_and_overlapping_balances():
     graph = CASES["grouped-chain"].graph()
-    assert {group.name: group.size for group in graph.groups} == {"stem.conv": 8, "g4.conv": 12, "g2.conv": 12, "g3.conv": 12}
+    assert {group.name: group.size for group in graph.groups} == {
+        "stem.conv": 8,
+        "g4.conv": 12,
+        "g2.conv": 12,
+        "g3.conv": 12,
+    }
     assert balances(graph) >= {blocks("stem.conv", 4, 2), blocks("g4.conv", 4, 3)}
     assert balances(graph) >= {blocks("g2.conv", 2, 6), blocks("g2.conv", 3, 4), blocks("g3.conv", 3, 4)}
 
@@ -197,7 +204,8 @@ def test_grouped_chain_has_nested_and_overlapping_balances():
 def test_grouped_convolution_of_the_input_is_balanced_too():
     graph = CASES["grouped-input"].graph()
     assert found(graph) == expected(
-        made("gconv", each(0, 8)) | read("body.conv", each(0, 8)), made("body", each(0, 6)) | read("head.fc", each(0, 6))
+        made("gconv", each(0, 8)) | read("body.conv", each(0, 8)),
+        made("body", each(0, 6)) | read("head.fc", each(0, 6)),
     )
     assert balances(graph) == {blocks("gconv.conv", 2, 4)}
 
@@ -215,6 +223,30 @@ def test_shuffle(name):
     assert balances(graph) == {blocks("stem.conv", 3, 4), blocks("gconv.conv", 3, 4)}
 
 
+def test_shuffle_before_a_depthwise_convolution():
+    """The depthwise weights are dealt out along with the channels, so the blocks stay free of each other."""
+    graph = CASES["shuffle-depthwise"].graph()
+    shuffled = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert found(graph) == expected(
+        made("stem", each(0, 12)) | read("gconv.conv", [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]),
+        made("gconv", each(0, 12)) | made("dw", shuffled) | read("body.conv", shuffled),
+        made("body", each(0, 6)) | read("head.fc", each(0, 6)),
+    )
+    assert balances(graph) == {blocks("stem.conv", 3, 4), blocks("gconv.conv", 3, 4)}
+
+
+def test_shuffle_between_grouped_convolutions():
+    """ShuffleNet V1, 18 channels in 3 groups: a group of the second reads two of each block of the first."""
+    graph = CASES["shufflenet-v1"].graph()
+    shuffled = [3 * j + b for b in range(3) for j in range(6)]
+    stream = made("stem", each(0, 18)) | made("g2", each(0, 18)) | read("head.fc", each(0, 18))
+    assert found(graph) == expected(
+        stream | read("g1.conv", [0, 1, 2, 3, 4, 5] * 3),
+        made("g1", each(0, 18)) | made("dw", shuffled) | read("g2.conv", [place % 6 for place in shuffled]),
+    )
+    assert balances(graph) == {blocks("stem.conv", 3, 6), blocks("g1.conv", 3, 6), blocks("g1.conv", 9, 2)}
+
+
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
@@ -222,6 +254,8 @@ def test_shuffle(name):
         ("grouped", {"gconv.conv": "100 010 001 010"}),
         ("shuffle", {"stem.conv": "1000 0100 0001", "gconv.conv": "1100 0011 1001"}),
         ("shuffle", {"gconv.conv": "1000 0100 0001"}),
+        ("shuffle-depthwise", {"gconv.conv": "1100 0011 1001"}),
+        ("shufflenet-v1", {"g1.conv": "101010 010101 011001"}),
         ("channel-shuffle", {"gconv.conv": "1110 0111 1011"}),
         ("channel-shuffle", {"gconv.conv": "1000 0100 0001"}),
     ],
@@ -248,7 +282,9 @@ def test_chunk_and_shuffle():
         made("unit.pw2", each(0, 4)) | read("body.conv", each(1, 8, 2)),
         made("body", each(0, 6)) | read("head.fc", each(0, 6)),
     )
-    passing, worked, branch = ({(name, unit) for unit in range(4)} for name in ("stem.conv", "stem.conv#2", "unit.pw2.conv"))
+    passing, worked, branch = (
+        {(name, unit) for unit in range(4)} for name in ("stem.conv", "stem.conv#2", "unit.pw2.conv")
+    )
     wanted = {frozenset(tuple(sorted(block)) for block in pair) for pair in ((passing, worked), (passing, branch))}
     assert balances(graph) == wanted
 
@@ -289,7 +325,10 @@ def test_im2col():
 def test_squeeze_excite(name):
     graph = CASES[name].graph()
     assert found(graph) == expected(
-        made("stem", each(0, 8)) | read("se.squeeze", each(0, 8)) | rows("se.excite", each(0, 8)) | read("body.conv", each(0, 8)),
+        made("stem", each(0, 8))
+        | read("se.squeeze", each(0, 8))
+        | rows("se.excite", each(0, 8))
+        | read("body.conv", each(0, 8)),
         rows("se.squeeze", each(0, 4)) | read("se.excite", each(0, 4)),
         made("body", each(0, 6)) | read("head.fc", each(0, 6)),
     )
@@ -301,7 +340,10 @@ def test_squeeze_excite(name):
 def test_cbam_is_flagged_for_its_statistics_over_channels():
     graph = CASES["cbam"].graph()
     assert found(graph) == expected(
-        made("stem", each(0, 8)) | read("cbam.mlp.0", each(0, 8)) | rows("cbam.mlp.2", each(0, 8)) | read("body.conv", each(0, 8)),
+        made("stem", each(0, 8))
+        | read("cbam.mlp.0", each(0, 8))
+        | rows("cbam.mlp.2", each(0, 8))
+        | read("body.conv", each(0, 8)),
         rows("cbam.mlp.0", each(0, 4)) | read("cbam.mlp.2", each(0, 4)),
         made("body", each(0, 6)) | read("head.fc", each(0, 6)),
     )
@@ -345,7 +387,10 @@ def test_fpn_with_shared_heads():
     assert balances(graph) == {blocks("tower", 4, 2)}
     assert flags(graph) == {"tower": {"group norm"}}
     reasons = frozen(graph)
-    assert set(reasons) == {("s1.conv.weight", 1), *((f"{p}.{k}", 0) for p in ("cls", "box") for k in ("weight", "bias"))}
+    assert set(reasons) == {
+        ("s1.conv.weight", 1),
+        *((f"{p}.{k}", 0) for p in ("cls", "box") for k in ("weight", "bias")),
+    }
     assert "input" in reasons["s1.conv.weight", 1]
     assert "output" in reasons["box.bias", 0]
 
@@ -353,7 +398,10 @@ def test_fpn_with_shared_heads():
 def _padded_groups() -> list[Places]:
     """What both padded shortcuts share: the middle channels are those of the stem, and the inner ones."""
     return [
-        made("stem", each(0, 4)) | read("conv1.conv", each(0, 4)) | made("conv2", each(2, 6)) | read("head.fc", each(2, 6)),
+        made("stem", each(0, 4))
+        | read("conv1.conv", each(0, 4))
+        | made("conv2", each(2, 6))
+        | read("head.fc", each(2, 6)),
         made("conv1", each(0, 6)) | read("conv2.conv", each(0, 6)),
     ]
 
@@ -384,7 +432,9 @@ def _heads(heads: int, size: int) -> list[tuple[int, ...]]:
 
 def _stream(attention: Places) -> Places:
     """The residual stream of a ``Transformer``: eight channels."""
-    stream = rows("embed", each(0, 8)) | rows("mlp.fc2", each(0, 8)) | read("mlp.fc1", each(0, 8)) | read("head", each(0, 8))
+    stream = (
+        rows("embed", each(0, 8)) | rows("mlp.fc2", each(0, 8)) | read("mlp.fc1", each(0, 8)) | read("head", each(0, 8))
+    )
     for norm in ("norm1", "norm2", "norm"):
         stream |= rows(norm, each(0, 8))
     return stream | attention
@@ -453,7 +503,9 @@ def test_glu_ties_the_halves():
 def test_mixer_channels_do_not_depend_on_the_batch():
     """Both MLPs and the stream are free; the tokens, which come from the input, are not."""
     graph = CASES["mixer"].graph()
-    stream = rows("embed", each(0, 8)) | rows("norm1", each(0, 8)) | rows("norm2", each(0, 8)) | read("head", each(0, 8))
+    stream = (
+        rows("embed", each(0, 8)) | rows("norm1", each(0, 8)) | rows("norm2", each(0, 8)) | read("head", each(0, 8))
+    )
     stream |= read("channels.fc1", each(0, 8)) | rows("channels.fc2", each(0, 8))
     assert found(graph) == expected(
         stream,
@@ -466,7 +518,12 @@ def test_mixer_channels_do_not_depend_on_the_batch():
 def test_split_by_a_width_in_an_attribute():
     """Res2Net: part by part, what is added together is tied; the parts must keep equally many."""
     graph = CASES["res2net"].graph()
-    stream = made("stem", each(0, 8)) | read("conv1.conv", each(0, 8)) | made("conv3", each(0, 8)) | read("head.fc", each(0, 8))
+    stream = (
+        made("stem", each(0, 8))
+        | read("conv1.conv", each(0, 8))
+        | made("conv3", each(0, 8))
+        | read("head.fc", each(0, 8))
+    )
     second = made("conv1", each(4, 8)) | made("convs.0", each(0, 4)) | read("convs.1.conv", each(0, 4))
     assert found(graph) == expected(
         stream,
@@ -485,7 +542,10 @@ def test_reversible_halves():
     first, second = (0, 4), (4, 8)
     assert found(graph) == expected(
         made("stem", each(*first)) | made("f", each(0, 4)) | read("g.conv", each(0, 4)) | read("head.fc", each(*first)),
-        made("stem", each(*second)) | made("g", each(0, 4)) | read("f.conv", each(0, 4)) | read("head.fc", each(*second)),
+        made("stem", each(*second))
+        | made("g", each(0, 4))
+        | read("f.conv", each(0, 4))
+        | read("head.fc", each(*second)),
     )
     assert len(graph.balances) == 1
 
@@ -536,7 +596,8 @@ def test_norms_over_channels():
 def test_instance_norm():
     norm = {(f"norm1.{name}", 0): each(0, 8) for name in ("weight", "bias", "running_mean", "running_var")}
     assert found(CASES["instance-norm"].graph()) == expected(
-        rows("conv1", each(0, 8)) | norm | read("conv2", each(0, 8)), rows("conv2", each(0, 6)) | read("head.fc", each(0, 6))
+        rows("conv1", each(0, 8)) | norm | read("conv2", each(0, 8)),
+        rows("conv2", each(0, 6)) | read("head.fc", each(0, 6)),
     )
 
 

@@ -62,6 +62,25 @@ class BiasedAttention(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).flatten(2))
 
 
+class CachingAttention(BiasedAttention):
+    """LeViT: in eval mode the biases looked up once are kept for the next call; train mode forgets them."""
+
+    def __init__(self, width: int, num_heads: int, head_dim: int, tokens: int):
+        super().__init__(width, num_heads, head_dim, tokens)
+        self.cache: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.cache = {} if mode else self.cache
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or "bias" not in self.cache:
+            self.cache["bias"] = self.table[self.index].permute(2, 0, 1)
+        q, k, v = self._heads(self.q(x)), self._heads(self.k(x)), self._heads(self.v(x))
+        weights = (q @ k.transpose(-2, -1) * self.scale + self.cache["bias"]).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
 class Mlp(nn.Module):
     """linear, GELU, linear."""
 
@@ -100,6 +119,10 @@ def attention_of_width() -> nn.Module:
 
 def attention_biased() -> nn.Module:
     return Transformer(BiasedAttention(8, num_heads=4, head_dim=3, tokens=7))
+
+
+def attention_caching() -> nn.Module:
+    return Transformer(CachingAttention(8, num_heads=4, head_dim=3, tokens=7))
 
 
 def rms_norm() -> nn.Module:
@@ -262,7 +285,13 @@ class SwiGluMlp(nn.Module):
 
 def mlp_batch_norm() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7, bias=False), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 5)
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Linear(8, 7, bias=False),
+        nn.BatchNorm1d(7),
+        nn.Tanh(),
+        nn.Linear(7, 5),
     )
 
 

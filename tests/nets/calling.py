@@ -164,6 +164,19 @@ class InPlace(nn.Module):
         return self.head(y.relu_())
 
 
+class InPlaceShape(nn.Module):
+    """An operator that changes the shape of a tensor in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x.transpose_(0, 1)
+        return self.head(F.relu(x))
+
+
 def unused_parts() -> nn.Module:
     """A layer that never runs: it has no channels that anyone knows of."""
     net = Chain(stem=ConvBN(3, 8), body=ConvBN(8, 6), head=Head(6))

@@ -123,7 +123,11 @@ def grouped() -> nn.Module:
 def grouped_chain() -> nn.Module:
     """Blocks of 2, then 3 within 6 (nested), then 6 across 4 (overlapping)."""
     return Chain(
-        stem=ConvBN(3, 8), g4=ConvBN(8, 12, groups=4), g2=ConvBN(12, 12, groups=2), g3=ConvBN(12, 12, groups=3), head=Head(12)
+        stem=ConvBN(3, 8),
+        g4=ConvBN(8, 12, groups=4),
+        g2=ConvBN(12, 12, groups=2),
+        g3=ConvBN(12, 12, groups=3),
+        head=Head(12),
     )
 
 
@@ -141,6 +145,17 @@ class GroupedResidual(nn.Module):
         return self.head(F.relu(x + self.conv3(self.conv2(self.conv1(x)))))
 
 
+class GroupedWithInput(nn.Module):
+    """The input beside features, read in two groups: half of the first group must stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.gconv, self.head = ConvBN(2, 6), ConvBN(8, 8, groups=2), Head(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gconv(torch.cat([x, self.stem(x)], 1)))
+
+
 class GroupedInput(nn.Module):
     """Grouped convolution that reads the model's input: its input axis has no channels to lose."""
 
@@ -155,7 +170,10 @@ class GroupedInput(nn.Module):
 
 def transposed() -> nn.Module:
     return Chain(
-        stem=ConvBN(3, 8, stride=2), up=nn.ConvTranspose2d(8, 6, 2, 2), relu=nn.ReLU(), last=nn.Conv2d(6, 3, 3, padding=1)
+        stem=ConvBN(3, 8, stride=2),
+        up=nn.ConvTranspose2d(8, 6, 2, 2),
+        relu=nn.ReLU(),
+        last=nn.Conv2d(6, 3, 3, padding=1),
     )
 
 
@@ -223,7 +241,7 @@ def squeeze_excite_linear() -> nn.Module:
 
 
 class CBAM(nn.Module):
-    """Channel gate from mean and max over positions (one MLP for both), spatial gate from mean and max over channels."""
+    """Channel gate from mean and max over positions (one MLP for both), spatial gate from those over channels."""
 
     def __init__(self, channels: int, hidden: int):
         super().__init__()
@@ -328,19 +346,21 @@ class Siamese(nn.Module):
 
 
 def prelu() -> nn.Module:
-    return Chain(
-        conv1=nn.Conv2d(3, 8, 3), act1=nn.PReLU(8), conv2=nn.Conv2d(8, 6, 3), act2=nn.PReLU(), head=Head(6)
-    )
+    return Chain(conv1=nn.Conv2d(3, 8, 3), act1=nn.PReLU(8), conv2=nn.Conv2d(8, 6, 3), act2=nn.PReLU(), head=Head(6))
 
 
 def group_norm() -> nn.Module:
-    return Chain(conv1=nn.Conv2d(3, 8, 3), norm1=nn.GroupNorm(2, 8), relu=nn.ReLU(), conv2=nn.Conv2d(8, 6, 3),
-                 norm2=nn.GroupNorm(1, 6), conv3=nn.Conv2d(6, 6, 3), norm3=nn.GroupNorm(6, 6), head=Head(6))  # fmt: skip
+    return Chain(
+        conv1=nn.Conv2d(3, 8, 3), norm1=nn.GroupNorm(2, 8), relu=nn.ReLU(), conv2=nn.Conv2d(8, 6, 3),
+        norm2=nn.GroupNorm(1, 6), conv3=nn.Conv2d(6, 6, 3), norm3=nn.GroupNorm(6, 6), head=Head(6),
+    )  # fmt: skip
 
 
 def instance_norm() -> nn.Module:
-    return Chain(conv1=nn.Conv2d(3, 8, 3), norm1=nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
-                 relu=nn.ReLU(), conv2=nn.Conv2d(8, 6, 3), norm2=nn.InstanceNorm2d(6), act=nn.Sigmoid(), head=Head(6))  # fmt: skip
+    return Chain(
+        conv1=nn.Conv2d(3, 8, 3), norm1=nn.InstanceNorm2d(8, affine=True, track_running_stats=True), relu=nn.ReLU(),
+        conv2=nn.Conv2d(8, 6, 3), norm2=nn.InstanceNorm2d(6), act=nn.Sigmoid(), head=Head(6),
+    )  # fmt: skip
 
 
 class NormsWithoutGains(nn.Module):

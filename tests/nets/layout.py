@@ -30,12 +30,25 @@ class Shuffle(nn.Module):
 
 
 def shuffled() -> nn.Module:
-    return Chain(stem=ConvBN(3, 12), gconv=ConvBN(12, 12, 1, groups=3), shuffle=Shuffle(3), body=ConvBN(12, 6), head=Head(6))
+    return Chain(
+        stem=ConvBN(3, 12), gconv=ConvBN(12, 12, 1, groups=3), shuffle=Shuffle(3), body=ConvBN(12, 6), head=Head(6)
+    )
+
+
+def shuffle_depthwise() -> nn.Module:
+    return Chain(
+        stem=ConvBN(3, 12), gconv=ConvBN(12, 12, 1, groups=3), shuffle=Shuffle(3), dw=ConvBN(12, 12, groups=12),
+        body=ConvBN(12, 6), head=Head(6),
+    )  # fmt: skip
 
 
 def channel_shuffle() -> nn.Module:
     return Chain(
-        stem=ConvBN(3, 12), gconv=ConvBN(12, 12, 1, groups=3), shuffle=nn.ChannelShuffle(3), body=ConvBN(12, 6), head=Head(6)
+        stem=ConvBN(3, 12),
+        gconv=ConvBN(12, 12, 1, groups=3),
+        shuffle=nn.ChannelShuffle(3),
+        body=ConvBN(12, 6),
+        head=Head(6),
     )
 
 
@@ -87,7 +100,12 @@ def pixel_unshuffle() -> nn.Module:
 
 def flattened() -> nn.Module:
     return Chain(
-        stem=ConvBN(3, 4), pool=nn.AvgPool2d(4), flatten=nn.Flatten(), fc1=nn.Linear(16, 6), relu=nn.ReLU(), fc2=nn.Linear(6, 5)
+        stem=ConvBN(3, 4),
+        pool=nn.AvgPool2d(4),
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(16, 6),
+        relu=nn.ReLU(),
+        fc2=nn.Linear(6, 5),
     )
 
 

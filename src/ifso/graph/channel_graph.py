@@ -137,6 +137,7 @@ class ChannelGraph:
     inputs: Any
     output_shapes: tuple[tuple[int, ...], ...]
     reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
+    unmasked: frozenset[str] = frozenset()
     on_real_tensors: bool = False
     recording: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
@@ -163,7 +164,7 @@ class ChannelGraph:
     def kept(self, keep: Keep | None) -> Tensor:
         """``keep`` as one bool vector over all units, with a last entry True so that ``kept[STAYS]`` is True."""
         kept = torch.ones(self.num_units + 1, dtype=torch.bool)
-        if keep is not None and not keep:
+        if keep is not None and not keep and self.groups:
             raise KeepError("keep is empty; give {group name: bool tensor}, starting from graph.keep_all()")
         for name, choice in (keep or {}).items():
             group = self.group(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ifso.graph import rules
-from ifso.graph.labels import Labels
+from ifso.graph.labels import Labels, MeasuredBy
 from ifso.graph.tape import Call, FunctionCall, Ref, Tape
 
 
@@ -16,6 +16,9 @@ def follow_channels(tape: Tape, ignore: Collection[str] = ()) -> Labels:
         _follow(call, labels)
     for function in tape.functions:
         _flag_attention_scale(function, labels)
+        _settle_averaged_heads(function, labels)
+        if function.name == "instance_norm":
+            _measure_instance_norm(function, labels)
     labels.freeze_all(tape.outputs, "is an output of the model")
     for place, value in enumerate(tape.values):
         if value.kind in ("parameter", "buffer") and is_under(value.name, ignore):
@@ -41,6 +44,25 @@ def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
     for layer in labels[function.args[0]] if function.args else ():
         if layer.dims == (layer.ids.dim() - 1,):
             labels.flag_function(layer.ids, "attention scale", function.key)
+
+
+def _settle_averaged_heads(function: FunctionCall, labels: Labels) -> None:
+    """``nn.MultiheadAttention`` also averages its weights over the heads: a flag only where somebody looks at them."""
+    if function.name != "multi_head_attention_forward":
+        return
+    averaged = [ids for ids, _, key in labels.flags if key == function.key]
+    weights = function.result[1] if isinstance(function.result, tuple) else None
+    read = {ref for call in labels.tape.calls if call.function != function.key for ref in call.inputs}
+    if weights is not None and (weights in read or weights in labels.tape.outputs):
+        for ids in averaged:
+            labels.freeze(ids, "its attention weights, averaged over the heads, are used")
+    labels.flags = [item for item in labels.flags if item[2] != function.key]
+
+
+def _measure_instance_norm(function: FunctionCall, labels: Labels) -> None:
+    layer = labels.along(function.args[0], 1) if isinstance(function.args[0], Ref) else None
+    if layer is not None and layer.dims == (1,):
+        labels.sizes.append(MeasuredBy(function.key[0], ("num_features",), None, layer.ids.flatten()))
 
 
 def is_under(name: str, modules: Collection[str]) -> bool:

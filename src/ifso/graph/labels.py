@@ -100,8 +100,8 @@ class Labels:
         self.edges: list[tuple[Tensor, Tensor]] = []
         self.frozen: list[tuple[Tensor, str]] = []
         self.together: list[Tensor] = []
-        self.flags: list[tuple[Tensor, str]] = []
-        self.flagged: set[FunctionKey] = set()
+        self.flags: list[tuple[Tensor, str, FunctionKey | None]] = []
+        self.unmasked: set[str] = set()
         self.roles: list[tuple[Tensor, str]] = []
         self.splits: list[tuple[Tensor, str]] = []
         self.locks: list[Tensor] = []
@@ -253,9 +253,7 @@ class Labels:
 
     def flag_function(self, ids: Tensor, flag: str, function: FunctionKey | None) -> None:
         """The same, for a torch-level function."""
-        self.flags.append((ids.flatten(), flag))
-        if function is not None:
-            self.flagged.add(function)
+        self.flags.append((ids.flatten(), flag, function))
 
     def role(self, ids: Tensor, role: str) -> None:
         """Parameter slices with these ids produce, or consume, channels."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from ifso.graph.channel_graph import SizeAttribute
+from ifso.graph.slots import tensor_slots
 
 Place = tuple[str, str, int | None]
 """(module, attribute, position in a tuple or list attribute)."""
@@ -20,8 +21,9 @@ def new_numbers(
     ``shapes`` are the new shapes of parameters, by name.
     """
     new: dict[Place, int] = {(item.module, item.name, item.position): item.value(kept) for item in attributes}
+    first_names = {(id(module), key): name for name, module, key in tensor_slots(model)}
     for prefix, module in model.named_modules():
-        names = (f"{prefix}.{key}".lstrip(".") for key in ("weight", "in_proj_weight"))
+        names = (first_names.get((id(module), key), "") for key in ("weight", "in_proj_weight"))
         weight = next((shapes[name] for name in names if name in shapes), None)
         if weight is not None:
             for name, value in _describing(module, weight, new.get((prefix, "groups", None))):

@@ -33,9 +33,10 @@ class Reduction:
 
 def reductions_of(labels: Labels, units: Units) -> dict[FunctionKey, Reduction]:
     """The calls in which units that can go are reduced over."""
+    flagged = {function for _, _, function in labels.flags}
     found: dict[FunctionKey, Reduction] = {}
     for call in labels.tape.functions:
-        if call.key in labels.flagged and call.key not in found:
+        if call.key in flagged and call.key not in found:
             found[call.key] = _reduction(call, labels, units)
     return found
 

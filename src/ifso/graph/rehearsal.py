@@ -20,7 +20,7 @@ from ifso.graph.channel_graph import SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
-from ifso.graph.running import call_model, preserved, quiet_torch
+from ifso.graph.running import call_model, forget_caches, preserved, quiet_torch
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_tensors
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
@@ -50,7 +50,7 @@ def _block(alive: Tensor) -> list[int]:
     for dim in range(alive.dim() - 1, -1, -1):
         rest = product // max(filled[dim], 1)
         counts = alive.sum(dim)
-        if rest and total % rest == 0 and len(set(counts[counts > 0].tolist())) == 1:
+        if int((counts > 0).sum()) == rest and len(set(counts[counts > 0].tolist())) == 1:
             return [total // rest if d == dim else size for d, size in enumerate(filled)]
     return filled
 
@@ -100,6 +100,7 @@ class Removal:
 
     def set_numbers(self, model: nn.Module) -> list[str]:
         """Set the Python numbers; returns the names of attention layers whose class was exchanged."""
+        forget_caches(model)
         modules, shapes = dict(model.named_modules()), self.shapes()
         for (module, name, position), value in new_numbers(model, self.attributes, self.kept, shapes).items():
             if read_attribute(modules[module], name, position) is not None:
@@ -137,7 +138,7 @@ def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractC
 def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
     """The same with values, for models whose course depends on them; the module that failed, if any."""
     tensors = named_tensors(model)
-    with preserved(model, values=True), quiet_torch():
+    with preserved(model), quiet_torch():
         layouts = removal.units.layouts
         set_tensors(
             model, {name: compact(tensors[name].detach(), layouts[name], removal.kept, name) for name in layouts}

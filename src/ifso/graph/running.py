@@ -27,12 +27,12 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module, values: bool = False) -> Iterator[None]:
-    """Put every attribute of every module back afterwards; with ``values`` also what the buffers hold."""
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put every attribute of every module, and what the buffers hold, back afterwards."""
     modules = list(model.modules())
     classes = [type(module) for module in modules]
     before = [{key: _copied(value) for key, value in vars(module).items()} for module in modules]
-    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()] if values else []
+    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -43,6 +43,14 @@ def preserved(model: nn.Module, values: bool = False) -> Iterator[None]:
         with torch.no_grad():
             for buffer, content in contents:
                 buffer.copy_(content)
+
+
+def forget_caches(model: nn.Module) -> None:
+    """Empty the dicts in which modules keep tensors they computed from their parameters (``…cache…``)."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "cache" in name and isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
+                value.clear()
 
 
 def _copied(value: Any) -> tuple[Any, Any]:
@@ -76,6 +84,7 @@ def quiet_torch() -> Iterator[None]:
 
 def run_fake(model: nn.Module, inputs: Any, recorder: Recorder, mode: FakeTensorMode) -> Any:
     """Record a run on fake tensors: shapes only, no memory."""
+    forget_caches(model)
     with quiet_torch(), mode:
         fakes = map_tensors(inputs, mode.from_tensor)
         recorder.add_inputs(fakes)
@@ -85,6 +94,7 @@ def run_fake(model: nn.Module, inputs: Any, recorder: Recorder, mode: FakeTensor
 
 def run_real(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
     """Record a run on the real tensors."""
+    forget_caches(model)
     with quiet_torch():
         copies = map_tensors(inputs, lambda tensor: tensor.detach().clone())
         recorder.add_inputs(copies)

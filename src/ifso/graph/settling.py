@@ -16,17 +16,20 @@ from torch import Tensor, nn
 
 from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
+from ifso.graph.following import is_under
 from ifso.graph.labels import Labels
 from ifso.graph.numbers import Place
 from ifso.graph.rehearsal import Problem, Removal, rehearse
 from ifso.graph.slots import read_attribute
-from ifso.graph.tape import refs_in
+from ifso.graph.tape import Ref, refs_in
 from ifso.graph.units import Units, build, partition
 
 ROUNDS = 20
 SEARCH_ROUNDS = 8
 TRIES_PER_MODULE = 4
-LIKELY = ("head", "dim", "channel", "chs", "width", "feature", "group", "planes", "embed", "hidden", "size")
+LIKELY = ("head", "dim", "channel", "chs", "width", "feature", "group", "planes", "embed", "hidden")
+NEVER = ("kernel", "stride", "pad", "dilation", "shift", "window", "patch", "img", "image", "grid", "resolution", "depth",
+         "layer", "level", "block", "stage", "seq", "token", "vocab", "class")  # fmt: skip
 
 Candidate = tuple[Place, Tensor]
 """An attribute and the ids [rows, n] that it may count."""
@@ -39,6 +42,7 @@ class _Search:
     tried: set[frozenset[Place]] = field(default_factory=set)
     last: frozenset[Place] = frozenset()
     before: int = 0
+    tied: bool = False
 
 
 def settle(
@@ -63,7 +67,29 @@ def settle(
             break
     else:
         settler.frozen.append((torch.arange(labels.size), "its removal could not be rehearsed"))
+    _drop_needless(model, inputs, labels, settler)
     return settler.units(), settler.attributes()
+
+
+def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Settler) -> None:
+    """Forget attributes that the model runs without: they were taken along by chance, and may mean something else.
+
+    One attribute of each module at a time is left as it is; a module that then has no problem does not need it.
+    """
+    by_module: dict[str, list[Place]] = {}
+    for place in settler.found:
+        by_module.setdefault(place[0], []).append(place)
+    units = settler.units()
+    for number in range(max(map(len, by_module.values()), default=0)):
+        dropped = {module: places[number] for module, places in by_module.items() if number < len(places)}
+        attributes = settler.attributes(without=set(dropped.values()))
+        kept = _trial(units, seed=100 + number, everywhere=True)
+        problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors=False))
+        if stuck is None:
+            needed = {name for problem in problems for name in _around(problem.module)}
+            for module, place in dropped.items():
+                if module not in needed:
+                    settler.found.pop(place)
 
 
 def _trial(units: Units, seed: int, everywhere: bool) -> Tensor:
@@ -89,19 +115,22 @@ class _Settler:
     def __init__(self, model: nn.Module, labels: Labels) -> None:
         self.found: dict[Place, Tensor] = {}
         self.frozen: list[tuple[Tensor, str]] = []
+        self.ties: dict[str, Tensor] = {}
         self._modules = dict(model.named_modules())
         self._labels = labels
         self._searches: dict[str, _Search] = {}
-        self._built: tuple[int, Units] | None = None
+        self._built: tuple[tuple[int, ...], Units] | None = None
         self._rehearsed = self.units()
 
     def units(self) -> Units:
         """Units of what is not frozen."""
-        if self._built is None or self._built[0] != len(self.frozen):
-            self._built = (len(self.frozen), build(partition(self._labels, self.frozen)))
+        state = (len(self.frozen), *(id(tie) for tie in self.ties.values()))
+        if self._built is None or self._built[0] != state:
+            ties = [(blocks, where) for where, blocks in self.ties.items()]
+            self._built = (state, build(partition(self._labels, self.frozen, ties)))
         return self._built[1]
 
-    def attributes(self) -> tuple[SizeAttribute, ...]:
+    def attributes(self, without: Collection[Place] = ()) -> tuple[SizeAttribute, ...]:
         """Attributes known from the rules and found by rehearsing, as far as units that can go change them."""
         of = self.units().of
         places = {}
@@ -110,7 +139,7 @@ class _Settler:
                 module = self._modules.get(size.module)
                 if module is not None and read_attribute(module, name, size.position) == size.ids.numel():
                     places[size.module, name, size.position] = of[size.ids].view(1, -1)
-        places |= {place: of[ids] for place, ids in self.found.items()}
+        places |= {place: of[ids] for place, ids in self.found.items() if place not in without}
         return tuple(SizeAttribute(*place, units) for place, units in places.items() if bool((units != STAYS).any()))
 
     def react(self, kept: Tensor, problems: list[Problem], stuck: str | None, may_search: bool) -> None:
@@ -121,9 +150,10 @@ class _Settler:
             by_module.setdefault(problem.module, []).append(problem)
         acted = False
         for module, here in by_module.items():
-            if may_search and self._try_attributes(module, here, kept):
+            if may_search and (self._try_attributes(module, here, kept) or self._try_tie(module, here, kept)):
                 acted = True
                 continue
+            self.ties.pop(module, None)
             self._forget({place for tried in self._search(module).tried for place in tried})
             for problem in here:
                 acted |= self._freeze_for(problem, kept)
@@ -154,14 +184,16 @@ class _Settler:
         self.found |= proposal
         return True
 
-    def _proposals(self, module: str, problems: list[Problem], kept: Tensor) -> Iterator[dict[Place, Tensor]]:
+    def _proposals(
+        self, module: str, problems: list[Problem], kept: Tensor, again: bool = False
+    ) -> Iterator[dict[Place, Tensor]]:
         """Sets of attributes to try: all likely ones of the running module, then one at a time, then further out."""
         lines = [ids for problem in problems for ids in self._lines(problem, kept)]
         for name in _around(module):
             here = dict(self._candidates(name, lines))
             likely = {place: ids for place, ids in here.items() if _is_likely(place[1])}
             for proposal in (likely, *({place: ids} for place, ids in likely.items()), here):
-                if proposal and frozenset(proposal) not in self._search(module).tried:
+                if proposal and (again or frozenset(proposal) not in self._search(module).tried):
                     yield proposal
 
     def _candidates(self, name: str, lines: list[Tensor]) -> Iterator[Candidate]:
@@ -185,6 +217,45 @@ class _Settler:
             if size.module == problem.module and self._goes(size.ids, kept):
                 yield size.ids.view(1, -1)
 
+    def _try_tie(self, module: str, problems: list[Problem], kept: Tensor) -> bool:
+        """Let two axes of the same size lose equally many: attention that takes its width from its input.
+
+        Code such as ``x.reshape(B, N, num_heads, C // num_heads)`` runs if what is left of the heads is as wide as what
+        is left of the input.
+        """
+        search = self._search(module)
+        if search.tied:
+            return False
+        search.tied = True
+        widths = list(self._module_lines(module, kept))
+        for problem in problems:
+            for heads in self._passing(problem):
+                width = next((ids for ids in widths if self._can_tie(ids, heads)), None)
+                if width is not None:
+                    self.ties[module] = torch.stack([width, heads.flatten()[: width.numel()]])
+                    self.found |= next(self._proposals(module, problems, kept, again=True), {})
+                    search.tried.add(frozenset(self.found))
+                    return True
+        return False
+
+    def _can_tie(self, width: Tensor, heads: Tensor) -> bool:
+        of, n = self._rehearsed.of, width.numel()
+        if heads.numel() % n or heads.shape[-1] == n or heads.dim() < 2:
+            return False
+        return not set(of[width].tolist()) & set(of[heads].flatten().tolist())
+
+    def _module_lines(self, module: str, kept: Tensor) -> Iterator[Tensor]:
+        """Ids of plain channel axes that lose something inside a module."""
+        for ref in self._refs_under(module):
+            for layer in self._labels[ref]:
+                if len(layer.dims) == 1 and self._goes(layer.ids, kept):
+                    yield layer.ids.flatten()
+
+    def _passing(self, problem: Problem) -> Iterator[Tensor]:
+        for ref in dict.fromkeys(refs_in((problem.call.result, problem.call.args, problem.call.kwargs))):
+            for layer in self._labels[ref]:
+                yield layer.ids.squeeze()
+
     # ---- freezing -------------------------------------------------------------------------------------------------
 
     def _goes(self, ids: Tensor, kept: Tensor) -> bool:
@@ -199,8 +270,7 @@ class _Settler:
         """Freeze padding of fixed width, else what goes through the function, else what goes through the module."""
         reason = f"{problem.call.name} in {problem.module or 'the model'} uses a size that is fixed in Python code"
         padding = [size.ids for size in self._labels.sizes if size.module == problem.module and size.is_padding]
-        refs = refs_in((problem.call.args, problem.call.kwargs, problem.call.result))
-        passing = [layer.ids for ref in refs for layer in self._labels[ref]]
+        passing = list(self._passing(problem))
         return (
             self._freeze(padding, kept, reason)
             or self._freeze(passing, kept, reason)
@@ -210,13 +280,15 @@ class _Settler:
     def _freeze_module(self, module: str, kept: Tensor, reason: str) -> bool:
         """Freeze what went in the tensors of a module, or of the nearest one around it that lost anything."""
         for name in _outwards(module):
-            refs = set()
-            for call in self._labels.tape.calls:
-                if not name or call.module == name or call.module.startswith(name + "."):
-                    refs |= {*call.inputs, *(ref for ref in call.outputs if ref is not None)}
-            if self._freeze([layer.ids for ref in refs for layer in self._labels[ref]], kept, reason):
+            if self._freeze([layer.ids for ref in self._refs_under(name) for layer in self._labels[ref]], kept, reason):
                 return True
         return False
+
+    def _refs_under(self, module: str) -> list[Ref]:
+        """All tensors read or made while a module runs."""
+        calls = (call for call in self._labels.tape.calls if not module or is_under(call.module, [module]))
+        refs = (ref for call in calls for ref in (*call.inputs, *call.outputs) if ref is not None)
+        return list(dict.fromkeys(refs))
 
 
 def _outwards(module: str) -> Iterator[str]:
@@ -238,7 +310,7 @@ def _around(module: str) -> list[str]:
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, int]]:
     """(attribute, position, value) of the public ints of a module, also in short tuples and lists."""
     for name, attribute in vars(module).items():
-        if name.startswith("_"):
+        if name.startswith("_") or any(word in name.lower() for word in NEVER):
             continue
         if type(attribute) is int:
             yield name, None, attribute

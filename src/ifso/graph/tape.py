@@ -123,6 +123,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return []
 
 
+OUTSIDE = "<outside the model>"
+
+
 @dataclass
 class _Frame:
     name: str
@@ -140,7 +143,7 @@ class ModuleStack:
         on_enter: Callable[[str], None] | None = None,
     ) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._running = [_Frame("", 0)]
+        self._running = [_Frame(OUTSIDE, 0)]
         self._entries = 0
         self._on_exit = on_exit
         self._on_enter = on_enter
@@ -149,7 +152,7 @@ class ModuleStack:
     @property
     def module(self) -> str:
         """Name of the innermost running module of the model."""
-        return self._running[-1].name
+        return self._running[-1].name.removeprefix(OUTSIDE)
 
     @property
     def running(self) -> list[str]:
@@ -266,8 +269,9 @@ class Recorder(TorchDispatchMode):
                 continue
             known = self._refs.get(item)
             if known is None:
-                known = self._register(item, "result")
                 self.note_new(item)
+            if known is None or self.tape.shape(known) != tuple(item.shape):
+                known = self._register(item, "result")
             outputs.append(known)
         op = str(func.overloadpacket)
         call = Call(func, op, recorded_args, recorded_kwargs, tuple(outputs), self.stack.module, self.function)

@@ -56,6 +56,7 @@ def trace(
         inputs=example_inputs,
         output_shapes=tuple(tape.shape(ref) for ref in tape.outputs),
         reductions=reductions_of(labels, units),
+        unmasked=frozenset(labels.unmasked),
         on_real_tensors=on_real_tensors,
         recording=(labels, units),
         notes=tuple(dict.fromkeys(labels.notes)),
@@ -103,7 +104,7 @@ def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tu
         free = available_memory()
         limit = memory_limit if memory_limit is not None else (int(free * 0.7) if free else None)
     try:
-        with preserved(model, values=True):
+        with preserved(model):
             guarded = GuardedRecorder(model, named, limit)
             output = run_real(model, inputs, guarded)
             return guarded.finish(output), True

@@ -56,8 +56,10 @@ class Partition:
         return free[self.classes]
 
 
-def partition(labels: Labels, more_frozen: Iterable[tuple[Tensor, str]] = ()) -> Partition:
-    """Solve the relations noted in ``labels``."""
+def partition(
+    labels: Labels, more_frozen: Iterable[tuple[Tensor, str]] = (), more_balances: Iterable[tuple[Tensor, str]] = ()
+) -> Partition:
+    """Solve the relations noted in ``labels``, and what was learned since."""
     edges = list(labels.edges)
     classes = components(labels.size, edges)
     produced_ids = _ids_with_role(labels, PRODUCES)
@@ -66,7 +68,7 @@ def partition(labels: Labels, more_frozen: Iterable[tuple[Tensor, str]] = ()) ->
     if locked:
         edges += [(a.flatten(), b.flatten()) for a, b in locked]
         classes = components(labels.size, edges)
-    balances = _real_balances(labels, classes)
+    balances = _real_balances(labels, classes, more_balances)
     produced = torch.zeros(labels.size, dtype=torch.bool)
     produced[classes[produced_ids]] = True
     result = Partition(labels, classes, {}, produced, balances, interleave)
@@ -113,16 +115,16 @@ def _locks(labels: Labels, produced_ids: Tensor) -> tuple[list[Tensor], dict[tup
     return locks, interleave
 
 
-def _real_balances(labels: Labels, classes: Tensor) -> list[tuple[Tensor, str]]:
+def _real_balances(labels: Labels, classes: Tensor, more: Iterable[tuple[Tensor, str]]) -> list[tuple[Tensor, str]]:
     """Balances that ask for something: not those of whole units, nor of blocks that hold the same classes."""
     real: list[tuple[Tensor, str]] = []
     seen: set[tuple[int, ...]] = set()
     splits = [(blocks, where) for blocks, where in labels.splits if not _blocks_are_units(classes, blocks)]
-    for blocks, where in [*labels.balances, *splits]:
+    for blocks, where in [*labels.balances, *splits, *more]:
         found = classes[blocks].sort(1).values
         if blocks.shape[0] < 2 or bool((found == found[:1]).all()):
             continue
-        key = tuple(found.flatten().tolist())
+        key = (*found.shape, *found.flatten().tolist())
         if key not in seen:
             seen.add(key)
             real.append((blocks, where))
@@ -205,7 +207,7 @@ def _groups(sizes: list[int], of: Tensor, spots: list[_Spot], labels: Labels) ->
             owner = torch.where(mine, units - firsts[number], -1)
             members[number].append(Member(spot.name, spot.dim, role, owner, sizes[number]))
     flags: list[set[str]] = [set() for _ in sizes]
-    for ids, flag in labels.flags:
+    for ids, flag, _ in labels.flags:
         units = of[ids]
         for number in group_of_unit[units[units >= 0]].unique().tolist():
             flags[number].add(flag)

@@ -16,6 +16,7 @@ from ifso.graph.channel_graph import ChannelGraph, Group, Keep
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
 from ifso.graph.rehearsal import Removal, check_removal
+from ifso.graph.running import forget_caches
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute
 from ifso.surgery.recipe import (
@@ -117,6 +118,7 @@ def _apply(
     for change in recipe.attributes:
         set_attribute(modules[change.module], change.name, change.position, change.after)
     slim_attention(model)
+    forget_caches(model)
 
 
 def _shrunk_state(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ifso.costs.counting import check_fits
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.layouts import surviving
 from ifso.graph.reductions import ExactReductions
+from ifso.graph.running import forget_caches
 from ifso.graph.slots import named_tensors
 
 
@@ -20,8 +23,9 @@ from ifso.graph.slots import named_tensors
 def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Module]:
     """Within the context the units that ``keep`` does not keep are gone in effect: their slices are zero.
 
-    Gradients of removed slices are zero too, so the model can be trained inside; afterwards the kept slices have their
-    trained values and the removed ones their old.
+    Functions that take statistics over channels (layer norm …) see only the kept ones. The model can be trained inside:
+    removed slices have no gradient and stay zero whatever the optimizer remembers; afterwards the kept slices have
+    their trained values and the removed ones, running statistics too, their old.
 
     >>> from ifso.graph.tracing import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -33,27 +37,54 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
     check_fits(model, graph)
     kept = graph.kept(keep)
     check_keep(graph, kept)
-    saved: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-    handles = []
-    for name, parameter in named_tensors(model).items():
-        layout = graph.layouts.get(name)
-        if layout is None or not isinstance(parameter, nn.Parameter):
-            continue
-        alive = surviving(layout, kept)
-        if bool(alive.all()):
-            continue
-        alive = alive.to(parameter.device)
-        saved.append((parameter, parameter.data, alive))
-        parameter.data = parameter.data.masked_fill(~alive, 0)
-        if parameter.requires_grad:
-            handles.append(parameter.register_hook(lambda grad, alive=alive: grad * alive))
+    forget_caches(model)
+    pieces = list(_pieces(model, graph, kept))
+    parameters = [piece for piece in pieces if isinstance(piece.tensor, nn.Parameter)]
+    for piece in parameters:
+        piece.tensor.data = piece.original.masked_fill(~piece.alive, 0)
     try:
-        with ExactReductions(model, graph.reductions, kept) if graph.reductions else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for piece in parameters:
+                if piece.tensor.requires_grad:
+                    handle = piece.tensor.register_hook(lambda grad, alive=piece.alive: grad * alive)
+                    stack.callback(handle.remove)
+            stack.callback(register_optimizer_step_post_hook(lambda *_: _zero(parameters)).remove)
+            if graph.reductions:
+                stack.enter_context(ExactReductions(model, graph.reductions, kept))
             yield model
     finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, original, alive in saved:
-            with torch.no_grad():
-                original.copy_(torch.where(alive, parameter.data, original))
-            parameter.data = original
+        for piece in pieces:
+            piece.restore()
+        forget_caches(model)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A parameter or buffer that loses slices; ``alive`` is broadcastable to it."""
+
+    tensor: Tensor
+    original: Tensor
+    alive: Tensor
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """What was removed as it was before, what was kept as it is now."""
+        self.original.copy_(torch.where(self.alive, self.tensor.data, self.original))
+        self.tensor.data = self.original
+
+
+def _pieces(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> Iterator[_Piece]:
+    for name, tensor in named_tensors(model).items():
+        if name not in graph.layouts or name in graph.unmasked:
+            continue
+        alive = surviving(graph.layouts[name], kept).to(tensor.device)
+        if not bool(alive.all()):
+            original = tensor.data if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+            yield _Piece(tensor, original, alive)
+
+
+@torch.no_grad()
+def _zero(pieces: list[_Piece]) -> None:
+    """After a step of an optimizer, whose momentum may reach removed slices."""
+    for piece in pieces:
+        piece.tensor.data.masked_fill_(~piece.alive, 0)

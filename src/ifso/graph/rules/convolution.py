@@ -33,8 +33,9 @@ def convolve(
     assert out is not None
     shape = labels.shape(weight)
     if groups > 1 and shape[1] == 1 and shape[0] == groups:
-        _depthwise(call, labels, x, weight, bias)
+        _depthwise(call, labels, x, weight, bias, transposed)
         return
+    _freeze_positions(labels, x)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     made, read = _weight_ids(labels, weight, out_dim), _weight_ids(labels, weight, in_dim)
     if read is not None and (groups == 1 or transposed):
@@ -46,23 +47,32 @@ def convolve(
     if made is not None:
         labels.role(made, PRODUCES)
     layers = [] if made is None else [Layer(made.reshape(_at(1, len(labels.shape(out)))))]
-    labels.set(out, layers, like=x)
+    along_batch = [layer for layer in labels[x] if layer.dims == (0,)]
+    labels.set(out, [*layers, *along_batch], like=x)
     follow(labels, out, bias, 1)
     _conv_cost(call, labels, x, weight, made, read, transposed, groups)
 
 
-def _depthwise(call: Call, labels: Labels, x: Ref, weight: Ref, bias: Ref | None) -> None:
+def _depthwise(call: Call, labels: Labels, x: Ref, weight: Ref, bias: Ref | None, transposed: bool) -> None:
     """One filter per channel: the weight goes along with the channels like a norm's, in whatever order they come."""
     out = call.outputs[0]
     assert out is not None
     own = _weight_ids(labels, weight, 0)
+    _freeze_positions(labels, x)
     layers = [layer for layer in labels[x] if layer.varies(1)]
     _read(labels, x, 1, own, labels.shape(weight)[0])
     if own is not None:
         labels.measure(call, ("groups",), own)
     labels.set(out, layers if layers or own is None else [Layer(own.reshape(_at(1, len(labels.shape(x)))))], like=x)
     follow(labels, out, bias, 1)
-    _conv_cost(call, labels, x, weight, own, None, False, labels.shape(weight)[0])
+    _conv_cost(call, labels, x, weight, own, None, transposed, labels.shape(weight)[0])
+
+
+def _freeze_positions(labels: Labels, x: Ref) -> None:
+    """Channels that lie where the kernel moves cannot go: their neighbours would change."""
+    for layer in labels[x]:
+        if any(dim >= 2 for dim in layer.dims):
+            labels.freeze(layer.ids, "lies along the positions that a convolution mixes")
 
 
 def _at(dim: int, ndim: int) -> list[int]:
@@ -114,7 +124,12 @@ def _grouped(
         labels.freeze(outgoing, "is made by a weight whose output axis must stay")
     if incoming is None:
         reason = f"reads {labels.why(x)}"
-        labels.freeze(outgoing if per_in == 1 else read if read is not None else outgoing, reason)
+        if read is not None:
+            labels.freeze(read, reason)
+        if per_in == 1:
+            labels.freeze(outgoing, reason)
+        elif per_out > 1:
+            labels.balance(outgoing.view(groups, -1), call.module)
         return outgoing, read if transposed else None
     incoming = _one_line(labels, incoming)
     if per_in == 1 or per_out == 1:

@@ -141,10 +141,12 @@ def _reshape_ids(ids: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -
             for dim in outs:
                 target[dim] = after[dim]
     full = ids.expand(source)
-    try:
-        return compress(full.view(target))
-    except RuntimeError:
-        return None if full.numel() > TOO_LARGE else compress(full.reshape(target), exact=True)
+    if full.numel() > TOO_LARGE:
+        try:
+            return compress(full.view(target))
+        except RuntimeError:
+            return None
+    return compress(full.reshape(target), exact=True)
 
 
 def _blocks(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:

@@ -25,6 +25,8 @@ def batch_norm(call: Call, labels: Labels) -> None:
         if isinstance(parameter, Ref):
             follow(labels, x, parameter, 1)
     for layer in labels[x]:
+        if layer.dims == (1,):
+            labels.measure(call, ("num_features",), layer.ids)
         if set(layer.dims) - {0, 1}:
             labels.flag(layer.ids, "weight standardisation", call)
     labels.set(call.outputs[0], labels[x], like=x)
@@ -80,6 +82,7 @@ def group_norm(call: Call, labels: Labels) -> None:
             continue
         layer = labels.unlock(layer)
         ids = layer.ids.flatten()
+        labels.measure(call, ("num_channels",), ids)
         if groups == channels:
             labels.measure(call, ("num_groups",), ids)
         else:
@@ -111,5 +114,6 @@ def weight_norm(call: Call, labels: Labels) -> None:
             passing.append(layer)
         else:
             labels.freeze(layer.ids, "weight norm divides by a length taken over it")
+    labels.unmasked.add(labels.tape.values[v.index].name)
     passing = labels.merge([*passing, *(replace(layer) for layer in labels[g] if layer.dims == (dim,))])
     labels.set(call.outputs[0], passing, like=v)
