@@ -209,6 +209,6 @@ def _targets(name: str) -> list[dict[str, Tensor]]:
             target["masks"] = (torch.rand(3, *image.shape[-2:]) > 0.5).to(torch.uint8)
         if "keypoint" in name:
             places = boxes[:, None, :2] + torch.rand(3, 17, 2) * (boxes[:, None, 2:] - boxes[:, None, :2])
-            target["keypoints"] = torch.cat([places, torch.ones(3, 17, 1)], dim=2)
+            target["keypoints"] = torch.cat([places, torch.ones(3, 17, 1)], dim=2).float()
         targets.append(target)
     return targets

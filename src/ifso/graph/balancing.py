@@ -1,13 +1,15 @@
 """Making a choice of units legal: where layers need equal counts, the nearest choice that has them.
 
-Blocks of all balances cut the units into cells (units in the same blocks). Removing the same share from every cell of
-connected balances keeps every block equal, whatever the balances are; the share nearest to what was asked is taken.
+A balance that shares no units with others is settled exactly. Where several meet, their blocks cut the units into cells
+(units in the same blocks): the same share of every cell is kept, the one nearest to what was asked.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Keep
 def balance(graph: ChannelGraph, keep: Keep, scores: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The nearest legal choice to ``keep``: equal counts where grouped convolutions, shuffles and norms need them.
 
-    As few units as possible change sides; at a tie more stay. ``scores`` (importance per unit) decides which: the most
+    Few units change sides; at a tie more stay. ``scores`` (importance per unit) decides which: the most
     important come back first, the least important go first. Without it, units with lower numbers come back first.
     """
     kept = graph.kept(keep)
@@ -42,10 +44,72 @@ def balance_vector(kept: Tensor, balances: Iterable[Balance], ranking: Tensor) -
     """:func:`balance` on the bool vector of :meth:`ChannelGraph.kept`."""
     kept = kept.clone()
     for connected in _connected(list(balances)):
-        if all(len(set(balance.counts(kept).tolist())) == 1 for balance in connected):
+        if _is_legal(kept, connected):
             continue
-        _settle(kept, _cells(connected), ranking)
+        if not (len(connected) == 1 and _settle_rows(kept, connected[0], ranking)):
+            _settle_cells(kept, _cells(connected), ranking)
+        if not _is_legal(kept, connected):
+            for one in connected:
+                kept[one.blocks] = True
     return kept
+
+
+def _is_legal(kept: Tensor, balances: Iterable[Balance]) -> bool:
+    return all(len(set(one.counts(kept).tolist())) == 1 for one in balances)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A block: ``fixed`` slices that stay whatever is chosen, and units that own ``each`` slices of it."""
+
+    fixed: int
+    each: int
+    units: Tensor
+
+    def count(self, kept: Tensor) -> int:
+        return self.fixed + self.each * int(kept[self.units].sum())
+
+    def possible(self) -> range:
+        return range(self.fixed, self.fixed + self.each * self.units.numel() + 1, self.each)
+
+
+def _settle_rows(kept: Tensor, balance: Balance, ranking: Tensor) -> bool:
+    """One balance alone: the common count that changes the fewest units. False if its blocks share units unevenly."""
+    rows, shared = _rows(balance, kept)
+    if rows is None:
+        return False
+    have = [row.count(kept) for row in rows]
+    common = set.intersection(*(set(row.possible()) for row in rows))
+    targets = sorted((count for count in common if count + shared > 0), reverse=True)
+
+    def changes(target: int) -> float:
+        return sum(abs(count - target) / row.each for count, row in zip(have, rows, strict=True))
+
+    if not targets:
+        return False
+    target = min(targets, key=changes)
+    for row in rows:
+        _keep_exactly(kept, row.units, (target - row.fixed) // row.each, ranking)
+    return True
+
+
+def _rows(balance: Balance, kept: Tensor) -> tuple[list[_Row] | None, int]:
+    """Blocks without what they have in common, and how many common slices are kept; None if they overlap otherwise."""
+    counters = [Counter(block) for block in balance.blocks.tolist()]
+    in_all = counters[0]
+    for counter in counters[1:]:
+        in_all = in_all & counter
+    common = Counter({unit: number for unit, number in in_all.items() if all(c[unit] == number for c in counters)})
+    rows: list[_Row] = []
+    seen: set[int] = set()
+    for counter in counters:
+        own = counter - common
+        fixed = own.pop(STAYS, 0)
+        if len(set(own.values())) > 1 or seen & set(own):
+            return None, 0
+        seen |= set(own)
+        rows.append(_Row(fixed, next(iter(own.values()), 1), torch.tensor(sorted(own), dtype=torch.long)))
+    return rows, sum(number for unit, number in common.items() if bool(kept[unit]))
 
 
 def _connected(balances: list[Balance]) -> list[list[Balance]]:
@@ -81,7 +145,7 @@ def _cells(connected: list[Balance]) -> list[list[int]]:
     return list(cells.values())
 
 
-def _settle(kept: Tensor, cells: list[list[int]], ranking: Tensor) -> None:
+def _settle_cells(kept: Tensor, cells: list[list[int]], ranking: Tensor) -> None:
     """Keep the same share of every cell, the one that changes the fewest units."""
     step = math.gcd(*[len(cell) for cell in cells])
     have = [int(kept[torch.tensor(cell)].sum()) for cell in cells]
@@ -97,6 +161,8 @@ def _settle(kept: Tensor, cells: list[list[int]], ranking: Tensor) -> None:
 
 def _keep_exactly(kept: Tensor, cell: Tensor, count: int, ranking: Tensor) -> None:
     """Let ``count`` units of the cell stay: those kept now first, by rank."""
+    if not cell.numel():
+        return
     by_rank = ranking[cell].argsort(descending=True, stable=True)
     order = by_rank[kept[cell][by_rank].long().argsort(descending=True, stable=True)]
     kept[cell] = False

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ifso.graph.channel_graph import STAYS
 from ifso.graph.labels import Labels
 from ifso.graph.tape import FunctionCall, FunctionKey, ModuleStack, Ref
 from ifso.graph.units import Units
@@ -58,7 +59,9 @@ def _lines(ref: Ref, labels: Labels, units: Units) -> Lines:
     found = {}
     for layer in labels[ref]:
         for dim in layer.dims:
-            found[dim] = units.of[layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])]
+            rows = units.of[layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])]
+            if bool((rows != STAYS).any()):
+                found[dim] = rows
     return tuple(found.items())
 
 

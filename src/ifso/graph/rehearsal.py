@@ -8,6 +8,7 @@ its place and the run goes on, so that one run finds every such place.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ifso.graph.channel_graph import SizeAttribute
+from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
@@ -27,32 +28,42 @@ from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, r
 from ifso.graph.units import Units
 
 
-def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor) -> tuple[int, ...]:
-    """Shape after removal of a tensor whose elements belong to the units in ``layers``."""
+def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:
+    """Shape after removal of a tensor whose elements belong to the units in ``layers``.
+
+    ``blocks`` are axes that were cut into rows [rows, n]: these keep their number of rows.
+    """
     result = list(shape)
     for layer in layers:
-        alive = kept[layer]
+        if bool((layer == STAYS).all()):
+            continue
         dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
-        for dim, size in zip(dims, _block(alive.squeeze()), strict=True):
+        for dim, size in zip(dims, _block(layer.squeeze(), kept, blocks), strict=True):
             result[dim] = size
     return tuple(result)
 
 
-def _block(alive: Tensor) -> list[int]:
+def _block(units: Tensor, kept: Tensor, blocks: list[Tensor]) -> list[int]:
     """Sizes of the block that the survivors form: a sub-block, or rows of equal length."""
+    alive = kept[units]
     total = int(alive.sum())
     filled = [int(_any_other(alive, dim).sum()) for dim in range(alive.dim())]
-    product = 1
-    for size in filled:
-        product *= size
+    product = math.prod(filled)
     if product == total:
         return filled
-    for dim in range(alive.dim() - 1, -1, -1):
+    for dim in _position_dims(units, blocks):
         rest = product // max(filled[dim], 1)
         counts = alive.sum(dim)
         if int((counts > 0).sum()) == rest and len(set(counts[counts > 0].tolist())) == 1:
             return [total // rest if d == dim else size for d, size in enumerate(filled)]
     return filled
+
+
+def _position_dims(units: Tensor, blocks: list[Tensor]) -> list[int]:
+    """Dims along which rows may keep different positions, likeliest first."""
+    if units.dim() == 2 and any(units.t().equal(rows) for rows in blocks):
+        return [0]
+    return list(range(units.dim() - 1, -1, -1))
 
 
 def _any_other(alive: Tensor, dim: int) -> Tensor:
@@ -96,7 +107,8 @@ class Removal:
         tape, of = self.labels.tape, self.units.of
         results = {ref for call in tape.functions for ref in refs_in(call.result)}
         layers = {ref: [of[layer.ids] for layer in self.labels[ref]] for ref in results}
-        return {ref: expected_shape(tape.shape(ref), layers[ref], self.kept) for ref in results}
+        blocks = [of[rows] for rows, _ in self.labels.splits]
+        return {ref: expected_shape(tape.shape(ref), layers[ref], self.kept, blocks) for ref in results}
 
     def set_numbers(self, model: nn.Module) -> list[str]:
         """Set the Python numbers; returns the names of attention layers whose class was exchanged."""

@@ -28,8 +28,10 @@ ROUNDS = 20
 SEARCH_ROUNDS = 8
 TRIES_PER_MODULE = 4
 LIKELY = ("head", "dim", "channel", "chs", "width", "feature", "group", "planes", "embed", "hidden")
-NEVER = ("kernel", "stride", "pad", "dilation", "shift", "window", "patch", "img", "image", "grid", "resolution", "depth",
-         "layer", "level", "block", "stage", "seq", "token", "vocab", "class")  # fmt: skip
+NEVER = (
+    "kernel", "stride", "pad", "dilation", "shift", "window", "patch", "img", "image", "grid", "resolution",
+    "depth", "layer", "level", "block", "stage", "seq", "token", "vocab", "class",
+)  # fmt: skip
 
 Candidate = tuple[Place, Tensor]
 """An attribute and the ids [rows, n] that it may count."""

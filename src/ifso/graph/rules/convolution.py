@@ -123,13 +123,7 @@ def _grouped(
         outgoing = labels.fresh(groups * per_out)
         labels.freeze(outgoing, "is made by a weight whose output axis must stay")
     if incoming is None:
-        reason = f"reads {labels.why(x)}"
-        if read is not None:
-            labels.freeze(read, reason)
-        if per_in == 1:
-            labels.freeze(outgoing, reason)
-        elif per_out > 1:
-            labels.balance(outgoing.view(groups, -1), call.module)
+        _grouped_from_input(call, labels, outgoing, read, groups, per_in, f"reads {labels.why(x)}")
         return outgoing, read if transposed else None
     incoming = _one_line(labels, incoming)
     if per_in == 1 or per_out == 1:
@@ -140,14 +134,25 @@ def _grouped(
     period = layer.period if layer is not None else 0
     labels.balance(_cells(incoming, groups, period), call.module)
     labels.balance(outgoing.view(groups, -1), call.module)
-    if transposed:
-        if read is not None:
-            labels.unite(read, incoming)
-    else:
+    if not transposed:
         _read_within_groups(labels, weight, incoming, groups, per_out, read)
-        if period:
-            labels.ragged_period[labels.tape.values[weight.index].name] = period
+    elif read is not None:
+        labels.unite(read, incoming)
+    if period:
+        labels.ragged_period[labels.tape.values[weight.index].name] = period
     return outgoing, incoming
+
+
+def _grouped_from_input(
+    call: Call, labels: Labels, outgoing: Tensor, read: Tensor | None, groups: int, per_in: int, reason: str
+) -> None:
+    """What a grouped convolution reads must stay: its outputs can go, equally many from each group."""
+    if read is not None:
+        labels.freeze(read, reason)
+    if per_in == 1:
+        labels.freeze(outgoing, reason)
+    elif outgoing.numel() > groups:
+        labels.balance(outgoing.view(groups, -1), call.module)
 
 
 def _is_parameter(labels: Labels, ref: Ref) -> bool:

@@ -25,7 +25,7 @@ def batch_norm(call: Call, labels: Labels) -> None:
         if isinstance(parameter, Ref):
             follow(labels, x, parameter, 1)
     for layer in labels[x]:
-        if layer.dims == (1,):
+        if layer.dims == (1,) and call.args[1] is None:
             labels.measure(call, ("num_features",), layer.ids)
         if set(layer.dims) - {0, 1}:
             labels.flag(layer.ids, "weight standardisation", call)
