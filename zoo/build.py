@@ -55,7 +55,7 @@ class Candidate:
     """Whether it can be tried on the meta device first."""
 
 
-def build(entry: Entry, double_below: float) -> Case:
+def build(entry: Entry, double_below: float, device: str = "cpu") -> Case:
     """The network in float64 if it has fewer than ``double_below`` parameters, conditioned, with inputs it accepts."""
     warnings.simplefilter("ignore")
     problems: list[str] = []
@@ -63,7 +63,7 @@ def build(entry: Entry, double_below: float) -> Case:
         try:
             if candidate.abstract:
                 _try_on_meta(candidate)
-            return _realise(candidate, double_below)
+            return _realise(candidate, double_below, device)
         except Exception as error:  # whatever a third-party model raises on a size it does not accept
             problems.append(f"{type(error).__name__}: {error}")
     raise RuntimeError(
@@ -89,7 +89,7 @@ def _try_on_meta(candidate: Candidate) -> None:
             raise
 
 
-def _realise(candidate: Candidate, double_below: float) -> Case:
+def _realise(candidate: Candidate, double_below: float, device: str) -> Case:
     """Build for real, in float64 if small enough and possible, and check that the outputs are finite."""
     notes: list[str] = []
     small = _count(candidate.build) < double_below
@@ -97,7 +97,7 @@ def _realise(candidate: Candidate, double_below: float) -> Case:
         torch.set_default_dtype(dtype)
         torch.manual_seed(SEED)
         try:
-            case = _conditioned(candidate, notes)
+            case = _conditioned(candidate, notes, device)
             if not finite(case.run()):
                 raise RuntimeError("outputs are not finite")
             return case
@@ -119,14 +119,23 @@ def _count(build: Callable[[], nn.Module]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _conditioned(candidate: Candidate, notes: list[str]) -> Case:
+def _conditioned(candidate: Candidate, notes: list[str], device: str) -> Case:
     model = candidate.build().to(torch.get_default_dtype()).eval()
     perturb_(model, SEED)
     torch.manual_seed(SEED)
-    training = candidate.training_inputs() if candidate.training_inputs else None
-    case = Case(model, candidate.inputs(), training, notes=list(notes))
+    training = on(device, candidate.training_inputs()) if candidate.training_inputs else None
+    case = Case(model.to(device), on(device, candidate.inputs()), training, notes=list(notes))
     case.ran = calibrate_(model, case.run)
     return case
+
+
+def on(device: str, tree: Any) -> Any:
+    """Nested inputs on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: on(device, item) for key, item in tree.items()}
+    return type(tree)(on(device, item) for item in tree)
 
 
 def _image(entry: Entry) -> Iterator[Candidate]:

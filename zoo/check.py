@@ -53,14 +53,15 @@ class Result:
         self.values[f"{stage}_seconds"] = round(time.process_time() - begun, 2)
 
 
-def check(entry: Entry, double_below: float) -> dict[str, Any]:
+def check(entry: Entry, double_below: float, device: str = "cpu") -> dict[str, Any]:
     """Everything the table shows about one network. Never raises, except when interrupted."""
     from ifso.errors import IfsoError
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     result = Result()
     try:
-        _check(build(entry, double_below), result)
+        _check(build(entry, double_below, device), result)
     except IfsoError as error:
         result.fail("refused", f"{result.stage}: {type(error).__name__}: {error}")
     except Exception as error:

@@ -27,6 +27,7 @@ class Limits:
     seconds: float
     gib: float
     double_below: float
+    device: str = "cpu"
 
 
 @dataclass
@@ -114,7 +115,7 @@ def _work(entry: Entry, limits: Limits, results: Connection) -> None:
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     from check import check
 
-    results.send(check(entry, limits.double_below))
+    results.send(check(entry, limits.double_below, limits.device))
 
 
 def resident_gib(pid: int | None) -> float:

@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=300, help="wall-clock seconds per network")
     parser.add_argument("--limit-gib", type=float, default=9, help="memory per network")
     parser.add_argument("--double-below", type=float, default=120, help="float64 below so many million parameters")
+    parser.add_argument("--device", default="cpu", help="where the networks run: cpu or cuda")
     parser.add_argument("--resume", action="store_true", help="skip networks that have a result")
     parser.add_argument("--retry", action="store_true", help="with --resume: run those again that are not exact")
     parser.add_argument("--out", type=Path, default=Path("docs/zoo"), help="OUT/results.json and OUT.md are written")
@@ -52,9 +53,10 @@ def parse() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> int:
     """Check the chosen networks, writing results as they come."""
     document = load(arguments.out)
+    document["versions"]["device"] = device_name(arguments.device)
     results = document["results"]
     todo = chosen(arguments, results)
-    limits = Limits(arguments.limit_seconds, arguments.limit_gib, arguments.double_below * 1e6)
+    limits = Limits(arguments.limit_seconds, arguments.limit_gib, arguments.double_below * 1e6, arguments.device)
     failed = 0
     try:
         for number, (entry, outcome) in enumerate(run_all(todo, arguments.jobs, limits), start=1):
@@ -100,6 +102,13 @@ def load(out: Path) -> dict[str, Any]:
     document = json.loads(file.read_text()) if file.exists() else {"results": {}}
     versions = {"Python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
     return document | {"versions": versions}
+
+
+def device_name(device: str) -> str:
+    """The device in words."""
+    import torch
+
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
 
 
 def save(out: Path, document: dict[str, Any]) -> None:

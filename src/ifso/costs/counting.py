@@ -92,7 +92,7 @@ def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitC
     ``activations`` is the paper's ΔMem: the sum over the unit's producers of N·H·W of their outputs.
     """
     kept = graph.kept(keep)
-    saved = {kind: torch.zeros(graph.num_units, dtype=torch.long) for _, kind in _FIELDS}
+    saved = {kind: torch.zeros(graph.num_units, dtype=torch.long, device="cpu") for _, kind in _FIELDS}
     for term in graph.terms:
         saved[term.kind] += term.savings(kept)
     macs = saved["conv"] + saved["linear"] + saved["matmul"]

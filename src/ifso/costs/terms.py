@@ -69,7 +69,7 @@ class Term:
         """For each unit that is kept, the elements its removal alone would take away [units]."""
         total = kept.numel() - 1
         if not self.layers:
-            return torch.zeros(total, dtype=torch.long)
+            return torch.zeros(total, dtype=torch.long, device="cpu")
         if self._lines is not None:
             return self._separable_savings(kept, total)
         times, layers = self._core
@@ -77,9 +77,9 @@ class Term:
         for layer in layers[1:]:
             alive = alive & kept[layer]
         chosen = torch.stack([layer[alive] for layer in layers])
-        result = torch.zeros(total + 1, dtype=torch.long)
+        result = torch.zeros(total + 1, dtype=torch.long, device="cpu")
         for place, row in enumerate(chosen):
-            new = torch.ones(row.shape, dtype=torch.bool)
+            new = torch.ones(row.shape, dtype=torch.bool, device="cpu")
             for earlier in chosen[:place]:
                 new &= earlier != row
             result += torch.bincount(torch.where(new, row, total).remainder(total + 1), minlength=total + 1)
@@ -89,7 +89,7 @@ class Term:
         """Π sizes − Π (sizes − own), in integers."""
         assert self._lines is not None
         rest = math.prod(size for dim, size in enumerate(self.shape) if all(dim != d for d, _ in self._lines))
-        before, after = rest, torch.full((total,), rest)
+        before, after = rest, torch.full((total,), rest, device="cpu")
         for _, units in self._lines:
             alive = units[kept[units]]
             own = torch.bincount(alive[alive != STAYS], minlength=total)

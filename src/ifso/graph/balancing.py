@@ -31,7 +31,7 @@ def balance(graph: ChannelGraph, keep: Keep, scores: Mapping[str, Tensor] | None
 
 
 def _ranking(graph: ChannelGraph, scores: Mapping[str, Tensor] | None) -> Tensor:
-    ranking = -torch.arange(graph.num_units, dtype=torch.float64)
+    ranking = -torch.arange(graph.num_units, dtype=torch.float64, device="cpu")
     for name, values in (scores or {}).items():
         group = graph.group(name)
         if tuple(values.shape) != (group.size,):
@@ -108,7 +108,7 @@ def _rows(balance: Balance, kept: Tensor) -> tuple[list[_Row] | None, int]:
         if len(set(own.values())) > 1 or seen & set(own):
             return None, 0
         seen |= set(own)
-        rows.append(_Row(fixed, next(iter(own.values()), 1), torch.tensor(sorted(own), dtype=torch.long)))
+        rows.append(_Row(fixed, next(iter(own.values()), 1), torch.tensor(sorted(own), dtype=torch.long, device="cpu")))
     return rows, sum(number for unit, number in common.items() if bool(kept[unit]))
 
 
@@ -148,7 +148,7 @@ def _cells(connected: list[Balance]) -> list[list[int]]:
 def _settle_cells(kept: Tensor, cells: list[list[int]], ranking: Tensor) -> None:
     """Keep the same share of every cell, the one that changes the fewest units."""
     step = math.gcd(*[len(cell) for cell in cells])
-    have = [int(kept[torch.tensor(cell)].sum()) for cell in cells]
+    have = [int(kept[torch.tensor(cell, device="cpu")].sum()) for cell in cells]
     sizes = [len(cell) for cell in cells]
 
     def changes(share: int) -> int:
@@ -156,7 +156,7 @@ def _settle_cells(kept: Tensor, cells: list[list[int]], ranking: Tensor) -> None
 
     share = min(range(step, 0, -1), key=changes)
     for cell in cells:
-        _keep_exactly(kept, torch.tensor(cell), len(cell) * share // step, ranking)
+        _keep_exactly(kept, torch.tensor(cell, device="cpu"), len(cell) * share // step, ranking)
 
 
 def _keep_exactly(kept: Tensor, cell: Tensor, count: int, ranking: Tensor) -> None:

@@ -46,7 +46,7 @@ class Member:
     def index(self) -> tuple[tuple[int, ...], ...]:
         """For each unit of the group the positions along ``dim`` that it owns."""
         owner = self.owner.reshape(-1, self.owner.shape[-1])
-        positions = torch.arange(owner.shape[-1]).expand(owner.shape)
+        positions = torch.arange(owner.shape[-1], device="cpu").expand(owner.shape)
         taken = owner >= 0
         pairs = torch.stack([owner[taken], positions[taken]], 1).unique(dim=0)
         counts = torch.bincount(pairs[:, 0], minlength=self.size).tolist()
@@ -159,11 +159,11 @@ class ChannelGraph:
 
     def keep_all(self) -> dict[str, Tensor]:
         """A ``keep`` that removes nothing."""
-        return {group.name: torch.ones(group.size, dtype=torch.bool) for group in self.groups}
+        return {group.name: torch.ones(group.size, dtype=torch.bool, device="cpu") for group in self.groups}
 
     def kept(self, keep: Keep | None) -> Tensor:
         """``keep`` as one bool vector over all units, with a last entry True so that ``kept[STAYS]`` is True."""
-        kept = torch.ones(self.num_units + 1, dtype=torch.bool)
+        kept = torch.ones(self.num_units + 1, dtype=torch.bool, device="cpu")
         if keep is not None and not keep and self.groups:
             raise KeepError("keep is empty; give {group name: bool tensor}, starting from graph.keep_all()")
         for name, choice in (keep or {}).items():

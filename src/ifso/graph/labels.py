@@ -160,7 +160,7 @@ class Labels:
 
     def fresh(self, count: int) -> Tensor:
         """New ids that belong to no parameter."""
-        ids = torch.arange(self.size, self.size + count)
+        ids = torch.arange(self.size, self.size + count, device="cpu")
         self.size += count
         return ids
 

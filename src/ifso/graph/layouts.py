@@ -16,7 +16,7 @@ def varying_dims(layer: Tensor) -> list[int]:
 
 def surviving(layout: Layout, kept: Tensor) -> Tensor:
     """Bool tensor broadcastable to the shape: which elements stay."""
-    alive = torch.ones([1] * len(layout.shape), dtype=torch.bool)
+    alive = torch.ones([1] * len(layout.shape), dtype=torch.bool, device="cpu")
     for layer in layout.layers:
         alive = alive & kept[layer]
     return alive
@@ -45,7 +45,7 @@ def _dealt(alive: Tensor, period: int) -> Tensor:
         raise KeepError(
             "the blocks of a channel shuffle keep different numbers; pass keep through ifso.balance(graph, keep)"
         )
-    places = torch.arange(alive.numel()).view(-1, period).t()
+    places = torch.arange(alive.numel(), device="cpu").view(-1, period).t()
     return places[blocks].view(period, -1).t().flatten()
 
 

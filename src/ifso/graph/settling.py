@@ -68,7 +68,7 @@ def settle(
         if clean == 2 or not (labels.splits or settler.found):
             break
     else:
-        settler.frozen.append((torch.arange(labels.size), "its removal could not be rehearsed"))
+        settler.frozen.append((torch.arange(labels.size, device="cpu"), "its removal could not be rehearsed"))
     _drop_needless(model, inputs, labels, settler)
     return settler.units(), settler.attributes()
 
@@ -98,17 +98,17 @@ def _trial(units: Units, seed: int, everywhere: bool) -> Tensor:
     """Some units of every group go, or of most groups, with different shares: sizes must not agree by chance."""
     random = torch.Generator().manual_seed(1234 + seed)
     total = sum(group.size for group in units.groups)
-    kept = torch.ones(total + 1, dtype=torch.bool)
+    kept = torch.ones(total + 1, dtype=torch.bool, device="cpu")
     for group in units.groups:
-        share = 0.2 + 0.4 * float(torch.rand(1, generator=random))
+        share = 0.2 + 0.4 * float(torch.rand(1, generator=random, device="cpu"))
         count = min(max(1, round(group.size * share)), group.size - 1)
-        if count > 0 and (everywhere or float(torch.rand(1, generator=random)) < 0.7):
-            kept[group.first + torch.randperm(group.size, generator=random)[:count]] = False
+        if count > 0 and (everywhere or float(torch.rand(1, generator=random, device="cpu")) < 0.7):
+            kept[group.first + torch.randperm(group.size, generator=random, device="cpu")[:count]] = False
     for layout in units.layouts.values():
         for layer in layout.layers:
             if not bool(kept[layer].any()):
                 kept[layer.flatten()[0]] = True
-    return balance_vector(kept, units.balances, torch.rand(total, generator=random))
+    return balance_vector(kept, units.balances, torch.rand(total, generator=random, device="cpu"))
 
 
 class _Settler:
@@ -162,7 +162,7 @@ class _Settler:
         if stuck is not None and not acted:
             reason = f"Python code in {stuck or 'the model'} does not run with fewer of them"
             if not self._freeze_module(stuck, kept, reason):
-                self.frozen.append((torch.arange(self._labels.size), reason))
+                self.frozen.append((torch.arange(self._labels.size, device="cpu"), reason))
 
     # ---- attributes -----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def components(size: int, edges: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     >>> components(5, [(torch.tensor([0, 3]), torch.tensor([2, 4]))])
     tensor([0, 1, 0, 3, 3])
     """
-    parent = torch.arange(size)
+    parent = torch.arange(size, device="cpu")
     pairs = list(edges)
     if not pairs:
         return parent
@@ -52,7 +52,7 @@ class Partition:
         """For each id: is its class produced by some layer and free to go?"""
         free = self.produced.clone()
         if self.reasons:
-            free[torch.tensor(list(self.reasons))] = False
+            free[torch.tensor(list(self.reasons), device="cpu")] = False
         return free[self.classes]
 
 
@@ -69,7 +69,7 @@ def partition(
         edges += [(a.flatten(), b.flatten()) for a, b in locked]
         classes = components(labels.size, edges)
     balances = _real_balances(labels, classes, more_balances)
-    produced = torch.zeros(labels.size, dtype=torch.bool)
+    produced = torch.zeros(labels.size, dtype=torch.bool, device="cpu")
     produced[classes[produced_ids]] = True
     result = Partition(labels, classes, {}, produced, balances, interleave)
     for ids, reason in [*labels.frozen, *more_frozen]:
@@ -82,7 +82,7 @@ def partition(
 
 def _ids_with_role(labels: Labels, role: str) -> Tensor:
     found = [ids for ids, own in labels.roles if own == role]
-    return torch.cat(found).unique() if found else torch.zeros(0, dtype=torch.long)
+    return torch.cat(found).unique() if found else torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 def _freeze(result: Partition, ids: Tensor, reason: str) -> None:
@@ -101,7 +101,7 @@ def _locks(labels: Labels, produced_ids: Tensor) -> tuple[list[Tensor], dict[tup
     seen: dict[Axis, list[tuple[int, Tensor]]] = {}
     for axis, period, ids in labels.attached:
         seen.setdefault(axis, []).append((period, ids))
-    produced = torch.zeros(labels.size, dtype=torch.bool)
+    produced = torch.zeros(labels.size, dtype=torch.bool, device="cpu")
     produced[produced_ids] = True
     interleave = {}
     for axis, uses in seen.items():
@@ -184,9 +184,9 @@ def build(result: Partition) -> Units:
     alike: dict[int, list[int]] = {}
     for name, sign in zip(names.tolist(), _signatures(labels, classes, spots)[names].tolist(), strict=True):
         alike.setdefault(sign, []).append(name)
-    unit_of_class = torch.full((labels.size,), STAYS)
+    unit_of_class = torch.full((labels.size,), STAYS, device="cpu")
     numbered = [name for found in alike.values() for name in found]
-    unit_of_class[torch.tensor(numbered, dtype=torch.long)] = torch.arange(len(numbered))
+    unit_of_class[torch.tensor(numbered, dtype=torch.long, device="cpu")] = torch.arange(len(numbered), device="cpu")
     of = unit_of_class[classes]
     balances = tuple(Balance(of[blocks], where) for blocks, where in result.balances if bool((of[blocks] >= 0).any()))
     groups = _groups([len(found) for found in alike.values()], of, spots, labels)
@@ -194,7 +194,9 @@ def build(result: Partition) -> Units:
 
 
 def _groups(sizes: list[int], of: Tensor, spots: list[_Spot], labels: Labels) -> tuple[Group, ...]:
-    group_of_unit = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
+    group_of_unit = torch.repeat_interleave(
+        torch.arange(len(sizes), device="cpu"), torch.tensor(sizes, dtype=torch.long, device="cpu")
+    )
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
     roles = _roles(labels)
     members: list[list[Member]] = [[] for _ in sizes]
@@ -232,7 +234,7 @@ def _spots(labels: Labels) -> list[_Spot]:
     for axis in labels.axes:
         if axis.name in labels.ragged and axis.dim == 1:
             continue
-        spots.append(_Spot(axis.name, axis.dim, torch.arange(axis.first, axis.first + axis.size)))
+        spots.append(_Spot(axis.name, axis.dim, torch.arange(axis.first, axis.first + axis.size, device="cpu")))
     spots += [_Spot(name, 1, table.reshape(table.shape[0], -1)) for name, table in labels.ragged.items()]
     return spots
 
@@ -240,15 +242,15 @@ def _spots(labels: Labels) -> list[_Spot]:
 def _signatures(labels: Labels, classes: Tensor, spots: list[_Spot]) -> Tensor:
     """A hash, per class, of the set of places it lives in."""
     random = torch.Generator().manual_seed(0)
-    hashes = torch.randint(-(2**62), 2**62, (len(spots),), generator=random)
-    signature = torch.zeros(labels.size, dtype=torch.long)
+    hashes = torch.randint(-(2**62), 2**62, (len(spots),), generator=random, device="cpu")
+    signature = torch.zeros(labels.size, dtype=torch.long, device="cpu")
     for spot, number in zip(spots, hashes, strict=True):
         signature[classes[spot.ids].unique()] += number
     return signature
 
 
 def _first_producer(labels: Labels, classes: Tensor) -> Tensor:
-    order = torch.full((labels.size,), labels.size)
+    order = torch.full((labels.size,), labels.size, device="cpu")
     ids = _ids_with_role(labels, PRODUCES)
     return order.scatter_reduce(0, classes[ids], ids, "amin")
 
@@ -276,12 +278,12 @@ def _name(members: list[Member], taken: set[str]) -> str:
 
 def _frozen(result: Partition, of: Tensor, spots: list[_Spot]) -> tuple[Frozen, ...]:
     labels = result.labels
-    touched = torch.zeros(labels.size, dtype=torch.bool)
+    touched = torch.zeros(labels.size, dtype=torch.bool, device="cpu")
     for ids in [*(ids for pair in labels.edges for ids in pair), *(ids for ids, _ in [*labels.frozen, *labels.roles])]:
         touched[ids] = True
     reasons = list(dict.fromkeys([UNPRODUCED, *result.reasons.values()]))
     number = {reason: place for place, reason in enumerate(reasons)}
-    reason_of = torch.zeros(labels.size, dtype=torch.long)
+    reason_of = torch.zeros(labels.size, dtype=torch.long, device="cpu")
     for name, reason in result.reasons.items():
         reason_of[name] = number[reason]
     found = []

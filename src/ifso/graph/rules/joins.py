@@ -152,7 +152,7 @@ def _dummy_indices(indices: list[Any], labels: Labels) -> tuple[list[Any], list[
         is_mask = labels.tape.values[entry.index].dtype in (torch.bool, torch.uint8)
         count = ndim if is_mask else 1
         indexed.extend(range(len(dummies), len(dummies) + count))
-        zero = torch.zeros([1] if is_mask else [1] * ndim, dtype=torch.long)
+        zero = torch.zeros([1] if is_mask else [1] * ndim, dtype=torch.long, device="cpu")
         dummies.extend([zero] * count)
     return dummies, indexed
 
