@@ -19,6 +19,10 @@ CLIPS = ((8, 64), (16, 64), (16, 112), (16, 224))
 """Frames and size of the videos to try."""
 
 
+class Absent(Exception):
+    """The installed library has no such network."""
+
+
 @dataclass
 class Case:
     """A network in eval mode with positional inputs, and for detectors the inputs of train mode."""
@@ -171,6 +175,8 @@ def _timm(entry: Entry) -> Iterator[Candidate]:
     """Small sizes with ``img_size`` where the model takes it, then its native size."""
     import timm
 
+    if not timm.is_model(entry.name):
+        raise Absent(f"timm {timm.__version__} has no such network")
     native = timm.get_pretrained_cfg(entry.name).input_size[-1]
     for size in dict.fromkeys([*SIZES, native]):
         for options in ({"img_size": size}, {}):

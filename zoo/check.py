@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from build import SEED, Case, build
+from build import SEED, Absent, Case, build
 from catalog import Entry
 from measure import (
     flag_counts,
@@ -62,6 +62,8 @@ def check(entry: Entry, double_below: float, device: str = "cpu") -> dict[str, A
     result = Result()
     try:
         _check(build(entry, double_below, device), result)
+    except Absent as error:
+        result.fail("absent", str(error))
     except IfsoError as error:
         result.fail("refused", f"{result.stage}: {type(error).__name__}: {error}")
     except Exception as error:

@@ -14,7 +14,7 @@ COUNTED = {
     "timm families": lambda row: row["source"] == "timm" and not row.get("by_name"),
     "timm by name (extra)": lambda row: row["source"] == "timm" and row.get("by_name", False),
 }
-FAILURES = ("refused", "inexact", "crashed", "killed")
+FAILURES = ("refused", "inexact", "crashed", "killed", "absent")
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -41,11 +41,11 @@ reason of failure and the flags. Written by `python zoo/run.py --out docs/zoo`."
 
 def headline(rows: Results) -> Iterable[str]:
     """How many passed, by set."""
-    yield "| | exact | of | refused with a reason | inexact | crashed | killed |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield "| | exact | of | refused with a reason | inexact | crashed | killed | absent |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for title, counted in COUNTED.items():
         status = Counter(row["status"] for row in rows.values() if counted(row))
-        total = status.total()
+        total = status.total() - status["absent"]
         if total:
             share = f"{status['exact']} ({status['exact'] / total:.1%})"
             yield f"| {title} | {share} | {total} | " + " | ".join(str(status[name]) for name in FAILURES) + " |"

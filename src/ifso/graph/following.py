@@ -38,12 +38,12 @@ def _follow(call: Call, labels: Labels) -> None:
 
 
 def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
-    """Attention divides by √(head size) unless told a scale: removing single channels of its only head changes that."""
+    """Attention divides by √(head size) unless told a scale: removing single channels of a head changes that."""
     if function.name != "scaled_dot_product_attention" or function.kwargs.get("scale") is not None:
         return
     for layer in labels[function.args[0]] if function.args else ():
-        if layer.dims == (layer.ids.dim() - 1,):
-            labels.flag_function(layer.ids, "attention scale", function.key)
+        if layer.varies(layer.ids.dim() - 1):
+            labels.scales.append((layer.ids.reshape(-1, layer.ids.shape[-1]), function.key))
 
 
 def _settle_averaged_heads(function: FunctionCall, labels: Labels) -> None:

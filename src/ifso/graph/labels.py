@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ifso.graph.channel_graph import STAYS
 from ifso.graph.tape import Call, FunctionKey, Ref, Tape
 
 PRODUCES, CONSUMES = "produces", "consumes"
@@ -101,6 +102,7 @@ class Labels:
         self.frozen: list[tuple[Tensor, str]] = []
         self.together: list[Tensor] = []
         self.flags: list[tuple[Tensor, str, FunctionKey | None]] = []
+        self.scales: list[tuple[Tensor, FunctionKey]] = []
         self.unmasked: set[str] = set()
         self.roles: list[tuple[Tensor, str]] = []
         self.splits: list[tuple[Tensor, str]] = []
@@ -249,11 +251,18 @@ class Labels:
 
     def flag(self, ids: Tensor, flag: str, call: Call) -> None:
         """For these channels setting to zero is not the same as removing: ``call`` takes statistics over them."""
-        self.flag_function(ids, flag, call.function)
+        self.flags.append((ids.flatten(), flag, call.function))
 
-    def flag_function(self, ids: Tensor, flag: str, function: FunctionKey | None) -> None:
-        """The same, for a torch-level function."""
-        self.flags.append((ids.flatten(), flag, function))
+    def flags_for(self, units: Tensor) -> list[tuple[Tensor, str, FunctionKey | None]]:
+        """Flags (ids, name, function) that concern ``units`` (the unit number of each id) that can go.
+
+        The scale of an attention changes only where heads can lose a part of their channels.
+        """
+        found = [item for item in self.flags if bool((units[item[0]] != STAYS).any())]
+        for rows, function in self.scales:
+            if not bool((units[rows] == units[rows][:, :1]).all()):
+                found.append((rows.flatten(), "attention scale", function))
+        return found
 
     def role(self, ids: Tensor, role: str) -> None:
         """Parameter slices with these ids produce, or consume, channels."""

@@ -34,7 +34,7 @@ class Reduction:
 
 def reductions_of(labels: Labels, units: Units) -> dict[FunctionKey, Reduction]:
     """The calls in which units that can go are reduced over."""
-    flagged = {function for ids, _, function in labels.flags if bool((units.of[ids] != STAYS).any())}
+    flagged = {function for _, _, function in labels.flags_for(units.of)}
     found: dict[FunctionKey, Reduction] = {}
     for call in labels.tape.functions:
         if call.key in flagged and call.key not in found:

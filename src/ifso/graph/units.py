@@ -209,7 +209,7 @@ def _groups(sizes: list[int], of: Tensor, spots: list[_Spot], labels: Labels) ->
             owner = torch.where(mine, units - firsts[number], -1)
             members[number].append(Member(spot.name, spot.dim, role, owner, sizes[number]))
     flags: list[set[str]] = [set() for _ in sizes]
-    for ids, flag, _ in labels.flags:
+    for ids, flag, _ in labels.flags_for(of):
         units = of[ids]
         for number in group_of_unit[units[units >= 0]].unique().tolist():
             flags[number].add(flag)
