@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> int:
     """Check the chosen networks, writing results as they come."""
     document = load(arguments.out)
-    document["versions"]["device"] = device_name(arguments.device)
+    document["versions"] = versions_now(arguments.device)
     results = document["results"]
     todo = chosen(arguments, results)
     limits = Limits(arguments.limit_seconds, arguments.limit_gib, arguments.double_below * 1e6, arguments.device)
@@ -97,11 +97,15 @@ def progress(number: int, total: int, entry: Entry, row: dict[str, Any]) -> str:
 
 
 def load(out: Path) -> dict[str, Any]:
-    """Earlier results with the present versions, or none."""
+    """Earlier results, or none."""
     file = out / "results.json"
-    document = json.loads(file.read_text()) if file.exists() else {"results": {}}
-    versions = {"Python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
-    return document | {"versions": versions}
+    return json.loads(file.read_text()) if file.exists() else {"versions": {}, "results": {}}
+
+
+def versions_now(device: str) -> dict[str, str]:
+    """What the results are made with."""
+    libraries = {name: metadata.version(name) for name in PACKAGES}
+    return {"Python": platform.python_version()} | libraries | {"device": device_name(device)}
 
 
 def device_name(device: str) -> str:
