@@ -17,7 +17,8 @@ def operands(call: Call) -> list[Ref]:
 @rule(
     "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten.lerp", "aten.addcmul", "aten.addcdiv", "aten.copy_",
     "aten.native_dropout", "aten.hardswish", "aten.leaky_relu", "aten.elu", "aten.silu", "aten.mish",
-    "aten.gelu", "aten.hardsigmoid", "aten.hardtanh", "aten.softplus", "aten.threshold", "aten.log_sigmoid_forward", "aten.floor_divide", "aten.special_expit",
+    "aten.gelu", "aten.hardsigmoid", "aten.hardtanh", "aten.softplus", "aten.threshold", "aten.log_sigmoid_forward",
+    "aten.floor_divide", "aten.special_expit",
     "aten.alpha_dropout", "aten.polar", "aten.complex", "aten.hardtanh_", "aten.clamp_", "aten.pow_", "aten.glu_jvp",
     "aten.rrelu_with_noise", "aten.threshold_", "aten.dropout", "aten.nan_to_num_", "aten.logical_and_",
 )  # fmt: skip
