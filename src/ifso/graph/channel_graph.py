@@ -123,6 +123,10 @@ class SizeAttribute:
         """The number for what is kept."""
         return int(kept[self.labels].sum(-1).max())
 
+    def changes(self, kept: Tensor) -> bool:
+        """Is the number another one for what is kept?"""
+        return self.value(kept) != self.labels.shape[-1]
+
 
 @dataclass
 class ChannelGraph:

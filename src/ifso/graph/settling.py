@@ -89,8 +89,9 @@ def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Sett
         problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors=False))
         if stuck is None:
             needed = {name for problem in problems for name in _around(problem.module)}
+            changing = {(item.module, item.name, item.position) for item in settler.attributes() if item.changes(kept)}
             for module, place in dropped.items():
-                if module not in needed:
+                if module not in needed and place in changing:
                     settler.found.pop(place)
 
 
