@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import ALL, CASES, Case, enliven_, prunable_cases, random_keep, removed, run
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import ifso
@@ -22,7 +23,7 @@ def flops(model: nn.Module, inputs: Any) -> int:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with FlopCounterMode(display=False) as counter:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             run(model, inputs)
         return counter.get_total_flops()
     finally:
