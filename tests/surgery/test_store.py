@@ -356,7 +356,8 @@ def test_parameters_in_one_storage_are_stored_apart(tmp_path: Path):
 
 def test_a_model_without_tensors(tmp_path: Path):
     save(nn.ReLU(), tmp_path)
-    load(tmp_path, nn.ReLU())
+    fresh = nn.ReLU()
+    assert load(tmp_path, fresh) is fresh
 
 
 def test_a_meta_model_is_filled_on_the_cpu(tmp_path: Path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class Removal:
     inputs: Any
     on_real_tensors: bool
 
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """New shapes of the parameters and buffers that lose something."""
         return {name: compact_shape(layout, self.kept, name) for name, layout in self.units.layouts.items()}
@@ -113,7 +115,7 @@ class Removal:
     def set_numbers(self, model: nn.Module) -> list[str]:
         """Set the Python numbers; returns the names of attention layers whose class was exchanged."""
         forget_caches(model)
-        modules, shapes = dict(model.named_modules()), self.shapes()
+        modules, shapes = dict(model.named_modules()), self.shapes
         for (module, name, position), value in new_numbers(model, self.attributes, self.kept, shapes).items():
             if read_attribute(modules[module], name, position) is not None:
                 set_attribute(modules[module], name, position, value)
@@ -139,7 +141,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
 
 def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractContextManager[Any]) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors, shapes = named_tensors(model), removal.shapes()
+    tensors, shapes = named_tensors(model), removal.shapes
     with mode:
         set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in shapes.items()})
         fakes = map_tensors(removal.inputs, mode.from_tensor)

@@ -68,4 +68,5 @@ def replaced(attribute: Any, position: int | None, value: int) -> Any:
         return value
     items = list(attribute)
     items[position] = value
-    return items if isinstance(attribute, list) else type(attribute)(items)
+    make = getattr(attribute, "_make", type(attribute))
+    return make(items)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.errors import RecipeError
-from ifso.graph.slots import named_tensors
+from ifso.graph.slots import named_tensors, replaced
 from ifso.surgery.recipe import AttributeChange, Recipe, Shape, shapes_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def new_values(model: nn.Module, recipe: Recipe) -> list[NewValue]:
         _check_entry(value, change, change.before)
         module = modules[change.module]
         _, _, value = values.get((id(module), change.name), (module, change.name, value))
-        values[id(module), change.name] = module, change.name, _with_entry(value, change)
+        values[id(module), change.name] = module, change.name, replaced(value, change.position, change.after)
     return list(values.values())
 
 
@@ -129,14 +129,6 @@ def _check_entry(value: Any, change: AttributeChange, wanted: int) -> None:
         raise RecipeError(f"attribute {change} is no int in this model but should be {wanted}")
     if entry != wanted:
         raise RecipeError(f"attribute {change} is {entry} in this model but should be {wanted}")
-
-
-def _with_entry(value: Any, change: AttributeChange) -> Any:
-    if change.position is None:
-        return change.after
-    items = [*value[: change.position], change.after, *value[change.position + 1 :]]
-    make = getattr(value, "_make", type(value))
-    return make(items)
 
 
 def _kind(dtype: torch.dtype) -> str:
