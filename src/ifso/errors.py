@@ -39,3 +39,7 @@ class RecipeError(IfsoError):
 
 class WeightsError(IfsoError):
     """Weights that do not fit the network they are loaded into."""
+
+
+class ScoreError(IfsoError):
+    """A score or loss change that cannot be computed: a bad loss, no batches, an unknown criterion or option."""

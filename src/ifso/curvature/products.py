@@ -1,0 +1,153 @@
+"""Exact products with second derivatives of the loss: mixed (weights and masks) and plain (weights alone).
+
+With U = M ⊙ W, and everything at M = 1:
+
+======================  =======================  ==========================================
+:meth:`mixed`           v = 1ᵀ ∂²L/∂M∂W          tangent of ∂L/∂W as all masks move
+:meth:`sensitivity`     ∂/∂M ⟨u, ∂L/∂W⟩          tangent of ∂L/∂M as the weights move along u
+:meth:`hessian`         H u = ∂²L/∂W∂W u         tangent of ∂L/∂W as the weights move along u
+======================  =======================  ==========================================
+
+Each is one forward and one backward pass on dual numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.curvature.dual_pass import DualPass
+from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.weights import Reader, add_up, readers, weight_space
+from ifso.graph.channel_graph import STAYS, ChannelGraph
+
+
+class Products:
+    """Products with the second derivatives of ``loss_fn(model, batch)``.
+
+    ``kept`` (from :meth:`ChannelGraph.kept`) says which units are still in ``M``. ``weights`` names what ``W`` is.
+    ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: ChannelGraph,
+        loss_fn: LossFn,
+        *,
+        kept: Tensor | None = None,
+        weights: str = "layers",
+        fused: bool = True,
+    ) -> None:
+        self.model, self.loss_fn, self.fused = model, loss_fn, fused
+        self.num_units = graph.num_units
+        self.space = weight_space(model, graph, weights)
+        some = next(iter(self.space.tensors.values()))
+        self.device = some.device
+        self.readers = readers(graph, some.device)
+        self._moving = (graph.kept(None) if kept is None else kept.clone()).to(some.device, some.dtype)
+        self._moving[STAYS] = 0
+        self._masks: dict[str, list[Reader]] = {}
+        for reader in self.readers:
+            self._masks.setdefault(reader.parameter, []).append(reader)
+        named = dict(model.named_parameters())
+        self._tensors = {**self.space.tensors, **{name: named[name] for name in self._masks}}
+        self._channels: dict[tuple[str, int], Tensor] = {}
+        self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
+
+    def gradient(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss and its gradient over ``W``."""
+        with undisturbed(self.model), torch.enable_grad():
+            loss = checked(self.loss_fn(self.model, batch))
+            grads = torch.autograd.grad(loss, list(self.space.tensors.values()), allow_unused=True)
+        return loss.detach(), self.space.flat(dict(zip(self.space.tensors, grads, strict=True)))
+
+    def mixed(self, batch: Any) -> Tensor:
+        """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``."""
+        run = self._new_pass()
+        factors = {
+            name: sum(reader.spread(self._moving, self._tensors[name].shape) for reader in masks)
+            for name, masks in self._masks.items()
+        }
+        for name, tensor in self._tensors.items():
+            masked = name in factors
+            plan = run.plan(name, tensor, tensor.detach() * factors[name] if masked else None)
+            if name in self.space.tensors:
+                plan.weight_tap = run.weight_tap(name)
+            if masked:
+                plan.in_layers = self._direct(name) is not None
+                plan.mask_dot = self._mask_dot(name)
+        run(batch)
+        parts = {}
+        for name in self.space.tensors:
+            elsewhere = run.elsewhere(name)
+            scaled = elsewhere.grad * factors[name] if elsewhere.grad is not None and name in factors else None
+            parts[name] = _sum(run.weight_tangent(name), elsewhere.tangent, scaled)
+        return self.space.flat(parts)
+
+    def hessian(self, batch: Any, vector: Tensor) -> Tensor:
+        """H·vector over ``W``."""
+        run = self._new_pass()
+        for name, dot in self.space.split(vector).items():
+            plan = run.plan(name, self.space.tensors[name], dot)
+            plan.dot, plan.weight_tap = dot, run.weight_tap(name)
+        run(batch)
+        return self.space.flat(
+            {name: _sum(run.weight_tangent(name), run.elsewhere(name).tangent) for name in self.space.tensors}
+        )
+
+    def sensitivity(self, batch: Any, vector: Tensor) -> Tensor:
+        """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
+        run = self._new_pass()
+        dots = self.space.split(vector)
+        for name, tensor in self._tensors.items():
+            plan = run.plan(name, tensor, dots.get(name))
+            plan.dot = dots.get(name)
+            if name in self._masks:
+                plan.in_layers = self._direct(name) is not None
+                plan.mask_tap = lambda groups, name=name: run.mask_tap(name, groups, self._owner(name, groups).numel())
+        run(batch)
+        total = vector.new_zeros(len(self.readers), self.num_units)
+        for row, reader in zip(total, self.readers, strict=True):
+            name = reader.parameter
+            for groups, tangent in run.mask_tangents(name):
+                row += add_up(tangent.to(total.dtype), self._owner(name, groups), self.num_units)
+            elsewhere = run.elsewhere(name)
+            moved = elsewhere.grad * dots[name] if elsewhere.grad is not None and name in dots else None
+            turned = None if elsewhere.tangent is None else elsewhere.tangent * self._tensors[name].detach()
+            both = _sum(moved, turned)
+            if both is not None:
+                row += reader.gather(both, self.num_units)
+        return total * self._moving[:STAYS]
+
+    def _new_pass(self) -> DualPass:
+        return DualPass(self.model, self.loss_fn, self.fused)
+
+    def _direct(self, name: str) -> Reader | None:
+        """The mask of a parameter, if it can act on the input channels of a layer instead of on its weight."""
+        masks = self._masks[name]
+        return masks[0] if len(masks) == 1 and masks[0].dim == 1 else None
+
+    def _owner(self, name: str, groups: int) -> Tensor:
+        if (name, groups) not in self._channels:
+            reader = self._direct(name)
+            assert reader is not None
+            self._channels[name, groups] = reader.channels(groups)
+        return self._channels[name, groups]
+
+    def _mask_dot(self, name: str) -> Callable[[int], Tensor | float]:
+        def along(groups: int) -> Tensor | float:
+            if (name, groups) not in self._mask_dots:
+                moving = self._moving[self._owner(name, groups)]
+                self._mask_dots[name, groups] = 1.0 if bool((moving == 1).all()) else moving
+            return self._mask_dots[name, groups]
+
+        return along
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], found[0]) if found else None

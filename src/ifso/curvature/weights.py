@@ -1,0 +1,132 @@
+"""The weights ``W`` as one vector, and the masks ``M`` that scale their slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ifso.errors import ScoreError
+from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
+
+WEIGHT_SETS = ("layers", "all")
+_LAYER_KINDS = ("conv", "linear")
+
+
+@dataclass(frozen=True)
+class WeightSpace:
+    """The tensors that make up ``W``, laid end to end in one vector."""
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        """Length of the vector."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def flat(self, parts: Mapping[str, Tensor | None]) -> Tensor:
+        """Parts by name as one vector; a missing part counts as zeros."""
+        pieces = [parts.get(name) for name in self.tensors]
+        pairs = zip(pieces, self.tensors.values(), strict=True)
+        return torch.cat([(like.new_zeros(like.shape) if part is None else part).reshape(-1) for part, like in pairs])
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector's parts by name, in the shapes of the weights."""
+        pieces = vector.split([tensor.numel() for tensor in self.tensors.values()])
+        return {name: piece.view(like.shape) for (name, like), piece in zip(self.tensors.items(), pieces, strict=True)}
+
+    def current(self) -> Tensor:
+        """The weights themselves, copied into one vector."""
+        return self.flat({name: tensor.detach() for name, tensor in self.tensors.items()})
+
+    @torch.no_grad()
+    def assign_(self, vector: Tensor) -> None:
+        """Put the numbers of a vector into the weights."""
+        for name, part in self.split(vector).items():
+            self.tensors[name].copy_(part)
+
+
+def weight_space(model: nn.Module, graph: ChannelGraph, weights: str = "layers") -> WeightSpace:
+    """``W`` of a model: the kernels and matrices of its conv and linear layers, or ``"all"`` trainable parameters."""
+    if weights not in WEIGHT_SETS:
+        raise ScoreError(f"weights={weights!r} is unknown; choose one of {', '.join(WEIGHT_SETS)}")
+    layers = {term.where for term in graph.terms if term.kind in _LAYER_KINDS}
+    coupled = {member.parameter for group in graph.groups for member in group.members if member.role != "follows"}
+    found = {}
+    for name, parameter in model.named_parameters():
+        in_layer = name in coupled or (parameter.dim() > 1 and name.rpartition(".")[0] in layers)
+        if parameter.requires_grad and (weights == "all" or in_layer):
+            found[name] = parameter
+    if not found:
+        raise ScoreError(
+            f"{type(model).__name__} has no trainable conv or linear layer, so there are no weights to differentiate; "
+            "check requires_grad, or choose another model"
+        )
+    return WeightSpace(found)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A parameter whose slices along ``dim`` are scaled by mask entries.
+
+    ``owner`` holds the number (in the whole network) of the unit that each position along ``dim`` reads, ``STAYS``
+    where it reads no unit. For a grouped convolution it has a row for each output channel.
+    """
+
+    parameter: str
+    dim: int
+    owner: Tensor
+
+    def spread(self, entries: Tensor, shape: torch.Size) -> Tensor:
+        """Mask entries, one per unit and a last one for ``STAYS``, as a factor broadcastable to the parameter."""
+        sizes = [1] * len(shape)
+        sizes[self.dim] = shape[self.dim]
+        if self.owner.dim() > 1:
+            sizes[0] = shape[0]
+        return entries[self.owner].view(sizes)
+
+    def gather(self, parts: Tensor, num_units: int) -> Tensor:
+        """Sum over the slices of each unit [num_units] of numbers of the parameter's shape."""
+        kept = (0, self.dim) if self.owner.dim() > 1 else (self.dim,)
+        rest = [dim for dim in range(parts.dim()) if dim not in kept]
+        line = parts.sum(rest) if rest else parts
+        return add_up(line, self.owner, num_units)
+
+    def channels(self, groups: int) -> Tensor:
+        """The unit of every input channel of a convolution with that many groups, or of a linear layer."""
+        if self.owner.dim() == 1 and groups == 1:
+            return self.owner
+        rows = self.owner.expand(groups, -1) if self.owner.dim() == 1 else self.owner
+        return rows.reshape(groups, -1, self.owner.shape[-1])[:, 0].flatten()
+
+
+def add_up(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
+    """Sum of the values that each unit owns; what ``STAYS`` owns is dropped."""
+    total = values.new_zeros(num_units + 1)
+    place = torch.where(owner == STAYS, num_units, owner).flatten()
+    return total.index_add_(0, place, values.flatten())[:num_units]
+
+
+def readers(graph: ChannelGraph, device: torch.device | str = "cpu") -> list[Reader]:
+    """Where the masks act: on the slices that read a unit, as in the paper.
+
+    A unit that no weight reads (queries and keys, which meet only each other) is masked where it is made.
+    """
+    found: dict[tuple[str, int], Tensor] = {}
+    for group in graph.groups:
+        for member in _masked_members(group):
+            owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
+            key = (member.parameter, member.dim)
+            found[key] = torch.maximum(found[key], owner) if key in found else owner
+    return [Reader(name, dim, owner.to(device)) for (name, dim), owner in found.items()]
+
+
+def _masked_members(group: Group) -> list[Member]:
+    reading = [member for member in group.members if member.role == "consumes"]
+    if reading:
+        return reading
+    made = [member for member in group.members if member.role == "produces"]
+    beside = {f"{member.parameter.rpartition('.')[0]}.bias" for member in made}
+    return made + [member for member in group.members if member.parameter in beside]
