@@ -17,6 +17,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
+from ifso.curvature.joining import dense_format, doubled, halves, is_dense, joined, parted
+from ifso.curvature.primal import LayerPrimal
+from ifso.curvature.quick import kernels, quick
+
 aten = torch.ops.aten
 
 
@@ -78,13 +82,14 @@ class DualLayer(Function):
     """``y = W ∗ (m ⊙ x)`` for dual ``x``, ``W`` and ``m``, at ``m = 1``.
 
     ``weight_dot`` is Ẇ and ``mask_dot`` is ṁ: a factor broadcastable to ``x``, or the number 1. ``weight_tap`` collects
-    the tangent of ∂L/∂W, ``mask_tap`` that of ∂L/∂m [input channels].
+    the tangent of ∂L/∂W, ``mask_tap`` that of ∂L/∂m [input channels]. ``known`` holds what an earlier pass computed.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         shape: ConvShape | LinearShape,
+        known: LayerPrimal,
         x: Tensor,
         x_dot: Tensor | None,
         weight: Tensor,
@@ -95,16 +100,20 @@ class DualLayer(Function):
         mask_tap: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """``y`` and ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
-        moved = x_dot
-        if mask_dot is not None:
-            scaled = x if isinstance(mask_dot, float) else x * mask_dot
-            moved = scaled if x_dot is None else x_dot + scaled
-        y = shape.apply(x, weight, bias)
+        y = known.output()
+        if y is None:
+            with known.precision(x):
+                y = shape.apply(x, weight, bias)
+            known.keep_output(y)
+        moved = _sum(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
         y_dot = None if moved is None else shape.apply(moved, weight)
+        if isinstance(mask_dot, float):
+            plain = y if bias is None else y - along(bias, shape.channel_dim(y), y)
+            y_dot = plain.clone() if y_dot is None else y_dot.add_(plain)
         if weight_dot is not None:
             turned = shape.apply(x, weight_dot)
             y_dot = turned if y_dot is None else y_dot.add_(turned)
-        ctx.shape, ctx.mask_dot = shape, mask_dot
+        ctx.shape, ctx.known, ctx.mask_dot = shape, known, mask_dot
         ctx.save_for_backward(x, x_dot, moved, weight, weight_dot)
         if y_dot is not None:
             ctx.mark_non_differentiable(y_dot)
@@ -114,24 +123,52 @@ class DualLayer(Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """``x̄ = Wᵀλ``, its tangent ``Wᵀλ̇ + Ẇᵀλ + ṁ ⊙ Wᵀλ``, and what the taps collect."""
         x, x_dot, moved, weight, weight_dot = ctx.saved_tensors
-        shape, mask_dot = ctx.shape, ctx.mask_dot
-        lam, lam_dot = unpack_dual(grad)
-        to_x, to_weight, to_mask = (ctx.needs_input_grad[position] for position in (1, 7, 8))
+        shape = ctx.shape
+        to_x, to_weight, to_mask = (ctx.needs_input_grad[position] for position in (2, 8, 9))
         weight_tangent = mask_tangent = grad_x = None
         with torch.no_grad():
+            # with ṁ = 1, λ̇ is close to −λ before a batch norm: they meet before anything is rounded again
+            lam, lam_dot = unpack_dual(grad)
+            if isinstance(ctx.mask_dot, float):
+                lam, lam_dot = _met(lam, lam_dot, beside=not ctx.known.needs_care(lam))
             if to_weight:
                 weight_tangent = _sum(_to_weight(shape, lam_dot, x, weight), _to_weight(shape, lam, moved, weight))
             if to_x or to_mask:
-                back = shape.to_input(lam, x, weight)
-                straight = None if lam_dot is None else shape.to_input(lam_dot, x, weight)
+                back, straight = _back(ctx, lam, lam_dot, x, weight)
                 turned = None if weight_dot is None else shape.to_input(lam, x, weight_dot)
                 back_dot = _sum(straight, turned)
                 if to_mask:
-                    mask_tangent = _sum(_per_channel(x, back_dot, shape), _per_channel(x_dot, back, shape))
-                if mask_dot is not None:
-                    back_dot = _sum(back_dot, back if isinstance(mask_dot, float) else back * mask_dot)
+                    mask_tangent = _per_channel(shape, x, back_dot, x_dot, back)
+                if isinstance(ctx.mask_dot, Tensor):
+                    back_dot = _sum(back_dot, back * ctx.mask_dot)
                 grad_x = back if back_dot is None else make_dual(back, back_dot)
-        return None, grad_x, None, None, None, None, None, weight_tangent, mask_tangent
+        return None, None, grad_x, None, None, None, None, None, weight_tangent, mask_tangent
+
+
+def _met(lam: Tensor, lam_dot: Tensor | None, *, beside: bool) -> tuple[Tensor, Tensor]:
+    """``λ`` and ``λ + λ̇``; ``beside`` each other in memory, if that helps."""
+    if lam_dot is None:
+        return lam, lam
+    if not beside or not lam.is_cuda or not is_dense(lam):
+        return lam, lam + lam_dot
+    first, second = halves(lam)
+    torch.add(lam, lam_dot, out=second)
+    return first.copy_(lam), second
+
+
+def _back(ctx: Any, lam: Tensor, lam_dot: Tensor | None, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``Wᵀλ`` (from an earlier pass if it is known) and ``Wᵀλ̇``."""
+    pair = None if ctx.known.back is not None or lam_dot is None else joined(lam, lam_dot)
+    if pair is not None:
+        back, straight = parted(ctx.shape.to_input(pair, doubled(x), weight))
+        ctx.known.keep_back(back)
+        return back, straight
+    back = ctx.known.back
+    if back is None:
+        with ctx.known.precision(lam):
+            back = ctx.shape.to_input(lam, x, weight)
+        ctx.known.keep_back(back)
+    return back, None if lam_dot is None else ctx.shape.to_input(lam_dot, x, weight)
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -144,14 +181,20 @@ def _to_weight(shape: ConvShape | LinearShape, grad: Tensor | None, x: Tensor | 
     return None if grad is None or x is None else shape.to_weight(grad, x, weight)
 
 
-def _per_channel(x: Tensor | None, grad: Tensor | None, shape: ConvShape | LinearShape) -> Tensor | None:
-    """Σ x·grad over everything but the input channels."""
-    if x is None or grad is None:
+def _per_channel(
+    shape: ConvShape | LinearShape, x: Tensor, back_dot: Tensor | None, x_dot: Tensor | None, back: Tensor
+) -> Tensor | None:
+    """The tangent of Σ x·x̄ over everything but the input channels: ``Σ x·x̄̇ + ẋ·x̄``."""
+    pairs = [(left, right) for left, right in ((x, back_dot), (x_dot, back)) if left is not None and right is not None]
+    if not pairs:
         return None
-    dim = shape.channel_dim(x)
-    rest = [axis for axis in range(x.dim()) if axis != dim]
-    product = x * grad
-    return product.sum(rest, dtype=torch.promote_types(x.dtype, torch.float32)) if rest else product
+    flat = [tensor for pair in pairs for tensor in pair]
+    if shape.channel_dim(x) == 1 and quick(*flat):
+        return kernels().channel_dots(*flat)
+    rest = [axis for axis in range(x.dim()) if axis != shape.channel_dim(x)]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = [(left * right).sum(rest, dtype=wide) if rest else left * right for left, right in pairs]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 class DualBatchNorm(Function):
@@ -159,7 +202,7 @@ class DualBatchNorm(Function):
 
     With ``x̂ = (x − mean) r`` and ``r = 1/√(var + eps)``, its derivative at x is the symmetric map
     ``B(t) = γ r (t − mean(t) − x̂ mean(x̂ t))``, so the kernel of the backward pass also computes the tangent ``ẏ = B(ẋ)``.
-    Back comes ``x̄ = B(λ)``, and along ẋ ``B(λ̇) − r mean(x̂ ẋ) x̄ − γ r (mean(x̂ λ) x̂̇ + mean(λ x̂̇) x̂)``.
+    Back comes ``x̄ = B(λ)``, and along ẋ ``B(λ̇) − r (mean(x̂ ẋ) x̄ + mean(x̂ λ) ẏ + mean(λ ẏ) x̂)``.
     """
 
     @staticmethod
@@ -167,39 +210,68 @@ class DualBatchNorm(Function):
         ctx: Any, x: Tensor, x_dot: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """``y`` and ``ẏ``."""
-        y, mean, rstd = aten.native_batch_norm(x, gain, bias, None, None, True, 0.0, eps)
-        x_hat_dot, along, _ = _b(x_dot, x, None, mean, rstd, eps)
-        y_dot = x_hat_dot if gain is None else x_hat_dot * _column(gain, x)
-        ctx.eps = eps
-        ctx.save_for_backward(x, x_hat_dot, gain, mean, rstd, along)
+        if gain is None:
+            gain = torch.ones(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        ctx.eps, ctx.quick = eps, quick(x, x_dot)
+        if ctx.quick:
+            y, y_dot, *stats = kernels().batch_norm_forward(x, x_dot, gain, bias, eps)
+        else:
+            y, mean, rstd = aten.native_batch_norm(x, gain, bias, None, None, True, 0.0, eps)
+            y_dot, x_dot_hat, x_dot_sum = _b(x_dot, x, gain, mean, rstd, eps)
+            stats = [mean, rstd, x_dot_hat, x_dot_sum]
+        ctx.save_for_backward(x, x_dot, gain, *stats)
         ctx.mark_non_differentiable(y_dot)
         return y, y_dot
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """``x̄`` and its tangent."""
-        x, x_hat_dot, gain, mean, rstd, along = ctx.saved_tensors
+        x, x_dot, gain, *stats = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
-        n = x.numel() // x.shape[1]
-        rest = [axis for axis in range(x.dim()) if axis != 1]
         with torch.no_grad():
-            back, lam_hat, _ = _b(lam, x, gain, mean, rstd, ctx.eps)
-            scale = (rstd if gain is None else rstd * gain) / n
-            to_x = scale * rstd * (lam * x_hat_dot).sum(rest, dtype=mean.dtype)
-            back_dot = torch.addcmul(_column(to_x * mean, x), x, _column(to_x, x), value=-1)
-            back_dot.addcmul_(back, _column(rstd * along / n, x), value=-1)
-            back_dot.addcmul_(x_hat_dot, _column(scale * lam_hat, x), value=-1)
-            if lam_dot is not None:
-                back_dot.add_(_b(lam_dot, x, gain, mean, rstd, ctx.eps)[0])
-            return make_dual(back, back_dot.to(back.dtype)), None, None, None, None
+            if ctx.quick:
+                lam = lam.contiguous(memory_format=dense_format(x))
+                lam_dot = (
+                    torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=dense_format(x))
+                )
+                back, back_dot = kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
+            else:
+                back, back_dot = _batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats, ctx.eps)
+        return make_dual(back, back_dot), None, None, None, None
 
 
-def _b(
-    grad: Tensor, x: Tensor, gain: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _batch_norm_backward(
+    lam: Tensor, lam_dot: Tensor | None, x: Tensor, x_dot: Tensor, gain: Tensor, stats: Sequence[Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    """``x̄`` and its tangent, with ``ẏ = γ r (ẋ − mean(ẋ) − x̂ mean(x̂ẋ))`` and ``x̂`` multiplied out."""
+    mean, rstd, *sums = stats
+    n = x.numel() // x.shape[1]
+    back, lam_hat, lam_mean = _b(lam, x, gain, mean, rstd, eps)
+    x_dot_hat, x_dot_mean, lam_hat, lam_mean = (part / n for part in (*sums, lam_hat, lam_mean))
+    scale = gain * rstd
+    lam_x_dot = (lam * x_dot).sum([axis for axis in range(x.dim()) if axis != 1], dtype=mean.dtype) / n
+    lam_y_dot = scale * (lam_x_dot - x_dot_mean * lam_mean - x_dot_hat * lam_hat)
+    to_x_dot = scale * rstd * lam_hat
+    to_x = rstd * (rstd * lam_y_dot - to_x_dot * x_dot_hat)
+    back_dot = torch.addcmul(_column(to_x * mean + to_x_dot * x_dot_mean, x), x, _column(to_x, x), value=-1)
+    back_dot.addcmul_(back, _column(rstd * x_dot_hat, x), value=-1)
+    back_dot.addcmul_(x_dot, _column(to_x_dot, x), value=-1)
+    if lam_dot is not None:
+        back_dot.add_(_b(lam_dot, x, gain, mean, rstd, eps)[0])
+    return back, back_dot.to(back.dtype)
+
+
+def _b(grad: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``B(grad)``, ``Σ x̂·grad`` and ``Σ grad`` per channel."""
     return aten.native_batch_norm_backward(grad, x, gain, None, None, mean, rstd, True, eps, [True, True, True])
 
 
 def _column(vector: Tensor, like: Tensor) -> Tensor:
-    return vector.view(1, -1, *[1] * (like.dim() - 2))
+    return along(vector, 1, like)
+
+
+def along(vector: Tensor, dim: int, like: Tensor) -> Tensor:
+    """A vector as a factor along one dim of ``like``."""
+    sizes = [1] * like.dim()
+    sizes[dim] = -1
+    return vector.view(sizes)

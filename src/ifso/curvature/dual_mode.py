@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import make_dual, unpack_dual
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, make_dual, unpack_dual
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape
+from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along
+from ifso.curvature.primal import LayerPrimal, Primal
+from ifso.curvature.written_out import WRITTEN_OUT
 
 
 @dataclass(eq=False)
@@ -40,22 +42,31 @@ class Plan:
 class DualMode(TorchFunctionMode):
     """Runs layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
 
-    def __init__(self, plans: Mapping[int, Plan], fused: bool = True) -> None:
+    def __init__(
+        self, plans: Mapping[int, Plan], *, fused: bool = True, careful: bool = True, primal: Primal | None = None
+    ) -> None:
         super().__init__()
-        self._plans = plans
-        self._fused = fused
+        self._plans, self._fused, self._careful, self._primal = plans, fused, careful, primal
+        if primal is not None:
+            primal.start()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """One call of a torch function."""
         kwargs = kwargs or {}
-        if func in _BY_HAND and (self._fused or func in _ALWAYS):
+        if not torch.is_grad_enabled():
+            with _set_fwd_grad_enabled(False):
+                return func(*args, **kwargs)
+        if self._fused and func in _BY_HAND:
             result = _BY_HAND[func](self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         args, kwargs = tree_map(self.stand_in, (args, kwargs))
-        return func(*args, **kwargs)
+        return WRITTEN_OUT.get(func, func)(*args, **kwargs)
+
+    def _known(self, key: Any) -> LayerPrimal:
+        return LayerPrimal(key, self._careful) if self._primal is None else self._primal.call(key, self._careful)
 
     def watches(self, *tensors: Tensor | None) -> bool:
         """Has one of the tensors a plan?"""
@@ -69,29 +80,22 @@ class DualMode(TorchFunctionMode):
     def layer(self, shape: ConvShape | LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         """A convolution or linear layer by :class:`DualLayer`."""
         plan = self._plans.get(id(weight), Plan())
-        x = self.stand_in(x)
-        x, x_dot = unpack_dual(x)
-        if not plan.in_layers or unpack_dual(weight).tangent is not None or weight.requires_grad != weight.is_leaf:
+        x, x_dot = _primal_and_dot(self.stand_in(x))
+        if not plan.in_layers or _derived(weight):
             return NotImplemented
         mask_dot = plan.mask_dot(shape.groups) if plan.mask_dot else None
         mask_tap = plan.mask_tap(shape.groups) if plan.mask_tap else None
         if isinstance(mask_dot, Tensor):
-            mask_dot = _along(mask_dot.to(x.dtype), shape.channel_dim(x), x)
-        late = bias if self.watches(bias) else None
+            mask_dot = along(mask_dot.to(x.dtype), shape.channel_dim(x), x)
+        late = bias if self.watches(bias) or _derived(bias) else None
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
-        y, y_dot = DualLayer.apply(shape, x, x_dot, cast, dot, early, mask_dot, plan.weight_tap, mask_tap)
+        known = self._known((shape, id(weight), x.shape))
+        y, y_dot = DualLayer.apply(shape, known, x, x_dot, cast, dot, early, mask_dot, plan.weight_tap, mask_tap)
         result = y if y_dot is None else make_dual(y, y_dot)
         if late is not None:
-            result = result + _along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
+            result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result
-
-
-def _along(vector: Tensor, dim: int, like: Tensor) -> Tensor:
-    """A vector as a factor along one dim of ``like``."""
-    sizes = [1] * like.dim()
-    sizes[dim] = -1
-    return vector.view(sizes)
 
 
 def _as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -130,8 +134,8 @@ def _batch_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     del momentum
-    x, x_dot = unpack_dual(input)
-    if mode.watches(weight, bias):
+    x, x_dot = _primal_and_dot(input)
+    if mode.watches(weight, bias) or _derived(weight) or _derived(bias):
         return NotImplemented
     if training:
         if x_dot is None:
@@ -143,13 +147,20 @@ def _batch_norm(
     scale = (running_var + eps).rsqrt()
     scale = scale if weight is None else scale * weight.detach()
     shift = -running_mean * scale if bias is None else bias.detach() - running_mean * scale
-    return input * _along(scale, 1, input).to(input.dtype) + _along(shift, 1, input).to(input.dtype)
+    return input * along(scale, 1, input).to(input.dtype) + along(shift, 1, input).to(input.dtype)
 
 
-def _mse_loss(mode: DualMode, input: Tensor, target: Tensor, *_: Any, reduction: str = "mean", **__: Any) -> Any:
-    """PyTorch's forward mode stumbles over its own zero tensors here."""
-    square = (mode.stand_in(input) - mode.stand_in(target)) ** 2
-    return {"mean": square.mean, "sum": square.sum}.get(reduction, lambda: square)()
+def _primal_and_dot(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Both halves; the tangent without a graph of its own, which nobody will walk."""
+    primal, tangent = unpack_dual(x)
+    return primal, None if tangent is None else tangent.detach()
+
+
+def _derived(tensor: Tensor | None) -> bool:
+    """Was it computed from something that moves or is differentiated?"""
+    return tensor is not None and (
+        (tensor.requires_grad and not tensor.is_leaf) or unpack_dual(tensor).tangent is not None
+    )
 
 
 _BY_HAND: dict[Any, Callable[..., Any]] = {
@@ -158,6 +169,4 @@ _BY_HAND: dict[Any, Callable[..., Any]] = {
     torch.conv3d: _conv(3),
     F.linear: _linear,
     F.batch_norm: _batch_norm,
-    F.mse_loss: _mse_loss,
 }
-_ALWAYS = {F.mse_loss}

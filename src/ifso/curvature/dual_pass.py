@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
 from ifso.curvature.dual_mode import DualMode, Plan
 from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.primal import Primal
+from ifso.errors import ScoreError
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class Elsewhere:
 class DualPass:
     """Give every parameter its plan, call with a batch, then read what the taps collected."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, fused: bool) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, *, fused: bool, careful: bool, primal: Primal | None) -> None:
         self._model, self._loss_fn, self._fused = model, loss_fn, fused
+        self._careful, self._primal = careful, primal
         self._plans: dict[int, Plan] = {}
         self._tensors: dict[str, Tensor] = {}
         self._weight_taps: dict[str, Tensor] = {}
@@ -65,22 +69,23 @@ class DualPass:
 
     def __call__(self, batch: Any) -> None:
         """Run the pass."""
-        with (
-            undisturbed(self._model),
-            torch.enable_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            forward_ad.dual_level(),
-        ):
-            with DualMode(self._plans, self._fused):
-                loss = checked(self._loss_fn(self._model, batch))
-            taps = [*self._weight_taps.values(), *self._mask_taps.values(), *self._stand_ins.values()]
-            grads = torch.autograd.grad(loss, taps, allow_unused=True)
-            self._collected = {id(tap): grad for tap, grad in zip(taps, grads, strict=True)}
-            for name, stand_in in self._stand_ins.items():
-                grad = self._collected[id(stand_in)]
-                if grad is not None:
-                    self._elsewhere[name] = Elsewhere(*forward_ad.unpack_dual(grad))
-            self.loss = loss.detach()
+        try:
+            with undisturbed(self._model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+                self._run(batch)
+        except (NotImplementedError, CheckpointError, RuntimeError) as error:
+            raise _explained(error) from error
+
+    def _run(self, batch: Any) -> None:
+        with DualMode(self._plans, fused=self._fused, careful=self._careful, primal=self._primal):
+            loss = checked(self._loss_fn(self._model, batch))
+        taps = [*self._weight_taps.values(), *self._mask_taps.values(), *self._stand_ins.values()]
+        grads = torch.autograd.grad(loss, taps, allow_unused=True) if taps else ()
+        self._collected = {id(tap): grad for tap, grad in zip(taps, grads, strict=True)}
+        for name, stand_in in self._stand_ins.items():
+            grad = self._collected[id(stand_in)]
+            if grad is not None:
+                self._elsewhere[name] = Elsewhere(*forward_ad.unpack_dual(grad))
+        self.loss = loss.detach()
 
     def weight_tangent(self, name: str) -> Tensor | None:
         """What the weight tap collected."""
@@ -96,3 +101,17 @@ class DualPass:
     def elsewhere(self, name: str) -> Elsewhere:
         """What came from other uses of the parameter."""
         return self._elsewhere.get(name, Elsewhere())
+
+
+_SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch", "checkpoint")
+
+
+def _explained(error: Exception) -> Exception:
+    """A part of the model that cannot be differentiated twice, as one line; other errors as they are."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (NotImplementedError, CheckpointError)) or any(sign in text for sign in _SIGNS):
+        return ScoreError(
+            f"the model or loss uses something that cannot be differentiated twice this way: {text[:200]}; "
+            "write that operation out in plain tensor operations, or switch off checkpointing and compilation"
+        )
+    return error

@@ -25,7 +25,9 @@ def checked(loss: Any) -> Tensor:
     if not loss.is_floating_point():
         raise ScoreError(f"loss_fn returned {loss.dtype}; it must return a floating-point scalar")
     if not loss.requires_grad:
-        raise ScoreError("the loss has no gradient: loss_fn must not detach it, run under no_grad, or freeze all weights")
+        raise ScoreError(
+            "the loss has no gradient: loss_fn must not detach it, run under no_grad, or freeze all weights"
+        )
     return loss.reshape(())
 
 

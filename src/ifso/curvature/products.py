@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ifso.curvature.dual_pass import DualPass
 from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.primal import Primal
 from ifso.curvature.weights import Reader, add_up, readers, weight_space
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 
@@ -29,6 +30,7 @@ class Products:
     """Products with the second derivatives of ``loss_fn(model, batch)``.
 
     ``kept`` (from :meth:`ChannelGraph.kept`) says which units are still in ``M``. ``weights`` names what ``W`` is.
+    ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed.
     ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
     """
 
@@ -41,8 +43,9 @@ class Products:
         kept: Tensor | None = None,
         weights: str = "layers",
         fused: bool = True,
+        careful: bool = True,
     ) -> None:
-        self.model, self.loss_fn, self.fused = model, loss_fn, fused
+        self.model, self.loss_fn, self.fused, self.careful = model, loss_fn, fused, careful
         self.num_units = graph.num_units
         self.space = weight_space(model, graph, weights)
         some = next(iter(self.space.tensors.values()))
@@ -65,9 +68,9 @@ class Products:
             grads = torch.autograd.grad(loss, list(self.space.tensors.values()), allow_unused=True)
         return loss.detach(), self.space.flat(dict(zip(self.space.tensors, grads, strict=True)))
 
-    def mixed(self, batch: Any) -> Tensor:
-        """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``."""
-        run = self._new_pass()
+    def mixed(self, batch: Any, primal: Primal | None = None) -> Tensor:
+        """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``. Passes over one batch may share a ``primal``."""
+        run = self._new_pass(primal)
         factors = {
             name: sum(reader.spread(self._moving, self._tensors[name].shape) for reader in masks)
             for name, masks in self._masks.items()
@@ -88,9 +91,9 @@ class Products:
             parts[name] = _sum(run.weight_tangent(name), elsewhere.tangent, scaled)
         return self.space.flat(parts)
 
-    def hessian(self, batch: Any, vector: Tensor) -> Tensor:
+    def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
         """H·vector over ``W``."""
-        run = self._new_pass()
+        run = self._new_pass(primal)
         for name, dot in self.space.split(vector).items():
             plan = run.plan(name, self.space.tensors[name], dot)
             plan.dot, plan.weight_tap = dot, run.weight_tap(name)
@@ -99,9 +102,9 @@ class Products:
             {name: _sum(run.weight_tangent(name), run.elsewhere(name).tangent) for name in self.space.tensors}
         )
 
-    def sensitivity(self, batch: Any, vector: Tensor) -> Tensor:
+    def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
         """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
-        run = self._new_pass()
+        run = self._new_pass(primal)
         dots = self.space.split(vector)
         for name, tensor in self._tensors.items():
             plan = run.plan(name, tensor, dots.get(name))
@@ -123,8 +126,8 @@ class Products:
                 row += reader.gather(both, self.num_units)
         return total * self._moving[:STAYS]
 
-    def _new_pass(self) -> DualPass:
-        return DualPass(self.model, self.loss_fn, self.fused)
+    def _new_pass(self, primal: Primal | None) -> DualPass:
+        return DualPass(self.model, self.loss_fn, fused=self.fused, careful=self.careful, primal=primal)
 
     def _direct(self, name: str) -> Reader | None:
         """The mask of a parameter, if it can act on the input channels of a layer instead of on its weight."""

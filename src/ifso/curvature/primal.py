@@ -1,0 +1,79 @@
+"""The primal half of a dual pass: the network's own outputs and gradients, computed carefully, and once."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ifso.curvature.joining import alias
+
+
+@dataclass
+class LayerPrimal:
+    """One call of a layer: its output ``y`` and the gradient ``x̄`` of its input.
+
+    With ``careful``, they are computed in full float32 also where TF32 is allowed: second derivatives taken at a
+    rounded point are off by percents, while the rounding of the tangents themselves hardly shows (ResNet-32 with
+    batch norm: Spearman of the scores 0.998 with TF32 everywhere, 1.0000 with a careful primal).
+    """
+
+    key: Any
+    careful: bool = True
+    shared: bool = False
+    back: Tensor | None = None
+    _output: Tensor | None = None
+    _version: int = 0
+
+    def needs_care(self, x: Tensor) -> bool:
+        """Would the layer be rounded to TF32, though it should not?"""
+        return self.careful and x.is_cuda and x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+
+    def precision(self, x: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Within the context nothing is rounded to TF32."""
+        if not self.needs_care(x):
+            return contextlib.nullcontext()
+        now = torch.backends.cudnn
+        return now.flags(
+            enabled=now.enabled, benchmark=now.benchmark, deterministic=now.deterministic, allow_tf32=False
+        )
+
+    def keep_output(self, y: Tensor) -> None:
+        """Remember ``y``, and how often it had been written to."""
+        if self.shared:
+            self._output, self._version = y.detach(), y._version
+
+    def output(self) -> Tensor | None:
+        """``y`` under a new name, unless it is unknown or the model has overwritten it (an in-place activation)."""
+        if self._output is None or self._output._version != self._version:
+            return None
+        return alias(self._output)
+
+    def keep_back(self, back: Tensor) -> None:
+        """Remember ``x̄``."""
+        if self.shared:
+            self.back = back
+
+
+@dataclass
+class Primal:
+    """The calls of layers of one batch in the order of the forward pass. The first pass writes, later ones read."""
+
+    calls: list[LayerPrimal] = field(default_factory=list)
+    _next: int = 0
+
+    def start(self) -> None:
+        """A new forward pass begins."""
+        self._next = 0
+
+    def call(self, key: Any, careful: bool) -> LayerPrimal:
+        """The record of the next call; a new one if the model took another way than before."""
+        if self._next < len(self.calls) and self.calls[self._next].key != key:
+            del self.calls[self._next :]
+        if self._next == len(self.calls):
+            self.calls.append(LayerPrimal(key, careful, shared=True))
+        self._next += 1
+        return self.calls[self._next - 1]

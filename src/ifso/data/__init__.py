@@ -1,0 +1,1 @@
+"""Data: the digits that come with the package."""
