@@ -16,6 +16,9 @@ from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
     from ifso.costs import Cost, UnitCosts, cost, unit_costs
+    from ifso.criteria.base import Criterion
+    from ifso.criteria.scoring import score
+    from ifso.curvature.loss_change import LossChange, true_loss_change
     from ifso.graph.balancing import balance
     from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
     from ifso.graph.tracing import trace
@@ -30,9 +33,11 @@ __version__ = "0.1.0"
 __all__ = [
     "ChannelGraph",
     "Cost",
+    "Criterion",
     "Frozen",
     "Group",
     "IfsoError",
+    "LossChange",
     "Member",
     "Recipe",
     "UnitCosts",
@@ -44,15 +49,19 @@ __all__ = [
     "load",
     "masked",
     "save",
+    "score",
     "trace",
+    "true_loss_change",
     "unit_costs",
 ]
 
 _HOME = {
     "ChannelGraph": "ifso.graph.channel_graph",
     "Cost": "ifso.costs",
+    "Criterion": "ifso.criteria.base",
     "Frozen": "ifso.graph.channel_graph",
     "Group": "ifso.graph.channel_graph",
+    "LossChange": "ifso.curvature.loss_change",
     "Member": "ifso.graph.channel_graph",
     "Recipe": "ifso.surgery.recipe",
     "UnitCosts": "ifso.costs",
@@ -63,7 +72,9 @@ _HOME = {
     "load": "ifso.surgery.store",
     "masked": "ifso.surgery.mask",
     "save": "ifso.surgery.store",
+    "score": "ifso.criteria.scoring",
     "trace": "ifso.graph.tracing",
+    "true_loss_change": "ifso.curvature.loss_change",
     "unit_costs": "ifso.costs",
 }
 

@@ -113,6 +113,18 @@ def test_roles_say_who_makes_and_who_reads_the_channels():
     assert roles["stem.bn.weight", 0] == roles["stem.bn.running_var", 0] == "follows"
 
 
+@pytest.mark.parametrize(
+    ("name", "weight", "roles"),
+    [
+        ("grouped", "body.conv.weight", {0: "produces", 1: "consumes"}),
+        ("transposed-grouped", "up.weight", {0: "consumes", 1: "produces"}),
+    ],
+)
+def test_roles_in_grouped_convolutions(name, weight, roles):
+    members = [member for group in CASES[name].graph().groups for member in group.members]
+    assert {member.dim: member.role for member in members if member.parameter == weight} == roles
+
+
 def test_residual():
     graph = CASES["residual"].graph()
     assert found(graph) == expected(

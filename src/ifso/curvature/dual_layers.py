@@ -96,8 +96,8 @@ class DualLayer(Function):
         weight_dot: Tensor | None,
         bias: Tensor | None,
         mask_dot: Tensor | float | None,
-        weight_tap: Tensor | None,
-        mask_tap: Tensor | None,
+        weight_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
+        mask_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
     ) -> tuple[Tensor, Tensor | None]:
         """``y`` and ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
         y = known.output()
@@ -161,7 +161,7 @@ def _back(ctx: Any, lam: Tensor, lam_dot: Tensor | None, x: Tensor, weight: Tens
     pair = None if ctx.known.back is not None or lam_dot is None else joined(lam, lam_dot)
     if pair is not None:
         back, straight = parted(ctx.shape.to_input(pair, doubled(x), weight))
-        ctx.known.keep_back(back)
+        ctx.known.keep_back(back, half=True)
         return back, straight
     back = ctx.known.back
     if back is None:
@@ -201,7 +201,7 @@ class DualBatchNorm(Function):
     """Batch norm with the batch's own statistics.
 
     With ``x̂ = (x − mean) r`` and ``r = 1/√(var + eps)``, its derivative at x is the symmetric map
-    ``B(t) = γ r (t − mean(t) − x̂ mean(x̂ t))``, so the kernel of the backward pass also computes the tangent ``ẏ = B(ẋ)``.
+    ``B(t) = γ r (t − mean(t) − x̂ mean(x̂ t))``: the kernel of the backward pass also computes the tangent ``ẏ = B(ẋ)``.
     Back comes ``x̄ = B(λ)``, and along ẋ ``B(λ̇) − r (mean(x̂ ẋ) x̄ + mean(x̂ λ) ẏ + mean(λ ẏ) x̂)``.
     """
 

@@ -6,7 +6,8 @@ that cost the time are taken out of its hands and given to :mod:`ifso.curvature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, make_dual, unpack_dual
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
 from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along
-from ifso.curvature.primal import LayerPrimal, Primal
+from ifso.curvature.dual_linear import call_linear, is_linear_in_input
+from ifso.curvature.primal import LayerPrimal, Primal, is_careful
 from ifso.curvature.written_out import WRITTEN_OUT
 
 
@@ -39,16 +41,31 @@ class Plan:
     in_layers: bool = True
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a pass is made; the first two as for :class:`ifso.curvature.products.Products`.
+
+    ``primal`` is what passes over the same batch share, None if they share nothing.
+    """
+
+    fused: bool = True
+    careful: bool | None = None
+    primal: Primal | None = None
+
+    def layer_primal(self, key: Any, weight: Tensor) -> LayerPrimal:
+        """What is known of the next call of a layer."""
+        careful = is_careful(self.careful, weight)
+        return LayerPrimal(key, careful) if self.primal is None else self.primal.call(key, careful)
+
+
 class DualMode(TorchFunctionMode):
     """Runs layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
 
-    def __init__(
-        self, plans: Mapping[int, Plan], *, fused: bool = True, careful: bool = True, primal: Primal | None = None
-    ) -> None:
+    def __init__(self, plans: Mapping[int, Plan], manner: Manner) -> None:
         super().__init__()
-        self._plans, self._fused, self._careful, self._primal = plans, fused, careful, primal
-        if primal is not None:
-            primal.start()
+        self._plans, self._manner = plans, manner
+        if manner.primal is not None:
+            manner.primal.start()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,15 +75,14 @@ class DualMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             with _set_fwd_grad_enabled(False):
                 return func(*args, **kwargs)
-        if self._fused and func in _BY_HAND:
+        if self._manner.fused and func in _BY_HAND:
             result = _BY_HAND[func](self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         args, kwargs = tree_map(self.stand_in, (args, kwargs))
+        if is_linear_in_input(func):
+            return call_linear(func, *args, **kwargs)
         return WRITTEN_OUT.get(func, func)(*args, **kwargs)
-
-    def _known(self, key: Any) -> LayerPrimal:
-        return LayerPrimal(key, self._careful) if self._primal is None else self._primal.call(key, self._careful)
 
     def watches(self, *tensors: Tensor | None) -> bool:
         """Has one of the tensors a plan?"""
@@ -90,12 +106,28 @@ class DualMode(TorchFunctionMode):
         late = bias if self.watches(bias) or _derived(bias) else None
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
-        known = self._known((shape, id(weight), x.shape))
+        known = self._manner.layer_primal((shape, id(weight), x.shape), weight)
         y, y_dot = DualLayer.apply(shape, known, x, x_dot, cast, dot, early, mask_dot, plan.weight_tap, mask_tap)
-        result = y if y_dot is None else make_dual(y, y_dot)
+        # a zero tangent, too: what cannot carry one must say so here, and not lose one on the way back
+        result = make_dual(y, torch.zeros_like(y) if y_dot is None else y_dot)
         if late is not None:
             result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result
+
+
+@contextlib.contextmanager
+def below_other_modes(mode: TorchFunctionMode) -> Iterator[None]:
+    """Switch the mode on as the last to see a call: those that are on already see it whole, as the model made it."""
+    others = _get_current_function_mode_stack()
+    with contextlib.ExitStack() as stack:
+        for _ in others:
+            _pop_mode()
+        stack.callback(lambda: [_push_mode(other) for other in others])
+        stack.enter_context(mode)
+        for other in others:
+            _push_mode(other)
+        stack.callback(lambda: [_pop_mode() for _ in others])
+        yield
 
 
 def _as_autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

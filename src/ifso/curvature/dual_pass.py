@@ -12,9 +12,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
-from ifso.curvature.dual_mode import DualMode, Plan
+from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
 from ifso.curvature.losses import LossFn, checked, undisturbed
-from ifso.curvature.primal import Primal
 from ifso.errors import ScoreError
 
 
@@ -29,9 +28,8 @@ class Elsewhere:
 class DualPass:
     """Give every parameter its plan, call with a batch, then read what the taps collected."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, *, fused: bool, careful: bool, primal: Primal | None) -> None:
-        self._model, self._loss_fn, self._fused = model, loss_fn, fused
-        self._careful, self._primal = careful, primal
+    def __init__(self, model: nn.Module, loss_fn: LossFn, manner: Manner) -> None:
+        self._model, self._loss_fn, self._manner = model, loss_fn, manner
         self._plans: dict[int, Plan] = {}
         self._tensors: dict[str, Tensor] = {}
         self._weight_taps: dict[str, Tensor] = {}
@@ -44,7 +42,7 @@ class DualPass:
     def plan(self, name: str, tensor: Tensor, dot: Tensor | None) -> Plan:
         """The plan of a parameter; ``dot`` is its tangent where it is used other than as a layer's weight."""
         self._tensors[name] = tensor
-        plan = self._plans[id(tensor)] = Plan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._fused)
+        plan = self._plans[id(tensor)] = Plan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._manner.fused)
         return plan
 
     def weight_tap(self, name: str) -> Tensor:
@@ -76,7 +74,7 @@ class DualPass:
             raise _explained(error) from error
 
     def _run(self, batch: Any) -> None:
-        with DualMode(self._plans, fused=self._fused, careful=self._careful, primal=self._primal):
+        with below_other_modes(DualMode(self._plans, self._manner)):
             loss = checked(self._loss_fn(self._model, batch))
         taps = [*self._weight_taps.values(), *self._mask_taps.values(), *self._stand_ins.values()]
         grads = torch.autograd.grad(loss, taps, allow_unused=True) if taps else ()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.errors import ScoreError
+from ifso.graph.running import forget_caches
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
@@ -33,7 +34,7 @@ def checked(loss: Any) -> Tensor:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave running statistics, other buffers and the random state as they were.
+    """Leave running statistics, other buffers, cached tensors and the random state as they were.
 
     So two passes in a row also see the same dropout.
     """
@@ -47,12 +48,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     copies = [buffer.clone() for buffer in others]
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
+    forget_caches(model)
     try:
         for module in norms:
             module.track_running_stats = False
         with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing):
             yield
     finally:
+        forget_caches(model)
         for module in norms:
             module.track_running_stats = True
         if others:

@@ -11,6 +11,14 @@ from torch import Tensor
 
 from ifso.curvature.joining import alias
 
+NARROW = 64
+"""Layers with at most so many channels cost the time that memory takes: for them full float32 is all but free."""
+
+
+def is_careful(careful: bool | None, weight: Tensor) -> bool:
+    """The choice for one layer; None leaves it to the layer's width."""
+    return max(weight.shape[:2]) <= NARROW if careful is None else careful
+
 
 @dataclass
 class LayerPrimal:
@@ -52,10 +60,10 @@ class LayerPrimal:
             return None
         return alias(self._output)
 
-    def keep_back(self, back: Tensor) -> None:
-        """Remember ``x̄``."""
+    def keep_back(self, back: Tensor, *, half: bool = False) -> None:
+        """Remember ``x̄``; a copy, if it is half of a larger piece of memory."""
         if self.shared:
-            self.back = back
+            self.back = back.clone() if half else back
 
 
 @dataclass

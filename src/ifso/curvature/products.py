@@ -19,18 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.curvature.dual_mode import Manner
 from ifso.curvature.dual_pass import DualPass
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.primal import Primal
 from ifso.curvature.weights import Reader, add_up, readers, weight_space
 from ifso.graph.channel_graph import STAYS, ChannelGraph
+from ifso.graph.layouts import surviving
 
 
 class Products:
     """Products with the second derivatives of ``loss_fn(model, batch)``.
 
     ``kept`` (from :meth:`ChannelGraph.kept`) says which units are still in ``M``. ``weights`` names what ``W`` is.
-    ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed.
+    ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed; None does
+    so for narrow layers, where it costs next to nothing.
     ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
     """
 
@@ -43,9 +46,10 @@ class Products:
         kept: Tensor | None = None,
         weights: str = "layers",
         fused: bool = True,
-        careful: bool = True,
+        careful: bool | None = None,
     ) -> None:
-        self.model, self.loss_fn, self.fused, self.careful = model, loss_fn, fused, careful
+        self.model, self.loss_fn = model, loss_fn
+        self._fused, self._careful = fused, careful
         self.num_units = graph.num_units
         self.space = weight_space(model, graph, weights)
         some = next(iter(self.space.tensors.values()))
@@ -53,6 +57,7 @@ class Products:
         self.readers = readers(graph, some.device)
         self._moving = (graph.kept(None) if kept is None else kept.clone()).to(some.device, some.dtype)
         self._moving[STAYS] = 0
+        self.surviving = self._surviving(graph, kept)
         self._masks: dict[str, list[Reader]] = {}
         for reader in self.readers:
             self._masks.setdefault(reader.parameter, []).append(reader)
@@ -89,7 +94,8 @@ class Products:
             elsewhere = run.elsewhere(name)
             scaled = elsewhere.grad * factors[name] if elsewhere.grad is not None and name in factors else None
             parts[name] = _sum(run.weight_tangent(name), elsewhere.tangent, scaled)
-        return self.space.flat(parts)
+        v = self.space.flat(parts)
+        return v if self.surviving is None else v * self.surviving
 
     def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
         """H·vector over ``W``."""
@@ -126,8 +132,20 @@ class Products:
                 row += reader.gather(both, self.num_units)
         return total * self._moving[:STAYS]
 
+    def _surviving(self, graph: ChannelGraph, kept: Tensor | None) -> Tensor | None:
+        """1 for the weights that are still there, 0 for those of removed units; None if all are there."""
+        if kept is None or bool(kept.all()):
+            return None
+        alive = {
+            name: surviving(graph.layouts[name], kept).to(tensor).expand(tensor.shape)
+            for name, tensor in self.space.tensors.items()
+            if name in graph.layouts
+        }
+        whole = {name: torch.ones_like(tensor) for name, tensor in self.space.tensors.items() if name not in alive}
+        return self.space.flat({**alive, **whole})
+
     def _new_pass(self, primal: Primal | None) -> DualPass:
-        return DualPass(self.model, self.loss_fn, fused=self.fused, careful=self.careful, primal=primal)
+        return DualPass(self.model, self.loss_fn, Manner(self._fused, self._careful, primal))
 
     def _direct(self, name: str) -> Reader | None:
         """The mask of a parameter, if it can act on the input channels of a layer instead of on its weight."""

@@ -105,8 +105,16 @@ class Reader:
 def add_up(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
     """Sum of the values that each unit owns; what ``STAYS`` owns is dropped."""
     total = values.new_zeros(num_units + 1)
-    place = torch.where(owner == STAYS, num_units, owner).flatten()
-    return total.index_add_(0, place, values.flatten())[:num_units]
+    return total.index_add_(0, places(owner, num_units).flatten(), values.flatten())[:num_units]
+
+
+def places(owner: Tensor, num_units: int) -> Tensor:
+    """Where the values of each owner go in a vector of all units with a last entry for ``STAYS``.
+
+    >>> places(torch.tensor([0, 1, STAYS]), 5)
+    tensor([0, 1, 5])
+    """
+    return owner.masked_fill(owner == STAYS, num_units)
 
 
 def readers(graph: ChannelGraph, device: torch.device | str = "cpu") -> list[Reader]:

@@ -60,7 +60,7 @@ def huber_loss(
 ) -> Tensor:
     """A parabola, then a line."""
     error = (input - target).abs()
-    loss = torch.where(error < delta, 0.5 * error**2, delta * (error - 0.5 * delta))
+    loss = torch.where(error < delta, 0.5 * (input - target) ** 2, delta * (error - 0.5 * delta))
     if weight is not None:
         loss = loss * weight
     mean = loss.mean() if weight is None else loss.sum() / weight.expand_as(loss).sum()

@@ -203,7 +203,7 @@ def _groups(sizes: list[int], of: Tensor, spots: list[_Spot], labels: Labels) ->
     for spot in spots:
         units = of[spot.ids]
         present = group_of_unit[units[units >= 0]].unique().tolist()
-        role = "consumes" if spot.ids.dim() > 1 else roles.get(int(spot.ids[0]), "follows")
+        role = _role(spot, spots, roles)
         for number in present:
             mine = (units >= firsts[number]) & (units < firsts[number] + sizes[number])
             owner = torch.where(mine, units - firsts[number], -1)
@@ -264,6 +264,18 @@ def _roles(labels: Labels) -> dict[int, str]:
             if roles.get(first) != PRODUCES:
                 roles[first] = role
     return roles
+
+
+def _role(spot: _Spot, spots: list[_Spot], roles: dict[int, str]) -> str:
+    """What an axis does.
+
+    The second axis of a grouped convolution, which has a row for each position of the first, does the opposite of the
+    first: that is the output or, if the convolution is transposed, the input.
+    """
+    if spot.ids.dim() == 1:
+        return roles.get(int(spot.ids[0]), "follows")
+    lines = [other for other in spots if other.name == spot.name and other.dim == 0 and other.ids.dim() == 1]
+    return "produces" if lines and _role(lines[0], spots, roles) == "consumes" else "consumes"
 
 
 def _name(members: list[Member], taken: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""One measurement of ``ifso bench trace``, in its own process: ``python -m ifso.cli.bench_worker MODEL``."""
+"""One measurement of ``ifso bench trace``, in its own process: ``python -m ifso.bench.trace_worker MODEL``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What ifso itself costs, as multiples of what a user knows: one gradient."""

@@ -1,0 +1,222 @@
+"""``ifso bench score``: the score beside what else could be computed, as multiples of one gradient, in one run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ifso.bench.timing import in_turns, make_ready, middle, peak_bytes
+from ifso.criteria.base import Criterion, Task
+from ifso.criteria.ifso import Ifso
+from ifso.criteria.registry import create
+from ifso.curvature.losses import undisturbed
+from ifso.curvature.weights import readers, weight_space
+from ifso.errors import IfsoError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.tracing import trace
+from ifso.models import create_model, default_inputs
+from ifso.repro.correlation import spearman
+
+PRECISIONS = ("float32", "tf32", "bf16")
+METHODS = {
+    "gradient": "forward and backward of all parameters",
+    "ifso": "S, exact",
+    "ifso, all in TF32": "S, the network itself rounded to TF32 as well",
+    "ifso, full primal": "S, the network itself in full float32",
+    "authors": "S by finite differences, as in the authors' program",
+    "double backward": "S by PyTorch's backward of the backward pass",
+    "group-fisher": "squared mask gradients per sample",
+    "taylor": "mask gradient, first order",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured: a MODEL, the size of its batch and images, where and in which precision and layout.
+
+    ``weights`` is a file with trained weights and ``images`` an .npz of CIFAR images; both are random otherwise.
+    """
+
+    model: str
+    batch: int = 128
+    device: str = "cpu"
+    precision: str = "float32"
+    channels_last: bool = False
+    size: int | None = None
+    weights: str | None = None
+    images: str | None = None
+    eval_mode: bool = False
+
+
+MEAN, DEVIATION = (125.307, 122.961, 113.8575), (51.5865, 50.847, 51.255)
+SCORES = ("ifso", "authors")
+"""Methods that approximate the exact score, so that it can be said how well: names begin with one of these."""
+
+
+class Workbench:
+    """A model in train mode with one batch of random images."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.device = setup, torch.device(setup.device)
+        self.model = create_model(setup.model, weights=setup.weights).eval()
+        layout = torch.channels_last if setup.channels_last else torch.contiguous_format
+        self.model = self.model.to(self.device).to(memory_format=layout)
+        images, labels = self._random_batch() if setup.images is None else _cifar_batch(setup.images, setup.batch)
+        images = images.to(self.device).contiguous(memory_format=layout)
+        self.graph: ChannelGraph = trace(self.model, images[:1])
+        self.batch = images, labels.to(self.device)
+        self.model.train(not setup.eval_mode)
+        self._precision = setup.precision
+        self._space = weight_space(self.model, self.graph)
+        self._readers = [one for one in readers(self.graph, self.device) if one.parameter in self._space.tensors]
+
+    def _random_batch(self) -> tuple[Tensor, Tensor]:
+        example = default_inputs(self.setup.model, self.model)
+        if not isinstance(example, Tensor):
+            raise IfsoError(f"bench score measures image classifiers; {self.setup.model} takes something else")
+        shape = list(example.shape[1:])
+        if self.setup.size is not None:
+            shape[1:] = [self.setup.size] * (len(shape) - 1)
+        images = torch.randn(self.setup.batch, *shape)
+        classes = self.model(images[:1].to(self.device)).shape[1]
+        return images, torch.randint(0, classes, (self.setup.batch,))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Cross entropy, the model under autocast if it is to run in bf16."""
+        images, labels = batch
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16"):
+            logits = model(images)
+        return F.cross_entropy(logits.float(), labels)
+
+    def methods(self) -> dict[str, Callable[[], Any]]:
+        """What is compared, by name."""
+        found: dict[str, Callable[[], Any]] = {
+            "gradient": self._gradient,
+            "ifso": self._criterion(create("ifso")),
+            "ifso, all in TF32": self._criterion(create("ifso", careful=False)),
+            "ifso, full primal": self._criterion(create("ifso", careful=True)),
+            "authors": self._criterion(create("authors")),
+            "double backward": self._double_backward,
+            "group-fisher": self._criterion(create("group-fisher")),
+            "taylor": self._criterion(create("taylor")),
+        }
+        if self._precision != "tf32":
+            del found["ifso, all in TF32"], found["ifso, full primal"]
+        return found
+
+    def fidelity(self, scores: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Spearman's correlation of scores with the exact ones in float64, on the CPU.
+
+        Those of the authors' program are compared with exact ones that treat coupled layers as it does.
+        """
+        model = copy.deepcopy(self.model).to("cpu", torch.float64)
+        batch = self.batch[0].to("cpu", torch.float64), self.batch[1].cpu()
+        task = Task(model, self.graph, _cross_entropy, self.graph.kept(None))
+        signed = Ifso().signed(task, batch)
+        exact = {False: signed.sum(0).abs().tolist(), True: signed.abs().sum(0).tolist()}
+        return {name: spearman(found.tolist(), exact[name == "authors"]) for name, found in scores.items()}
+
+    def _gradient(self) -> Any:
+        return torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters()))
+
+    def _criterion(self, criterion: Criterion) -> Callable[[], Tensor]:
+        task = Task(self.model, self.graph, self.loss, self.graph.kept(None))
+        return lambda: criterion.units(task, self.batch)
+
+    def _double_backward(self) -> list[Tensor]:
+        """v and S as one would first write them: masks on the weights, gradients of gradients."""
+        masks = [torch.ones(self.graph.num_units + 1, device=self.device, requires_grad=True) for _ in self._readers]
+        scaled = dict(self._space.tensors)
+        for reader, mask in zip(self._readers, masks, strict=True):
+            tensor = scaled[reader.parameter]
+            scaled[reader.parameter] = tensor * reader.spread(mask, tensor.shape)
+        with undisturbed(self.model):
+            loss = self.loss(_Substituted(self.model, scaled), self.batch)
+        weights = list(self._space.tensors.values())
+        grads = torch.autograd.grad(loss, weights + masks, create_graph=True)
+        to_weights, to_masks = grads[: len(weights)], grads[len(weights) :]
+        v = torch.autograd.grad(torch.stack([part.sum() for part in to_masks]).sum(), weights, retain_graph=True)
+        inner = torch.stack([(u * g).sum() for u, g in zip(v, to_weights, strict=True)]).sum()
+        return list(torch.autograd.grad(inner, masks))
+
+
+def _cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
+    """The first training images of an .npz (x_train, y_train), normalised as in the authors' program."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images, labels = arrays["x_train"][:count], arrays["y_train"][:count]
+    except (OSError, KeyError, ValueError) as error:
+        raise IfsoError(f"--images {path}: {' '.join(str(error).split())}; give an .npz of x_train, y_train") from error
+    if images.shape != (count, 32, 32, 3) or labels.shape != (count,):
+        raise IfsoError(
+            f"--images {path}: x_train {images.shape} and y_train {labels.shape} are not {count} CIFAR images"
+        )
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float()
+    mean, deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, DEVIATION))
+    return (pixels - mean) / deviation, torch.from_numpy(labels).long()
+
+
+class _Substituted(nn.Module):
+    """The model with other tensors for some parameters."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._call = lambda images: functional_call(model, tensors, (images,))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return self._call(images)
+
+
+def measure(
+    setup: Setup, repeats: int, say: Callable[[str], None], methods: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Seconds and peak memory of the methods (of all, if None), and as multiples of the gradient's."""
+    unknown = set(methods or ()) - set(METHODS)
+    if unknown:
+        raise IfsoError(f"no method {min(unknown)!r}; choose among {', '.join(METHODS)}")
+    if setup.precision not in PRECISIONS:
+        raise IfsoError(f"precision {setup.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    if setup.device.startswith("cuda") and not torch.cuda.is_available():
+        raise IfsoError("no CUDA device was found; use --device cpu")
+    allowed, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = setup.precision == "tf32", True
+    try:
+        bench = Workbench(setup)
+        rows: dict[str, dict[str, Any]] = {}
+        ready, scores = {}, {}
+        for name, function in bench.methods().items():
+            if methods is not None and name not in {"gradient", *methods}:
+                continue
+            say(f"{setup.model}: {name}")
+            found = function()
+            if name.startswith(SCORES):
+                scores[name] = found.cpu()
+            rows[name] = {"peak_bytes": peak_bytes(function, bench.device)}
+            ready[name] = make_ready(function, bench.device)
+        say(f"{setup.model}: {repeats} rounds of all")
+        seconds = in_turns(ready, repeats)
+        say(f"{setup.model}: the same in float64, for the ranks")
+        fidelity = bench.fidelity(scores)
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = allowed, benchmark
+    for name, row in rows.items():
+        row["seconds"], row["spread"] = middle(seconds[name])
+        row["times"], _ = middle([own / one for own, one in zip(seconds[name], seconds["gradient"], strict=True)])
+        row["memory"] = row["peak_bytes"] / rows["gradient"]["peak_bytes"]
+        row["captured"], row["fidelity"] = ready[name].captured, fidelity.get(name)
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
+    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    return {**asdict(setup), **about, "units": bench.graph.num_units, "methods": rows}

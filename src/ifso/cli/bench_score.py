@@ -1,0 +1,94 @@
+"""``ifso bench score``: seconds and memory of the score, as multiples of a gradient."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MODELS = ("ifso:resnet32",)
+CAPTION = (
+    "Median over rounds of time / the gradient's in the same round, and peak tensor memory / the gradient's. "
+    "Rank: Spearman's correlation with the exact score in float64. "
+    "On a GPU all are replayed as CUDA graphs; * marks what cannot be captured."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("score", help="time and memory of the score as multiples of a gradient")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help="default: %(default)s")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of them, beside the gradient (all)")
+    parser.add_argument("--batch", type=int, default=128, metavar="N", help="samples in the batch (%(default)s)")
+    parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width of the images")
+    parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
+    parser.add_argument("--images", metavar="FILE.npz", help="CIFAR images x_train, y_train (random ones otherwise)")
+    parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--precision", default="float32", help="float32, tf32 or bf16 (%(default)s)")
+    parser.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds (%(default)s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's own choice)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure each model and print the tables."""
+    import torch
+
+    from ifso.bench.score import Setup, measure
+    from ifso.errors import IfsoError
+
+    if args.batch < 1 or args.repeats < 1:
+        raise IfsoError("--batch and --repeats take numbers from 1 up")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    results = []
+    for name in args.models:
+        setup = Setup(
+            name, args.batch, args.device, args.precision, args.channels_last, args.size,
+            args.weights, args.images, args.eval,
+        )  # fmt: skip
+        results.append(measure(setup, args.repeats, _say, args.methods))
+    if args.json:
+        print_json({"bench": "score", "results": results})
+    else:
+        for result in results:
+            console().print(_table(result))
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"· {line}", file=sys.stderr, flush=True)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    from ifso.bench.score import METHODS
+
+    layout = "channels last" if result["channels_last"] else "channels first"
+    where = f"{result['device_name']}, {result['precision']}, {layout}, torch {result['torch']}"
+    title = f"ifso bench score: {result['model']}, batch {result['batch']}, {where}"
+    table = Table(title=title, caption=CAPTION, title_justify="left", caption_justify="left")
+    for heading in ("method", "what", "ms", "± ms", "× time", "MiB", "× memory", "rank"):
+        table.add_column(heading, justify="left" if heading in ("method", "what") else "right")
+    for name, row in result["methods"].items():
+        mark = "" if row["captured"] or result["device"] == "cpu" else " *"
+        table.add_row(
+            name,
+            METHODS[name],
+            f"{1000 * row['seconds']:.1f}{mark}",
+            f"{1000 * row['spread']:.1f}",
+            f"{row['times']:.2f}",
+            f"{row['peak_bytes'] / 2**20:.0f}",
+            f"{row['memory']:.2f}",
+            "" if row["fidelity"] is None else f"{row['fidelity']:.4f}",
+        )
+    return table

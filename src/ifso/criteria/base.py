@@ -1,0 +1,170 @@
+"""What a criterion is: a small frozen dataclass that gives every unit a score, and what it looks at to do so."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from ifso.curvature.losses import LossFn
+from ifso.curvature.weights import Reader, readers
+from ifso.errors import ScoreError
+from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
+from ifso.graph.slots import named_tensors
+
+Needs = Literal["nothing", "weights", "activations", "gradients", "curvature"]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is scored. ``kept`` [units + 1], from :meth:`ChannelGraph.kept`, says which units are still in ``M``.
+
+    One task lives as long as one call of :func:`ifso.score`, so that it can hold what all batches share.
+    """
+
+    model: nn.Module
+    graph: ChannelGraph
+    loss_fn: LossFn
+    kept: Tensor
+
+    def memo(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` made when it was first asked for under that key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return named_tensors(self.model)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.tensors.values())).device
+
+    @cached_property
+    def readers(self) -> list[Reader]:
+        """Slices that read units: where the masks act."""
+        return readers(self.graph, self.device)
+
+    @cached_property
+    def makers(self) -> list[Reader]:
+        """Slices that make units: the filters of every layer that produces them."""
+        found: dict[tuple[str, int], Tensor] = {}
+        for group in self.graph.groups:
+            made = [member for member in group.members if member.role == "produces"]
+            if not made:
+                raise ScoreError(
+                    f"group {group.name!r} has no filters of its own that make it; "
+                    "use a criterion that looks where units are read, such as magnitude, taylor or ifso"
+                )
+            for member in made:
+                owner, key = self.slices(group, member).owner, (member.parameter, member.dim)
+                found[key] = torch.maximum(found[key], owner) if key in found else owner
+        return [Reader(name, dim, owner) for (name, dim), owner in found.items()]
+
+    def slices(self, group: Group, member: Member) -> Reader:
+        """A member's slices, with units numbered through the whole network."""
+        owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
+        return Reader(member.parameter, member.dim, owner.to(self.device))
+
+    def weight(self, name: str) -> Tensor:
+        """The numbers of a parameter, detached, in float32 or better.
+
+        Of a parametrised weight (``torch.nn.utils.parametrizations``) those that the layer computes with.
+        """
+        owner, marker, key = f".{name}".rpartition(".parametrizations.")
+        tensor = self.tensors[name]
+        if marker:
+            used = getattr(self.model.get_submodule(owner.removeprefix(".")), key.split(".")[0])
+            tensor = used if used.shape == tensor.shape else tensor
+        return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+    def add_slices(self, slices: Iterable[tuple[Reader, Tensor]]) -> Tensor:
+        """Sum, for each unit [units], over its slices of numbers in the shape of their parameters."""
+        total = torch.zeros(self.graph.num_units, dtype=torch.float64, device=self.device)
+        for reader, numbers in slices:
+            total += reader.gather(numbers.to(total.dtype), self.graph.num_units)
+        return total
+
+
+class Criterion(ABC):
+    """Gives every unit a score, higher where it matters more. Subclasses are frozen dataclasses of their options."""
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs]
+    masks_itself: ClassVar[bool] = False
+    """Does it want to see the weights of removed units, and take their masks into account itself?"""
+
+    @property
+    def needs_batches(self) -> bool:
+        """Must it see data?"""
+        return self.needs not in ("nothing", "weights")
+
+    @abstractmethod
+    def units(self, task: Task, batch: Any) -> Tensor:
+        """Scores ≥ 0 of all units [units] on one batch; entries of units that are not kept do not count.
+
+        The score of several batches is the mean. ``batch`` is None for criteria that need no data.
+        """
+
+    def __post_init__(self) -> None:
+        """Refuse options of the wrong type, and those not among the choices of a ``Literal``."""
+        hints = get_type_hints(type(self))
+        for option in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, option.name)
+            if not _fits(value, hints[option.name]):
+                raise ScoreError(
+                    f"criterion {self.name!r}: {option.name}={value!r} will not do; give {_words(hints[option.name])}"
+                )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _words(hint: Any) -> str:
+    """A type as a person would say it.
+
+    >>> _words(Literal["mean", "sum"]), _words(int | None)
+    ("'mean' or 'sum'", 'int or None')
+    """
+    origin = get_origin(hint)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in get_args(hint))
+    if origin in (Union, UnionType):
+        return " or ".join(_words(part) for part in get_args(hint))
+    return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
+
+
+@contextlib.contextmanager
+def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it all tensors take part in gradients, frozen weights too."""
+    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+    try:
+        for tensor in frozen:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)

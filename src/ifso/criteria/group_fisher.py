@@ -1,0 +1,99 @@
+"""Group Fisher: units whose mask entry has a large gradient, sample by sample, matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ifso.criteria.base import Criterion, Task
+from ifso.criteria.reading import ReadingLayers, in_rows
+from ifso.curvature.losses import checked, undisturbed
+from ifso.curvature.weights import places
+from ifso.errors import ScoreError
+
+
+@dataclass(frozen=True)
+class GroupFisher(Criterion):
+    """s_i = Σ_n (∂L_n/∂m_i)² over the samples n of the batch; layers coupled by unit i add up before squaring.
+
+    "Group Fisher Pruning for Practical Network Compression" (Liu et al., ICML 2021), without its division by memory.
+    ``reduction`` says how ``loss_fn`` puts the L_n together: of a ``"mean"`` over N samples ∂L_n/∂m is N times the
+    gradient with respect to the mask of sample n alone, of a ``"sum"`` it is that gradient. With batch norm in train
+    mode samples meet, and L_n stands for everything that the mask of sample n changes.
+
+    Samples lie along the first dim of every reading layer's input. N is the smallest such dim; where it is k·N
+    (windows, tokens), k rows after each other belong to one sample.
+    """
+
+    name = "group-fisher"
+    needs = "gradients"
+
+    reduction: Literal["mean", "sum"] = "mean"
+
+    def units(self, task: Task, batch: Any) -> Tensor:
+        """Scores [units]."""
+        taps = _Taps()
+        with undisturbed(task.model), torch.enable_grad():
+            with ReadingLayers(task, taps.visit, everywhere=True):
+                loss = checked(task.loss_fn(task.model, batch))
+            grads = taps.gradients(loss)
+        samples = min(grad.shape[0] for _, grad, _ in grads)
+        total = torch.zeros(samples, task.graph.num_units + 1, dtype=torch.float64, device=task.device)
+        for name, grad, owner in grads:
+            if grad.shape[0] % samples:
+                raise ScoreError(
+                    f"criterion 'group-fisher' needs samples along the first dim: the layer of {name} sees "
+                    f"{grad.shape[0]} rows, another {samples}; use a criterion of whole batches, such as ifso or taylor"
+                )
+            place = places(owner, task.graph.num_units)
+            total.index_add_(1, place, grad.to(total.dtype).unflatten(0, (samples, -1)).sum(1))
+        scale = samples if self.reduction == "mean" else 1
+        return (total[:, :-1] * scale).square().sum(0)
+
+
+@dataclass
+class _Taps:
+    """A mask [rows, channels] for every call of a reading layer: shared heads have one for each level."""
+
+    seen: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+
+    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+        """Remember a new mask and let ``x`` pass through it."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        mask = torch.ones((), dtype=dtype, device=x.device).expand(in_rows(x, dim).shape[:2]).requires_grad_()
+        self.seen.append((name, mask, owner))
+        return _Masked.apply(x, mask, dim)
+
+    def gradients(self, loss: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """(parameter, ∂L/∂mask, unit of each channel) of all calls that the loss depends on."""
+        if not self.seen:
+            raise ScoreError("criterion 'group-fisher': no layer that reads units ran; does loss_fn call the model?")
+        grads = torch.autograd.grad(loss, [mask for _, mask, _ in self.seen], allow_unused=True)
+        found = [
+            (name, torch.zeros_like(mask) if grad is None else grad, owner)
+            for (name, mask, owner), grad in zip(self.seen, grads, strict=True)
+        ]
+        self.seen.clear()
+        return found
+
+
+class _Masked(Function):
+    """``x ⊙ mask`` at mask = 1, without a second copy of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int) -> Tensor:  # noqa: ARG004 (the mask is 1)
+        """``x``."""
+        ctx.save_for_backward(x)
+        ctx.dim = dim
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """λ, and Σ x·λ over positions [rows, channels]."""
+        (x,) = ctx.saved_tensors
+        product = in_rows(x * grad, ctx.dim).unsqueeze(-1).flatten(2)
+        return grad, product.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)), None

@@ -1,0 +1,103 @@
+"""The feature maps that units are read from, seen while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ifso.criteria.base import Task
+from ifso.curvature.weights import Reader
+from ifso.errors import ScoreError
+
+Visit = Callable[[str, Tensor, int, Tensor], Tensor]
+"""``visit(parameter, x, dim, owner)`` gets a feature map, its channel dim and the unit of each channel; what it returns
+takes the place of ``x``."""
+
+_CONVS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+_TRANSPOSED: dict[Any, int] = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
+_LAYERS: dict[Any, int] = {F.linear: 0, **_CONVS, **_TRANSPOSED}
+_ARGUMENTS = {"input": 0, "weight": 1, "bias": 2, "groups": 6}
+
+
+class ReadingLayers(TorchFunctionMode):
+    """Within it ``visit`` is called with the input of every conv, transposed conv or linear layer that reads units.
+
+    Units that no layer reads (queries and keys) are visited at the output of the layer that makes them.
+    ``everywhere=True`` refuses a reading parameter that is differentiated in any other use.
+    """
+
+    def __init__(self, task: Task, visit: Visit, everywhere: bool) -> None:
+        super().__init__()
+        self._visit, self._everywhere = visit, everywhere
+        self._readers: dict[int, list[Reader]] = {}
+        for reader in task.readers:
+            self._readers.setdefault(id(task.tensors[reader.parameter]), []).append(reader)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One call of a torch function."""
+        kwargs = kwargs or {}
+        weight = _argument(args, kwargs, "weight") if func in _LAYERS else None
+        if id(weight) in self._readers:
+            return self._layer(func, args, kwargs, self._readers[id(weight)])
+        result = func(*args, **kwargs)
+        if self._everywhere:
+            self._refuse_other_uses(func, (args, kwargs), result)
+        return result
+
+    def _layer(self, func: Any, args: Any, kwargs: Any, readers: list[Reader]) -> Any:
+        transposed, groups = func in _TRANSPOSED, _argument(args, kwargs, "groups") or 1
+        for reader in readers:
+            if (reader.dim == 0) == transposed:
+                x = self._visited(func, _argument(args, kwargs, "input"), reader, groups)
+                args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+        result = func(*args, **kwargs)
+        for reader in readers:
+            if (reader.dim == 0) != transposed:
+                result = self._visited(func, result, reader, groups)
+                with torch._C.DisableTorchFunction():
+                    result = result.clone()  # the model may write into it
+        return result
+
+    def _visited(self, func: Any, x: Tensor, reader: Reader, groups: int) -> Tensor:
+        """Other modes count torch functions: nothing done here may be seen by them."""
+        with torch._C.DisableTorchFunction():
+            owner = reader.owner if reader.dim == 0 else reader.channels(groups)
+            return self._visit(reader.parameter, x, x.dim() - _LAYERS[func] - 1, owner)
+
+    def _refuse_other_uses(self, func: Any, arguments: Any, result: Any) -> None:
+        used = [self._readers[id(tensor)][0] for tensor in _tensors(arguments) if id(tensor) in self._readers]
+        with torch._C.DisableTorchFunction():
+            if used and any(tensor.requires_grad for tensor in _tensors(result)):
+                raise ScoreError(
+                    f"{used[0].parameter} reads units but is used by {getattr(func, '__name__', func)}, not as the "
+                    "weight of a conv or linear layer; use ifso, taylor or magnitude, which allow for any use"
+                )
+
+
+def _argument(args: Any, kwargs: Any, name: str) -> Any:
+    place = _ARGUMENTS[name]
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+def in_rows(x: Tensor, dim: int) -> Tensor:
+    """A feature map as [rows, channels, …]; without a batch dim it is one row.
+
+    >>> in_rows(torch.zeros(4, 7, 8), 2).shape, in_rows(torch.zeros(3, 5, 5), 0).shape
+    (torch.Size([4, 8, 7]), torch.Size([1, 3, 5, 5]))
+    """
+    return x.unsqueeze(0) if dim == 0 else x.movedim(dim, 1)

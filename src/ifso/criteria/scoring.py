@@ -1,0 +1,201 @@
+"""``ifso.score``: a criterion over batches, with bounded memory and over all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.costs.counting import check_fits
+from ifso.criteria.base import Criterion, Task
+from ifso.criteria.ranks import Sum, over_ranks
+from ifso.criteria.registry import create, names
+from ifso.curvature.losses import LossFn
+from ifso.errors import IfsoError, ScoreError
+from ifso.graph.balancing import check_keep
+from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.running import forget_caches
+from ifso.surgery.mask import masked
+
+
+def score(
+    model: nn.Module,
+    graph: ChannelGraph,
+    loss_fn: LossFn,
+    batches: Iterable[Any] | None,
+    criterion: str | Criterion = "ifso",
+    *,
+    keep: Keep | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Scores of all units: ``{group name: float64 tensor [size]}`` on the CPU, the mean over the batches.
+
+    ``loss_fn(model, batch)`` gives the mean loss of a batch. ``batches`` is gone through once; criteria that need no
+    data take None. ``criterion`` is a name, with its ``options``, or an object. With ``keep`` the model is scored as it
+    is without the units that ``keep`` drops; those score 0. The model is left as it was.
+
+    When ``torch.distributed`` is initialised, the mean runs over the batches of all ranks and is the same on each.
+
+    >>> from ifso.graph.tracing import trace
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    >>> net[2].weight.data = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    >>> score(net, trace(net, torch.zeros(1, 2)), None, None, "magnitude")
+    {'0': tensor([4., 6.], dtype=torch.float64)}
+    """
+    outcome: Sum | Exception
+    try:
+        outcome = _score_here(model, graph, loss_fn, batches, _criterion(criterion, options), keep)
+    except Exception as error:
+        outcome = error
+    found = over_ranks(outcome, graph.num_units)
+    if not found.count:
+        raise ScoreError(
+            "batches ran out before the first one; give an iterable with a batch in it (a generator can be used once)"
+        )
+    mean = found.total / found.count
+    return {group.name: mean[group.units].clone() for group in graph.groups}
+
+
+def _criterion(criterion: str | Criterion, options: Mapping[str, Any]) -> Criterion:
+    if isinstance(criterion, str):
+        return create(criterion, **options)
+    if not isinstance(criterion, Criterion):
+        raise ScoreError(f"criterion is {criterion!r}; give a Criterion object or one of {', '.join(names())}")
+    if options:
+        raise ScoreError(
+            f"option {next(iter(options))!r} beside a criterion object: set it in {type(criterion).__name__}(…)"
+        )
+    return criterion
+
+
+def _score_here(
+    model: nn.Module,
+    graph: ChannelGraph,
+    loss_fn: LossFn,
+    batches: Iterable[Any] | None,
+    criterion: Criterion,
+    keep: Keep | None,
+) -> Sum:
+    """The sum over the batches of this rank."""
+    check_fits(model, graph)
+    if not graph.num_units:
+        raise ScoreError(f"nothing in {type(model).__name__} can be pruned, so there is no score; see graph.frozen")
+    watched = _WatchedLoss(loss_fn)
+    task = Task(model, graph, watched, graph.kept(keep))
+    check_keep(graph, task.kept)
+    soft = contextlib.nullcontext() if keep is None or criterion.masks_itself else masked(model, graph, keep)
+    with _same_modes(model), soft:
+        if not criterion.needs_batches:
+            return Sum(_on_batch(criterion, task, None, watched), 1)
+        total, count = torch.zeros(graph.num_units, dtype=torch.float64, device="cpu"), 0
+        for batch in _iterable(batches, criterion):
+            count += 1
+            watched.where = f" on batch {count}"
+            total += _on_batch(criterion, task, batch, watched)
+        return Sum(total, count)
+
+
+def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:
+    """The batches, unless they are one batch by mistake."""
+    if _looks_like_one_batch(batches):
+        raise ScoreError(f"batches is a {type(batches).__name__} of tensors; give an iterable of batches, e.g. [batch]")
+    if not isinstance(batches, Iterable):
+        raise ScoreError(
+            f"criterion {criterion.name!r} needs data, and batches is {type(batches).__name__}; "
+            "give an iterable of batches, e.g. [batch]"
+        )
+    return batches
+
+
+def _looks_like_one_batch(batches: Any) -> bool:
+    if isinstance(batches, (Tensor, str, Mapping)) or hasattr(batches, "__array__"):
+        return True
+    if not isinstance(batches, (tuple, list)) or not all(isinstance(item, Tensor) for item in batches):
+        return False
+    if isinstance(batches, tuple):
+        return bool(batches)
+    return len({(item.dim(), item.dtype) for item in batches}) > 1
+
+
+def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: _WatchedLoss) -> Tensor:
+    """Scores of one batch on the CPU, 0 for units that are gone; finite, or an error."""
+    forget_caches(task.model)
+    try:
+        values = criterion.units(task, batch)
+    except (IfsoError, RuntimeError) as error:
+        watched.refuse_infinite()
+        if isinstance(error, IfsoError):
+            raise
+        raise ScoreError(f"criterion {criterion.name!r} failed{watched.where}: {_one_line(error)}") from error
+    finally:
+        forget_caches(task.model)
+    watched.refuse_infinite()
+    if values.shape != (task.graph.num_units,):
+        raise ScoreError(
+            f"criterion {criterion.name!r} gave scores of shape {tuple(values.shape)} for {task.graph.num_units} units"
+        )
+    values = values.detach().to("cpu", torch.float64).masked_fill(~task.kept[:-1], 0)
+    for group in task.graph.groups:
+        if not bool(values[group.units].isfinite().all()):
+            raise ScoreError(
+                f"criterion {criterion.name!r}{watched.where}: the score of group {group.name!r} is not finite; "
+                "check weights and data, or work in float32"
+            )
+    return values
+
+
+class _WatchedLoss:
+    """The user's loss, with one clear line where it fails or is not finite. ``where`` says on which batch."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+        self._last: Tensor | None = None
+        self.where = ""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """``loss_fn(model, batch)``."""
+        try:
+            loss = self._loss_fn(model, batch)
+        except IfsoError:
+            raise
+        except Exception as error:
+            raise ScoreError(f"loss_fn failed{self.where}: {_one_line(error)}; {_hint(error)}") from error
+        self._last = loss.detach() if isinstance(loss, Tensor) else None
+        return loss
+
+    def refuse_infinite(self) -> None:
+        """Raise if the last loss was NaN or infinite; looked at after the pass, so that a GPU need not wait."""
+        if self._last is not None and not bool(self._last.isfinite().all()):
+            raise ScoreError(
+                f"the loss{self.where} is not finite ({self._last.flatten()[0].item()}); "
+                "check data, weights and learning rate"
+            )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _hint(error: Exception) -> str:
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError):
+        return "give smaller batches"
+    if "dtype" in text or " type" in text:
+        return "give inputs in the dtype and on the device of the weights, e.g. convert images with .float()"
+    if "shape" in text or "size" in text or "channels" in text:
+        return "give batches of the shape that the model takes"
+    return "check that loss_fn(model, batch) works"
+
+
+@contextlib.contextmanager
+def _same_modes(model: nn.Module) -> Iterator[None]:
+    """Put every module back into train or eval mode, as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,138 @@
+"""The Gauss-Newton matrix: the Hessian without the curvature of the network itself.
+
+Write the loss as L(W) = ℓ(f(W), W), where f is what ``model(...)`` returns and the second argument stands for the
+weights that ``loss_fn`` uses directly (an L2 term). With J = ∂f/∂W and K = [J; I],
+
+    G = Kᵀ ∇²ℓ K,        H = G + Σ_o (∂ℓ/∂f_o) ∂²f_o/∂W².
+
+G is exact in everything but the second derivative of f, and positive semidefinite where ℓ is convex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ifso.curvature.dual_mode import DualMode, Manner, Plan
+from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.errors import ScoreError
+
+
+def gauss_newton_product(
+    model: nn.Module, loss_fn: LossFn, batch: Any, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
+    with undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with forward_ad.dual_level():
+            cut = _Cut(tensors, dots)
+            with cut.at_output_of(model), DualMode(cut.plans, Manner(fused=False)):
+                loss = checked(loss_fn(model, batch))
+            if not cut.outputs:
+                raise ScoreError(
+                    "loss_fn never calls model(...), so the Gauss-Newton matrix has no output to linearise; "
+                    "call the model in loss_fn, or choose curvature='hessian'"
+                )
+            direct = [leaf for leaf in cut.direct.values() if leaf is not None]
+            leaves = [leaf for _, leaf in cut.outputs]
+            grads = torch.autograd.grad(loss, [*leaves, *direct], allow_unused=True)
+            tangents = [None if grad is None else forward_ad.unpack_dual(grad).tangent for grad in grads]
+        back = [
+            (primal, tangent)
+            for (primal, _), tangent in zip(cut.outputs, tangents[: len(leaves)], strict=True)
+            if tangent is not None and primal.requires_grad
+        ]
+        through = _pull_back(back, list(cut.inside.values()))
+    beside = dict(zip(cut.direct, tangents[len(leaves) :], strict=True))
+    return {
+        name: _sum(through.get(id(cut.inside.get(name))), beside.get(name))
+        for name in tensors
+    }  # fmt: skip
+
+
+def _pull_back(back: list[tuple[Tensor, Tensor]], inside: list[Tensor]) -> dict[int, Tensor | None]:
+    """Σ Jᵀ tangent over the outputs, by ``id`` of the parameter's stand-in."""
+    if not back or not inside:
+        return {}
+    outputs, tangents = zip(*back, strict=True)
+    primals = torch.autograd.grad(outputs, inside, [tangent.detach() for tangent in tangents], allow_unused=True)
+    return {id(leaf): grad for leaf, grad in zip(inside, primals, strict=True)}
+
+
+class _Cut:
+    """Parameters as dual numbers, one leaf inside the model and another outside it; outputs of the model as leaves."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]) -> None:
+        self._tensors, self._dots = tensors, dots
+        self._depth = 0
+        self.inside: dict[str, Tensor] = {}
+        self.direct: dict[str, Tensor] = {}
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.plans = {
+            id(tensor): Plan(stand_in=partial(self._stand_in, name), in_layers=False)
+            for name, tensor in tensors.items()
+        }
+
+    def _stand_in(self, name: str) -> Tensor:
+        leaves = self.inside if self._depth else self.direct
+        if name not in leaves:
+            leaf = self._tensors[name].detach().requires_grad_()
+            leaves[name] = forward_ad.make_dual(leaf, self._dots[name])
+        return leaves[name]
+
+    def at_output_of(self, model: nn.Module) -> _Hooks:
+        """Cut at every call of the model."""
+        return _Hooks(model, self._enter, self._leave)
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise ScoreError(
+                    "the model is called on something that depends on its own weights, which the Gauss-Newton matrix "
+                    "does not follow; choose curvature='hessian'"
+                )
+
+    def _leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        self._depth -= 1
+        values, shape = tree_flatten(output)
+        return tree_unflatten([self._as_leaf(value) for value in values], shape)
+
+    def _as_leaf(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        primal, tangent = forward_ad.unpack_dual(value)
+        leaf = primal.detach().requires_grad_()
+        dual = leaf if tangent is None else forward_ad.make_dual(leaf, tangent.detach())
+        self.outputs.append((primal, dual))
+        return dual
+
+
+class _Hooks:
+    """Forward hooks on the root of a model."""
+
+    def __init__(self, model: nn.Module, enter: Any, leave: Any) -> None:
+        self._model, self._enter, self._leave = model, enter, leave
+
+    def __enter__(self) -> None:
+        self._handles = [
+            self._model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self._model.register_forward_hook(self._leave),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return first + second

@@ -1,0 +1,58 @@
+"""Inverse-curvature solvers: u ≈ H⁻¹v behind one protocol. To add one, write a short file and name it here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ifso.curvature.solvers.cg import ConjugateGradients
+from ifso.curvature.solvers.identity import Identity
+from ifso.curvature.solvers.jacobian import JacobianRows
+from ifso.curvature.solvers.kfac import Kfac
+from ifso.curvature.solvers.neumann import Neumann
+from ifso.curvature.solvers.protocol import Solution, Solver, SolverWarning, tell
+from ifso.curvature.solvers.sherman_morrison import ShermanMorrison
+from ifso.errors import ScoreError
+
+SOLVERS: dict[str, type[Any]] = {
+    "identity": Identity,
+    "neumann": Neumann,
+    "sherman-morrison": ShermanMorrison,
+    "cg": ConjugateGradients,
+    "kfac": Kfac,
+    "jacobian": JacobianRows,
+}
+
+__all__ = [
+    "SOLVERS",
+    "ConjugateGradients",
+    "Identity",
+    "JacobianRows",
+    "Kfac",
+    "Neumann",
+    "ShermanMorrison",
+    "Solution",
+    "Solver",
+    "SolverWarning",
+    "create_solver",
+    "tell",
+]
+
+
+def create_solver(solver: str | Solver, **options: Any) -> Solver:
+    """A solver by name with its options, or the solver itself.
+
+    >>> create_solver("identity", scale=10.0)
+    Identity(scale=10.0)
+    """
+    if not isinstance(solver, str):
+        if options:
+            raise ScoreError(f"options {', '.join(options)} go with a solver's name, not with a solver that is made")
+        return solver
+    if solver not in SOLVERS:
+        raise ScoreError(f"solver {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
+    known = [field.name for field in fields(SOLVERS[solver])]
+    for name in options:
+        if name not in known:
+            raise ScoreError(f"solver {solver!r} has no option {name!r}; its options are {', '.join(known)}")
+    return SOLVERS[solver](**options)

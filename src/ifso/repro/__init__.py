@@ -1,0 +1,1 @@
+"""Studies behind the paper's tables and figures, run again from scratch."""

@@ -1,0 +1,95 @@
+"""What the benchmarks measure with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ifso.bench.timing import LiveBytes, in_turns, make_ready, middle, peak_bytes
+from ifso.cli.main import main
+
+CPU = torch.device("cpu")
+
+
+def test_live_bytes_counts_what_is_alive_and_only_that():
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        second = first.view(10, 100) * 2
+        del first
+        third = torch.zeros(500)
+    assert live.peak == 4 * (1000 + 1000)
+    del second, third
+
+
+def test_live_bytes_sees_what_backward_needs():
+    weight = torch.zeros(100, 100, requires_grad=True)
+
+    def kept():
+        x = torch.ones(100, 100)
+        for _ in range(10):
+            x = (x @ weight).tanh()
+        x.sum().backward()
+
+    def not_kept():
+        with torch.no_grad():
+            x = torch.ones(100, 100)
+            for _ in range(10):
+                x = (x @ weight).tanh()
+
+    assert peak_bytes(kept, CPU) > 3 * peak_bytes(not_kept, CPU)
+
+
+def test_rounds_take_turns():
+    calls = []
+    ready = {name: make_ready(lambda name=name: calls.append(name), CPU) for name in "ab"}
+    calls.clear()
+    seconds = in_turns(ready, 3)
+    assert calls == list("ababab")
+    assert all(len(times) == 3 and min(times) >= 0 for times in seconds.values())
+
+
+def test_middle_of_one():
+    assert middle([2.0]) == (2.0, 0.0)
+
+
+class TestBenchScore:
+    def test_json_has_every_method_as_a_multiple_of_the_gradient(self, capsys):
+        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
+        assert main([*argv, "--json"]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["results"]
+        methods = result["methods"]
+        assert set(methods) == {"gradient", "ifso", "authors", "double backward", "group-fisher", "taylor"}
+        assert methods["gradient"]["times"] == methods["gradient"]["memory"] == 1
+        for row in methods.values():
+            assert row["seconds"] > 0
+            assert row["peak_bytes"] > 0
+        assert methods["ifso"]["peak_bytes"] > methods["gradient"]["peak_bytes"]
+
+    def test_table_names_what_was_asked_for(self, capsys):
+        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
+        assert main([*argv, "--methods", "ifso"]) == 0
+        out = capsys.readouterr().out
+        assert "gradient" in out
+        assert "S, exact" in out
+        assert "taylor" not in out
+
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            (["--precision", "int8"], "int8"),
+            (["--methods", "guessing"], "guessing"),
+            (["--models", "ifso:resnet21"], "resnet21"),
+            (["--models", "torchvision:fasterrcnn_resnet50_fpn"], "image classifiers"),
+            (["--batch", "0"], "--batch"),
+        ],
+    )
+    def test_bad_input_is_one_line(self, more, words, capsys):
+        assert main(["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--repeats", "1", *more]) == 2
+        assert words in capsys.readouterr().err
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_a_missing_gpu_is_said(self, capsys):
+        assert main(["bench", "score", "--device", "cuda"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err

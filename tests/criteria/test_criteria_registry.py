@@ -1,0 +1,96 @@
+"""Criteria by name: what there is, and what is said of what there is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Literal
+
+import pytest
+
+from ifso.criteria import registry
+from ifso.criteria.base import Criterion
+from ifso.criteria.magnitude import Magnitude
+from ifso.errors import ScoreError
+
+PROMISED = (
+    "ifso", "authors", "group-fisher", "taylor", "magnitude", "magnitude-average", "fpgm", "bn-scale", "hrank",
+    "random",
+)  # fmt: skip
+
+
+def test_every_promised_name():
+    assert set(registry.names()) >= set(PROMISED)
+
+
+def test_every_name_is_a_frozen_dataclass_of_that_name(any_criterion):
+    kind = registry.find(any_criterion)
+    assert issubclass(kind, Criterion)
+    assert is_dataclass(kind)
+    assert kind.__dataclass_params__.frozen
+    assert kind.name == any_criterion
+    assert kind.needs in ("nothing", "weights", "activations", "gradients", "curvature")
+    assert registry.create(any_criterion) == kind()
+
+
+def test_options_are_fields():
+    assert registry.create("magnitude", p=2) == Magnitude(p=2)
+
+
+def test_an_unknown_name_lists_all_names():
+    with pytest.raises(ScoreError, match=r"no criterion 'magnitud'; choose one of ifso, .*, random") as caught:
+        registry.create("magnitud")
+    assert all(name in str(caught.value) for name in PROMISED)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("magnitude", {"q": 2}, "criterion 'magnitude' has no option 'q'; it takes p=1"),
+        ("fpgm", {"p": 1}, "criterion 'fpgm' has no option 'p'; it takes no options"),
+        ("magnitude", {"p": 3}, "criterion 'magnitude': p=3 will not do; give 1 or 2"),
+        ("magnitude", {"p": True}, "criterion 'magnitude': p=True will not do; give 1 or 2"),
+        ("magnitude", {"p": "1"}, "criterion 'magnitude': p='1' will not do; give 1 or 2"),
+        ("random", {"seed": 0.5}, "criterion 'random': seed=0.5 will not do; give int"),
+        ("random", {"seed": False}, "criterion 'random': seed=False will not do; give int"),
+        ("group-fisher", {"reduction": "none"}, "reduction='none' will not do; give 'mean' or 'sum'"),
+    ],
+)
+def test_options_that_will_not_do(name, options, words):
+    with pytest.raises(ScoreError) as caught:
+        registry.create(name, **options)
+    assert words in str(caught.value)
+
+
+def test_types_of_options():
+    @dataclass(frozen=True)
+    class Mine(Criterion):
+        name = "mine"
+        needs = "nothing"
+        damping: float | None = None
+        mode: Literal["a", None] = None
+        on: bool = True
+        more: Mapping[str, int] | None = None
+
+        def units(self, task, batch):
+            raise NotImplementedError
+
+    globals()["Mine"] = Mine
+    for good in ({"damping": 1}, {"damping": 0.5}, {"damping": None}, {"mode": "a"}, {"on": False}, {"more": {}}):
+        Mine(**good)
+    for bad in ({"damping": "1"}, {"damping": True}, {"mode": "b"}, {"on": 1}, {"more": 5}):
+        with pytest.raises(ScoreError, match="will not do"):
+            Mine(**bad)
+
+
+def test_a_criterion_is_imported_when_asked_for(monkeypatch):
+    asked = []
+    real = registry.import_module
+    monkeypatch.setattr(registry, "import_module", lambda name: asked.append(name) or real(name))
+    assert registry.names()
+    assert asked == []
+    registry.create("magnitude-average")
+    assert asked == ["ifso.criteria.magnitude_average"]
+    assert [kind for kind in vars(registry).values() if isinstance(kind, type) and issubclass(kind, Criterion)] == [
+        Criterion
+    ]
