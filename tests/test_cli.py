@@ -310,7 +310,11 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     readme = (ROOT / "README.md").read_text()
     code = readme.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
-    names = {}
+    images, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
+    names = {
+        "loss_fn": lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        "batches": [(images, labels)],
+    }
     exec(code, names)
     loaded = ifso.load("runs/smaller", ifso.create_model("torchvision:resnet50")).eval()
     x = torch.randn(1, 3, 64, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,4 +220,5 @@ def measure(
         row["captured"], row["fidelity"] = ready[name].captured, fidelity.get(name)
     name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
     about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
-    return {**asdict(setup), **about, "units": bench.graph.num_units, "methods": rows}
+    names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("images", setup.images))}
+    return {**asdict(setup), **names, **about, "units": bench.graph.num_units, "methods": rows}

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import ifso
-from ifso.cli import bench, demo, inspect
+from ifso.cli import bench, demo, inspect, repro
 from ifso.errors import IfsoError
 
-COMMANDS = (demo, inspect, bench)
+COMMANDS = (demo, inspect, bench, repro)
 INTERRUPTED = 130
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
