@@ -45,6 +45,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 def _scatter(axes: Axes, name: str, networks: Sequence[dict[str, Any]], steps: str) -> None:
     """Truth to the right, what was said without retraining upwards; on the dashed line they agree."""
+    from matplotlib.ticker import NullFormatter
+
     rows = [row for network in networks for row in network["masks"]]
     truth = [row["truth"] for row in rows]
     known = [(row["truth"], row["estimates"][steps]["true"]) for row in rows if "true" in row["estimates"][steps]]
@@ -61,8 +63,9 @@ def _scatter(axes: Axes, name: str, networks: Sequence[dict[str, Any]], steps: s
     if min(truth + [y for _, y in known] + [row["existing"] for row in rows]) > 0:
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
-        threshold = max(statistics.median([abs(number) for number in truth]) / 10, 1e-12)
+        threshold = max(statistics.median([abs(number) for number in truth]) / 2, 1e-12)
         axes.set_xscale("symlog", linthresh=threshold)
         axes.set_yscale("symlog", linthresh=threshold)
     axes.tick_params(axis="x", which="both", labelrotation=45)
@@ -85,7 +88,8 @@ def _trade_off(axes: Axes, name: str, document: dict[str, Any]) -> None:
         axes.plot(*zip(*line, strict=True), linestyle=style, marker=marker, markersize=4, color=PATH, label=label)
     for step, row in points:
         place = 100 * row["share"]["mean"], row["spearman"]["mean"]
-        axes.annotate(f"K={step}", place, textcoords="offset points", xytext=(2, -9), fontsize=7)
+        if step in (1, steps[-1]):
+            axes.annotate(f"K={step}", place, textcoords="offset points", xytext=(5, -2), fontsize=7)
         if step == 1:
             axes.plot(*place, linestyle="none", marker="^", markersize=6, color=LINE, label="Proposition 1, all masks")
     old = found.get(EXISTING, {}).get("spearman")
