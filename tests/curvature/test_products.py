@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ifso
+from ifso.curvature.primal import LayerPrimal, is_careful
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 
@@ -724,3 +725,33 @@ def test_nothing_to_train():
     model = build(classifier).requires_grad_(False)
     with pytest.raises(ScoreError, match="no trainable conv or linear layer"):
         Products(model, ifso.trace(model, images()), squares)
+
+
+# --- precision on a GPU -----------------------------------------------------------------------------------------------
+
+
+class OnGpu:
+    """Stands for a float32 tensor on a GPU."""
+
+    is_cuda = True
+    dtype = torch.float32
+
+
+def test_a_careful_layer_is_not_rounded_and_the_setting_is_put_back():
+    conv = torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    try:
+        conv.fp32_precision = "tf32"
+        with LayerPrimal("layer", careful=True).precision(OnGpu()):
+            assert conv.fp32_precision == "ieee"
+        assert conv.fp32_precision == "tf32"
+        with LayerPrimal("layer", careful=False).precision(OnGpu()):
+            assert conv.fp32_precision == "tf32"
+    finally:
+        conv.fp32_precision = before
+
+
+def test_narrow_layers_are_careful_unless_told_otherwise():
+    narrow, wide = torch.zeros(64, 64, 3, 3), torch.zeros(64, 65, 1, 1)
+    assert [is_careful(None, weight) for weight in (narrow, wide)] == [True, False]
+    assert [is_careful(choice, wide) for choice in (True, False)] == [True, False]

@@ -19,6 +19,7 @@ from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
 from ifso.curvature.losses import undisturbed
+from ifso.curvature.primal import conv_settings
 from ifso.curvature.weights import readers, weight_space
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph
@@ -192,8 +193,9 @@ def measure(
         raise IfsoError(f"precision {setup.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     if setup.device.startswith("cuda") and not torch.cuda.is_available():
         raise IfsoError("no CUDA device was found; use --device cpu")
-    allowed, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = setup.precision == "tf32", True
+    conv, cudnn = conv_settings(), torch.backends.cudnn
+    before = conv.fp32_precision, cudnn.benchmark
+    conv.fp32_precision, cudnn.benchmark = "tf32" if setup.precision == "tf32" else "ieee", True
     try:
         bench = Workbench(setup)
         rows: dict[str, dict[str, Any]] = {}
@@ -212,7 +214,7 @@ def measure(
         say(f"{setup.model}: the same in float64, for the ranks")
         fidelity = bench.fidelity(scores)
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = allowed, benchmark
+        conv.fp32_precision, cudnn.benchmark = before
     for name, row in rows.items():
         row["seconds"], row["spread"] = middle(seconds[name])
         row["times"], _ = middle([own / one for own, one in zip(seconds[name], seconds["gradient"], strict=True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,22 @@ NARROW = 64
 def is_careful(careful: bool | None, weight: Tensor) -> bool:
     """The choice for one layer; None leaves it to the layer's width."""
     return max(weight.shape[:2]) <= NARROW if careful is None else careful
+
+
+def conv_settings() -> Any:
+    """The setting for convolutions alone: reading the one for all of cuDNN fails where a user has set them apart."""
+    return getattr(torch.backends.cudnn, "conv")  # noqa: B009 (torch's types do not know it)
+
+
+@contextlib.contextmanager
+def _full_float32() -> Iterator[None]:
+    conv = conv_settings()
+    before = conv.fp32_precision
+    conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before
 
 
 @dataclass
@@ -38,16 +55,12 @@ class LayerPrimal:
 
     def needs_care(self, x: Tensor) -> bool:
         """Would the layer be rounded to TF32, though it should not?"""
-        return self.careful and x.is_cuda and x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+        rounded = conv_settings().fp32_precision == "tf32"
+        return self.careful and x.is_cuda and x.dtype == torch.float32 and rounded
 
     def precision(self, x: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Within the context nothing is rounded to TF32."""
-        if not self.needs_care(x):
-            return contextlib.nullcontext()
-        now = torch.backends.cudnn
-        return now.flags(
-            enabled=now.enabled, benchmark=now.benchmark, deterministic=now.deterministic, allow_tf32=False
-        )
+        """Within the context no convolution is rounded to TF32."""
+        return _full_float32() if self.needs_care(x) else contextlib.nullcontext()
 
     def keep_output(self, y: Tensor) -> None:
         """Remember ``y``, and how often it had been written to."""
