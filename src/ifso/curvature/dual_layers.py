@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.curvature.joining import dense_format, doubled, halves, is_dense, joined, parted
+from ifso.curvature.joining import alias, dense_format, doubled, halves, is_dense, joined, parted
 from ifso.curvature.primal import LayerPrimal
 from ifso.curvature.quick import kernels, quick
 
@@ -62,8 +62,9 @@ class LinearShape:
     groups = 1
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x Wᵀ + bias``."""
-        return aten.linear(x, weight, bias)
+        """``x Wᵀ + bias``; no view, for the model may write into it."""
+        y = aten.linear(x, weight, bias)
+        return alias(y) if y._is_view() else y
 
     def to_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002 (one protocol)
         """Gradient with respect to ``x``."""
