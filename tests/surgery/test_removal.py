@@ -509,6 +509,21 @@ def test_sliced_momentum_is_the_right_slice():
     assert torch.equal(optimizer.state[model.body.conv.weight]["momentum_buffer"], old[2:][:, 1::2])
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_shuffle_whose_blocks_have_shrunk_to_one_channel_can_be_traced_again(seed):
+    case = CASES["channel-shuffle"]
+    model, inputs, graph = case.model(), case.inputs(), case.graph()
+    ifso.compact_(model, graph, random_keep(graph, seed))
+    again = ifso.trace(model, inputs)
+    assert again.num_units
+    keep = random_keep(again, seed + 100)
+    with torch.no_grad():
+        with ifso.masked(model, again, keep):
+            expected = model(inputs)
+        ifso.compact_(model, again, keep)
+        assert float((model(inputs) - expected).abs().max()) < 1e-12
+
+
 # ---- twice, saved and loaded ----------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,11 @@ def _dealt(alive: Tensor, period: int) -> Tensor:
 
     >>> _dealt(torch.tensor([1, 0, 0, 1, 1, 1]).bool(), 2)   # blocks (0 2 4) and (1 3 5) keep 0 4 and 3 5
     tensor([0, 3, 4, 5])
+
+    Blocks of one slice each are in order already.
     """
+    if alive.numel() == period:
+        return alive.nonzero().flatten()
     blocks = alive.view(-1, period).t()
     if len(set(blocks.sum(1).tolist())) > 1:
         raise KeepError(
