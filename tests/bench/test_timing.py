@@ -83,6 +83,10 @@ class TestBenchScore:
             (["--models", "ifso:resnet21"], "resnet21"),
             (["--models", "torchvision:fasterrcnn_resnet50_fpn"], "image classifiers"),
             (["--batch", "0"], "--batch"),
+            (["--size", "0"], "--size"),
+            (["--threads", "0"], "--threads"),
+            (["--device", "abacus"], "abacus"),
+            (["--images", "missing.npz"], "missing.npz"),
         ],
     )
     def test_bad_input_is_one_line(self, more, words, capsys):

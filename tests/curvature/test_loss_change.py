@@ -391,3 +391,43 @@ def test_bounds_say_nothing_without_convexity():
     assert bounds.convexity < 0
     assert bounds.corollary_1 == float("inf")
     assert "inf" in str(bounds)
+
+
+def test_gauss_newton_of_a_masked_group_norm_is_that_of_the_smaller_network():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 8, 3), nn.GroupNorm(2, 8), nn.Tanh(), nn.Conv2d(8, 3, 1), nn.Flatten()).double()
+    x = torch.randn(4, 2, 5, 5).double()
+    graph = ifso.trace(net, x)
+    keep = {"0": torch.tensor([True, False, True, True, True, True, True, False])}
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    def along_itself(model, graph):
+        objective = Objective(Products(model, graph, loss_fn), [x])
+        weights = objective.space.current()
+        return float(weights @ objective.gauss_newton(weights))
+
+    with ifso.masked(net, graph, keep):
+        soft = along_itself(net, graph)
+    ifso.compact_(net, graph, keep)
+    assert soft == pytest.approx(along_itself(net, ifso.trace(net, x)), rel=1e-10)
+
+
+def test_an_operation_without_second_derivative_is_refused_in_one_line():
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    model, graph, data = network("plain")
+
+    def loss_fn(model, batch):
+        return dense.regularised(model, batch) + Odd.apply(model(batch[0])).square().mean()
+
+    with pytest.raises(ScoreError, match="differentiated twice"):
+        true_loss_change(model, graph, removal_of(graph, (0, 0)), loss_fn, data, solver="cg")

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import trace
 from ifso.models import create_model, default_inputs
 from ifso.repro.correlation import spearman
+from ifso.repro.images import cifar_arrays
 
 PRECISIONS = ("float32", "tf32", "bf16")
 METHODS = {
@@ -156,11 +156,7 @@ def _cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
     """The first training images of an .npz (x_train, y_train), normalised as in the authors' program."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            images, labels = arrays["x_train"][:count], arrays["y_train"][:count]
-    except (OSError, KeyError, ValueError) as error:
-        raise IfsoError(f"--images {path}: {' '.join(str(error).split())}; give an .npz of x_train, y_train") from error
+    images, labels = (array[:count] for array in cifar_arrays(Path(path)))
     if images.shape != (count, 32, 32, 3) or labels.shape != (count,):
         raise IfsoError(
             f"--images {path}: x_train {images.shape} and y_train {labels.shape} are not {count} CIFAR images"
@@ -191,6 +187,8 @@ def measure(
         raise IfsoError(f"no method {min(unknown)!r}; choose among {', '.join(METHODS)}")
     if setup.precision not in PRECISIONS:
         raise IfsoError(f"precision {setup.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    if setup.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise IfsoError(f"--device {setup.device!r} is unknown; give cpu or cuda")
     if setup.device.startswith("cuda") and not torch.cuda.is_available():
         raise IfsoError("no CUDA device was found; use --device cpu")
     conv, cudnn = conv_settings(), torch.backends.cudnn

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from ifso.bench.score import Setup, measure
     from ifso.errors import IfsoError
 
-    if args.batch < 1 or args.repeats < 1:
-        raise IfsoError("--batch and --repeats take numbers from 1 up")
+    if any(number is not None and number < 1 for number in (args.batch, args.repeats, args.size, args.threads)):
+        raise IfsoError("--batch, --repeats, --size and --threads take numbers from 1 up")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     results = []

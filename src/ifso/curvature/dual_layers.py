@@ -20,6 +20,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from ifso.curvature.joining import alias, dense_format, doubled, halves, is_dense, joined, parted
 from ifso.curvature.primal import LayerPrimal
 from ifso.curvature.quick import kernels, quick
+from ifso.curvature.weights import sum_of
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ class DualLayer(Function):
             with known.precision(x):
                 y = shape.apply(x, weight, bias)
             known.keep_output(y)
-        moved = _sum(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
+        moved = sum_of(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
         y_dot = None if moved is None else shape.apply(moved, weight)
         if isinstance(mask_dot, float):
             plain = y if bias is None else y - along(bias, shape.channel_dim(y), y)
@@ -133,15 +134,15 @@ class DualLayer(Function):
             if isinstance(ctx.mask_dot, float):
                 lam, lam_dot = _met(lam, lam_dot, beside=not ctx.known.needs_care(lam))
             if to_weight:
-                weight_tangent = _sum(_to_weight(shape, lam_dot, x, weight), _to_weight(shape, lam, moved, weight))
+                weight_tangent = sum_of(_to_weight(shape, lam_dot, x, weight), _to_weight(shape, lam, moved, weight))
             if to_x or to_mask:
                 back, straight = _back(ctx, lam, lam_dot, x, weight)
                 turned = None if weight_dot is None else shape.to_input(lam, x, weight_dot)
-                back_dot = _sum(straight, turned)
+                back_dot = sum_of(straight, turned)
                 if to_mask:
                     mask_tangent = _per_channel(shape, x, back_dot, x_dot, back)
                 if isinstance(ctx.mask_dot, Tensor):
-                    back_dot = _sum(back_dot, back * ctx.mask_dot)
+                    back_dot = sum_of(back_dot, back * ctx.mask_dot)
                 grad_x = back if back_dot is None else make_dual(back, back_dot)
         return None, None, grad_x, None, None, None, None, None, weight_tangent, mask_tangent
 
@@ -172,12 +173,6 @@ def _back(ctx: Any, lam: Tensor, lam_dot: Tensor | None, x: Tensor, weight: Tens
     return back, None if lam_dot is None else ctx.shape.to_input(lam_dot, x, weight)
 
 
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return first if second is None else second
-    return first + second
-
-
 def _to_weight(shape: ConvShape | LinearShape, grad: Tensor | None, x: Tensor | None, weight: Tensor) -> Tensor | None:
     return None if grad is None or x is None else shape.to_weight(grad, x, weight)
 
@@ -195,7 +190,7 @@ def _per_channel(
     rest = [axis for axis in range(x.dim()) if axis != shape.channel_dim(x)]
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = [(left * right).sum(rest, dtype=wide) if rest else left * right for left, right in pairs]
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return sum_of(*parts)
 
 
 class DualBatchNorm(Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,14 @@ class DualPass:
 
     def __call__(self, batch: Any) -> None:
         """Run the pass."""
-        try:
-            with undisturbed(self._model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
-                self._run(batch)
-        except (NotImplementedError, CheckpointError, RuntimeError) as error:
-            raise _explained(error) from error
+        with (
+            explained(),
+            undisturbed(self._model),
+            torch.enable_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            forward_ad.dual_level(),
+        ):
+            self._run(batch)
 
     def _run(self, batch: Any) -> None:
         with below_other_modes(DualMode(self._plans, self._manner)):
@@ -104,12 +108,16 @@ class DualPass:
 _SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch", "checkpoint")
 
 
-def _explained(error: Exception) -> Exception:
-    """A part of the model that cannot be differentiated twice, as one line; other errors as they are."""
-    text = " ".join(str(error).split())
-    if isinstance(error, (NotImplementedError, CheckpointError)) or any(sign in text for sign in _SIGNS):
-        return ScoreError(
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """A part of the model that cannot be differentiated twice is refused in one line; other errors pass."""
+    try:
+        yield
+    except (NotImplementedError, CheckpointError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if not isinstance(error, (NotImplementedError, CheckpointError)) and not any(sign in text for sign in _SIGNS):
+            raise
+        raise ScoreError(
             f"the model or loss uses something that cannot be differentiated twice this way: {text[:200]}; "
             "write that operation out in plain tensor operations, or switch off checkpointing and compilation"
-        )
-    return error
+        ) from error

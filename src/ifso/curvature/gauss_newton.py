@@ -20,8 +20,10 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ifso.curvature.dual_mode import DualMode, Manner, Plan
+from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
+from ifso.curvature.dual_pass import explained
 from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.weights import sum_of
 from ifso.errors import ScoreError
 
 
@@ -29,10 +31,10 @@ def gauss_newton_product(
     model: nn.Module, loss_fn: LossFn, batch: Any, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
-    with undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         with forward_ad.dual_level():
             cut = _Cut(tensors, dots)
-            with cut.at_output_of(model), DualMode(cut.plans, Manner(fused=False)):
+            with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
                 loss = checked(loss_fn(model, batch))
             if not cut.outputs:
                 raise ScoreError(
@@ -51,7 +53,7 @@ def gauss_newton_product(
         through = _pull_back(back, list(cut.inside.values()))
     beside = dict(zip(cut.direct, tangents[len(leaves) :], strict=True))
     return {
-        name: _sum(through.get(id(cut.inside.get(name))), beside.get(name))
+        name: sum_of(through.get(id(cut.inside.get(name))), beside.get(name))
         for name in tensors
     }  # fmt: skip
 
@@ -130,9 +132,3 @@ class _Hooks:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return first if second is None else second
-    return first + second

@@ -11,7 +11,7 @@ over N samples and T positions (T = 1 for a linear layer on vectors), where g is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,23 +137,25 @@ def _statistics(objective: Objective, layers: dict[nn.Module, Block]) -> Iterato
     objective.spent += GRADIENT
     for batch in objective.batches:
         caught: list[tuple[nn.Module, Tensor, Tensor]] = []
-        with undisturbed(objective.model), torch.enable_grad(), _hooks(layers, caught):
+        with undisturbed(objective.model), torch.enable_grad(), catching(layers, caught):
             loss = checked(objective.loss_fn(objective.model, batch))
             grads = torch.autograd.grad(loss, [output for _, _, output in caught], allow_unused=True)
         for (module, entering, _), grad in zip(caught, grads, strict=True):
             if grad is not None:
-                a, g = layer_matrices(module, entering.detach(), grad)
+                a, g = layer_matrices(module, entering, grad)
                 if len(layers[module].names) > 1:
                     a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
                 yield layers[module], a, g * num_samples(batch)
 
 
 @contextlib.contextmanager
-def _hooks(layers: dict[nn.Module, Block], caught: list[tuple[nn.Module, Tensor, Tensor]]) -> Iterator[None]:
-    def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        caught.append((module, args[0], output))
+def catching(modules: Iterable[nn.Module], caught: list[tuple[nn.Module, Tensor, Tensor]]) -> Iterator[None]:
+    """Within it (module, what entered, what left) of every call of the modules is appended to ``caught``."""
 
-    handles = [module.register_forward_hook(catch) for module in layers]
+    def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        caught.append((module, args[0].detach(), output))
+
+    handles = [module.register_forward_hook(catch) for module in modules]
     try:
         yield
     finally:

@@ -23,9 +23,8 @@ from ifso.curvature.dual_mode import Manner
 from ifso.curvature.dual_pass import DualPass
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.primal import Primal
-from ifso.curvature.weights import Reader, add_up, readers, weight_space
+from ifso.curvature.weights import Reader, add_up, readers, sum_of, survivors, weight_space
 from ifso.graph.channel_graph import STAYS, ChannelGraph
-from ifso.graph.layouts import surviving
 
 
 class Products:
@@ -93,7 +92,7 @@ class Products:
         for name in self.space.tensors:
             elsewhere = run.elsewhere(name)
             scaled = elsewhere.grad * factors[name] if elsewhere.grad is not None and name in factors else None
-            parts[name] = _sum(run.weight_tangent(name), elsewhere.tangent, scaled)
+            parts[name] = sum_of(run.weight_tangent(name), elsewhere.tangent, scaled)
         v = self.space.flat(parts)
         return v if self.surviving is None else v * self.surviving
 
@@ -105,7 +104,7 @@ class Products:
             plan.dot, plan.weight_tap = dot, run.weight_tap(name)
         run(batch)
         return self.space.flat(
-            {name: _sum(run.weight_tangent(name), run.elsewhere(name).tangent) for name in self.space.tensors}
+            {name: sum_of(run.weight_tangent(name), run.elsewhere(name).tangent) for name in self.space.tensors}
         )
 
     def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
@@ -127,7 +126,7 @@ class Products:
             elsewhere = run.elsewhere(name)
             moved = elsewhere.grad * dots[name] if elsewhere.grad is not None and name in dots else None
             turned = None if elsewhere.tangent is None else elsewhere.tangent * self._tensors[name].detach()
-            both = _sum(moved, turned)
+            both = sum_of(moved, turned)
             if both is not None:
                 row += reader.gather(both, self.num_units)
         return total * self._moving[:STAYS]
@@ -136,13 +135,8 @@ class Products:
         """1 for the weights that are still there, 0 for those of removed units; None if all are there."""
         if kept is None or bool(kept.all()):
             return None
-        alive = {
-            name: surviving(graph.layouts[name], kept).to(tensor).expand(tensor.shape)
-            for name, tensor in self.space.tensors.items()
-            if name in graph.layouts
-        }
-        whole = {name: torch.ones_like(tensor) for name, tensor in self.space.tensors.items() if name not in alive}
-        return self.space.flat({**alive, **whole})
+        alive = survivors(self.space, graph, kept)
+        return self.space.flat({name: part.to(self.space.tensors[name].dtype) for name, part in alive.items()})
 
     def _new_pass(self, primal: Primal | None) -> DualPass:
         return DualPass(self.model, self.loss_fn, Manner(self._fused, self._careful, primal))
@@ -167,8 +161,3 @@ class Products:
             return self._mask_dots[name, groups]
 
         return along
-
-
-def _sum(*parts: Tensor | None) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return sum(found[1:], found[0]) if found else None

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ifso.costs.counting import check_fits
 from ifso.curvature.products import Products
+from ifso.curvature.weights import survivors
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Keep
-from ifso.graph.layouts import surviving
 from ifso.graph.reductions import ExactReductions
 from ifso.graph.running import forget_caches
 from ifso.surgery.mask import masked
@@ -37,7 +37,7 @@ class Removal:
             name: tensor.detach().clone() for name, tensor in {**self._reading, **self.space.tensors}.items()
         }
         self._targets = {**self._reading, **self.space.tensors}
-        self._alive = {name: self._alive_in(name, tensor) for name, tensor in self.space.tensors.items()}
+        self._alive = survivors(self.space, graph, self._kept)
         self.support = self.space.flat(
             {name: alive.to(self.space.tensors[name].dtype) for name, alive in self._alive.items()}
         )
@@ -51,11 +51,6 @@ class Removal:
     def has_reductions(self) -> bool:
         """Do functions over channels (layer norm …) make the path start away from the model?"""
         return bool(self._graph.reductions)
-
-    def _alive_in(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._graph.layouts:
-            return torch.ones_like(tensor, dtype=torch.bool)
-        return surviving(self._graph.layouts[name], self._kept).to(tensor.device).expand(tensor.shape)
 
     def start(self) -> Tensor:
         """W as the model has it."""

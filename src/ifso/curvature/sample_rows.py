@@ -8,7 +8,6 @@ all, as the outputs are sure of themselves.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.curvature.kronecker import layer_matrices
+from ifso.curvature.kronecker import catching, layer_matrices
 from ifso.curvature.losses import checked, undisturbed
 from ifso.curvature.objective import LOSS, Objective, num_samples
 from ifso.errors import ScoreError
@@ -72,7 +71,7 @@ def sample_rows(objective: Objective, rank: int) -> tuple[Tensor, Tensor]:
 def _rows_of_batch(objective: Objective, batch: Any, rank: int) -> tuple[list[Tensor], Tensor]:
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
     with undisturbed(objective.model), torch.enable_grad():
-        with _Leaf(objective.model) as leaf, _watched(objective, calls):
+        with _Leaf(objective.model) as leaf, catching(_layers(objective), calls):
             loss = checked(objective.loss_fn(objective.model, batch))
         if leaf.output is None or leaf.value is None:
             raise ScoreError("loss_fn never calls model(...) with one output tensor; use solver='cg'")
@@ -136,23 +135,14 @@ class _Leaf:
         return self.value
 
 
-@contextlib.contextmanager
-def _watched(objective: Objective, calls: list[tuple[nn.Module, Tensor, Tensor]]) -> Iterator[None]:
+def _layers(objective: Objective) -> list[nn.Module]:
+    """The modules that own weights of W."""
     wanted = {id(tensor) for tensor in objective.space.tensors.values()}
-
-    def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        calls.append((module, args[0].detach(), output))
-
-    handles = [
-        module.register_forward_hook(catch)
+    return [
+        module
         for module in objective.model.modules()
         if _is_supported(module) and any(id(parameter) in wanted for parameter in module.parameters(recurse=False))
     ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _rows(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
+from ifso.graph.layouts import surviving
 
 WEIGHT_SETS = ("layers", "all")
 _LAYER_KINDS = ("conv", "linear")
@@ -100,6 +101,22 @@ class Reader:
             return self.owner
         rows = self.owner.expand(groups, -1) if self.owner.dim() == 1 else self.owner
         return rows.reshape(groups, -1, self.owner.shape[-1])[:, 0].flatten()
+
+
+def sum_of(*parts: Tensor | None) -> Tensor | None:
+    """The sum of the parts that are there; None if none is."""
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+def survivors(space: WeightSpace, graph: ChannelGraph, kept: Tensor) -> dict[str, Tensor]:
+    """For each part of ``W`` a bool tensor of its shape: which weights are left when units go."""
+    return {
+        name: surviving(graph.layouts[name], kept).to(tensor.device).expand(tensor.shape)
+        if name in graph.layouts
+        else torch.ones_like(tensor, dtype=torch.bool)
+        for name, tensor in space.tensors.items()
+    }
 
 
 def add_up(values: Tensor, owner: Tensor, num_units: int) -> Tensor:

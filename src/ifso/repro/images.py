@@ -38,7 +38,7 @@ def data_path(data: str) -> Path:
 
 def cifar_images(path: Path, count: int) -> Batch:
     """The first training images, averaged to [count, 3, 16, 16], in float64 with mean 0 and deviation 1, and labels."""
-    x, y = _arrays(path)
+    x, y = cifar_arrays(path)
     if len(x) < count or len(x) != len(y):
         raise IfsoError(f"{path} has {len(x)} images and {len(y)} labels; {count} of each are needed")
     images = torch.from_numpy(np.ascontiguousarray(x[:count])).double()
@@ -56,12 +56,13 @@ def cifar_images(path: Path, count: int) -> Batch:
 def checksum(path: Path) -> str:
     """Of the arrays that are used; it names the data in the settings."""
     found = hashlib.sha256()
-    for array in _arrays(path):
+    for array in cifar_arrays(path):
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:16]
 
 
-def _arrays(path: Path) -> tuple[Any, Any]:
+def cifar_arrays(path: Path) -> tuple[Any, Any]:
+    """x_train and y_train of an .npz."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             missing = [name for name in _WANTED if name not in arrays]
