@@ -43,3 +43,31 @@ class WeightsError(IfsoError):
 
 class ScoreError(IfsoError):
     """A score or loss change that cannot be computed: a bad loss, no batches, an unknown criterion or option."""
+
+
+class BudgetError(IfsoError):
+    """A budget that makes no sense: no share named, or a share that is not between 0 and 1."""
+
+
+class UnreachableBudget(BudgetError):
+    """A budget that no legal choice of units can meet; the message says what is in the way."""
+
+    exit_status = 3
+
+
+class RunError(IfsoError):
+    """A run folder that cannot be used: it exists already, is damaged, or was made with other settings."""
+
+
+class DivergedError(IfsoError):
+    """The loss was no longer finite during a run, which stopped at its last good state."""
+
+
+class VerificationError(IfsoError):
+    """The result of a run failed its check: the smaller network, its cost or its budget."""
+
+    exit_status = 4
+
+
+class DataError(IfsoError):
+    """Data that cannot be found, read or used."""

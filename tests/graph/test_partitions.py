@@ -284,6 +284,18 @@ def test_blocks_may_keep_different_positions(name, choice):
     torch.testing.assert_close(model(CASES[name].inputs()), soft, rtol=1e-10, atol=1e-12)
 
 
+def test_shuffle_of_a_grouped_convolution_that_reads_the_image():
+    """One channel of the image for each group: the shuffled channels stay, what comes after them may go."""
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 12, 1, groups=3),
+        torch.nn.ChannelShuffle(3),
+        torch.nn.Conv2d(12, 6, 1),
+        torch.nn.Conv2d(6, 2, 1),
+    )
+    graph = ifso.trace(net, torch.zeros(1, 3, 4, 4))
+    assert [(group.name, group.size) for group in graph.groups][-1] == ("2", 6)
+
+
 def test_chunk_and_shuffle():
     """ShuffleNet V2: the passing half and the branch's output are dealt out in turn."""
     graph = CASES["shufflenet-v2"].graph()

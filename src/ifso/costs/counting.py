@@ -61,7 +61,11 @@ def cost(model: nn.Module, graph: ChannelGraph, keep: Keep | None = None) -> Cos
     388
     """
     check_fits(model, graph)
-    kept = graph.kept(keep)
+    return count(graph, graph.kept(keep))
+
+
+def count(graph: ChannelGraph, kept: Tensor) -> Cost:
+    """Cost of what a bool vector of :meth:`ChannelGraph.kept` leaves of the model that was traced."""
     return Cost(
         **{field: sum(term.count(kept) for term in graph.terms if term.kind == kind) for field, kind in _FIELDS}
     )

@@ -33,10 +33,26 @@ class Term:
     layers: tuple[Tensor, ...]
 
     @cached_property
-    def _lines(self) -> list[tuple[int, Tensor]] | None:
-        """(dim, unit numbers) per layer if each varies along one dim of its own, else None."""
-        lines: list[tuple[int, Tensor]] = []
+    def _distinct(self) -> list[Tensor]:
+        """The layers without repetition: one of equal ones, and length 1 along dims where nothing changes."""
+        distinct: list[Tensor] = []
         for layer in self.layers:
+            for dim, size in enumerate(layer.shape):
+                first = layer.narrow(dim, 0, 1)
+                if size > 1 and bool((layer == first).all()):
+                    layer = first
+            if not any(torch.equal(layer, earlier) for earlier in distinct):
+                distinct.append(layer)
+        return distinct
+
+    @cached_property
+    def lines(self) -> list[tuple[int, Tensor]] | None:
+        """(dim, unit numbers) per layer if each varies along one dim of its own, else None.
+
+        What survives is then the product of the numbers of kept slices: Π over dims.
+        """
+        lines: list[tuple[int, Tensor]] = []
+        for layer in self._distinct:
             dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
             if len(dims) != 1 or any(dim == dims[0] for dim, _ in lines):
                 return None
@@ -46,17 +62,17 @@ class Term:
     @cached_property
     def _core(self) -> tuple[int, list[Tensor]]:
         """(times, layers on the dims that belong to units)."""
-        varying = [dim for dim in range(len(self.shape)) if any(layer.shape[dim] > 1 for layer in self.layers)]
+        varying = [dim for dim in range(len(self.shape)) if any(layer.shape[dim] > 1 for layer in self._distinct)]
         times = math.prod(size for dim, size in enumerate(self.shape) if dim not in varying)
         core_shape = [self.shape[dim] for dim in varying]
-        layers = [layer.reshape([layer.shape[dim] for dim in varying]).expand(core_shape) for layer in self.layers]
+        layers = [layer.reshape([layer.shape[dim] for dim in varying]).expand(core_shape) for layer in self._distinct]
         return times, layers
 
     def count(self, kept: Tensor) -> int:
         """Elements that survive."""
-        if self._lines is not None:
+        if self.lines is not None:
             sizes = list(self.shape)
-            for dim, units in self._lines:
+            for dim, units in self.lines:
                 sizes[dim] = int(kept[units].sum())
             return math.prod(sizes)
         times, layers = self._core
@@ -70,7 +86,7 @@ class Term:
         total = kept.numel() - 1
         if not self.layers:
             return torch.zeros(total, dtype=torch.long, device="cpu")
-        if self._lines is not None:
+        if self.lines is not None:
             return self._separable_savings(kept, total)
         times, layers = self._core
         alive = kept[layers[0]]
@@ -87,10 +103,10 @@ class Term:
 
     def _separable_savings(self, kept: Tensor, total: int) -> Tensor:
         """Π sizes − Π (sizes − own), in integers."""
-        assert self._lines is not None
-        rest = math.prod(size for dim, size in enumerate(self.shape) if all(dim != d for d, _ in self._lines))
+        assert self.lines is not None
+        rest = math.prod(size for dim, size in enumerate(self.shape) if all(dim != d for d, _ in self.lines))
         before, after = rest, torch.full((total,), rest, device="cpu")
-        for _, units in self._lines:
+        for _, units in self.lines:
             alive = units[kept[units]]
             own = torch.bincount(alive[alive != STAYS], minlength=total)
             before *= alive.numel()

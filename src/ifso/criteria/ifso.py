@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from ifso.criteria.base import Criterion, Needs, Task
@@ -59,17 +61,21 @@ class Ifso(Criterion):
 
     def signed(self, task: Task, batch: Any) -> Tensor:
         """1ᵀ ∂²L/∂W∂M H⁻¹ ∂²L/∂M∂W [readers, units], before absolute values are taken."""
-        products = task.memo(
+        products = self.products(task)
+        parts = list(self._parts(batch))
+        primal = Primal() if len(parts) == 1 else None
+        v = reduce(torch.add, (share * products.mixed(part, primal) for part, share in parts))
+        u = self._solve(products, [part for part, _ in parts], v)
+        return reduce(torch.add, (share * products.sensitivity(part, u, primal) for part, share in parts))
+
+    def products(self, task: Task) -> Products:
+        """What is multiplied with, the same for all batches of a task."""
+        return task.memo(
             ("products", self.weights, self.careful),
             lambda: Products(
                 task.model, task.graph, task.loss_fn, kept=task.kept, weights=self.weights, careful=self.careful
             ),
         )
-        parts = list(self._parts(batch))
-        primal = Primal() if len(parts) == 1 else None
-        v = sum(share * products.mixed(part, primal) for part, share in parts)
-        u = self._solve(products, [part for part, _ in parts], v)
-        return sum(share * products.sensitivity(part, u, primal) for part, share in parts)
 
     def _parts(self, batch: Any) -> Iterator[tuple[Any, float]]:
         """The micro-batches and their shares of the samples."""

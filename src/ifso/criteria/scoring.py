@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ifso.costs.counting import check_fits
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ranks import Sum, over_ranks
 from ifso.criteria.registry import create, names
-from ifso.curvature.losses import LossFn
+from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
@@ -83,11 +83,11 @@ def _score_here(
     check_fits(model, graph)
     if not graph.num_units:
         raise ScoreError(f"nothing in {type(model).__name__} can be pruned, so there is no score; see graph.frozen")
-    watched = _WatchedLoss(loss_fn)
+    watched = WatchedLoss(loss_fn)
     task = Task(model, graph, watched, graph.kept(keep))
     check_keep(graph, task.kept)
     soft = contextlib.nullcontext() if keep is None or criterion.masks_itself else masked(model, graph, keep)
-    with _same_modes(model), soft:
+    with same_modes(model), soft:
         if not criterion.needs_batches:
             return Sum(_on_batch(criterion, task, None, watched), 1)
         total, count = torch.zeros(graph.num_units, dtype=torch.float64, device="cpu"), 0
@@ -100,7 +100,7 @@ def _score_here(
 
 def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:
     """The batches, unless they are one batch by mistake."""
-    if _looks_like_one_batch(batches):
+    if looks_like_one_batch(batches):
         raise ScoreError(f"batches is a {type(batches).__name__} of tensors; give an iterable of batches, e.g. [batch]")
     if not isinstance(batches, Iterable):
         raise ScoreError(
@@ -110,7 +110,8 @@ def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:
     return batches
 
 
-def _looks_like_one_batch(batches: Any) -> bool:
+def looks_like_one_batch(batches: Any) -> bool:
+    """Is it a batch, where an iterable of batches should be?"""
     if isinstance(batches, (Tensor, str, Mapping)) or hasattr(batches, "__array__"):
         return True
     if not isinstance(batches, (tuple, list)) or not all(isinstance(item, Tensor) for item in batches):
@@ -120,7 +121,7 @@ def _looks_like_one_batch(batches: Any) -> bool:
     return len({(item.dim(), item.dtype) for item in batches}) > 1
 
 
-def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: _WatchedLoss) -> Tensor:
+def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: WatchedLoss) -> Tensor:
     """Scores of one batch on the CPU, 0 for units that are gone; finite, or an error."""
     forget_caches(task.model)
     try:
@@ -129,7 +130,7 @@ def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: _WatchedLos
         watched.refuse_infinite()
         if isinstance(error, IfsoError):
             raise
-        raise ScoreError(f"criterion {criterion.name!r} failed{watched.where}: {_one_line(error)}") from error
+        raise ScoreError(f"criterion {criterion.name!r} failed{watched.where}: {one_line(error)}") from error
     finally:
         forget_caches(task.model)
     watched.refuse_infinite()
@@ -145,57 +146,3 @@ def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: _WatchedLos
                 "check weights and data, or work in float32"
             )
     return values
-
-
-class _WatchedLoss:
-    """The user's loss, with one clear line where it fails or is not finite. ``where`` says on which batch."""
-
-    def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn = loss_fn
-        self._last: Tensor | None = None
-        self.where = ""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """``loss_fn(model, batch)``."""
-        try:
-            loss = self._loss_fn(model, batch)
-        except IfsoError:
-            raise
-        except Exception as error:
-            raise ScoreError(f"loss_fn failed{self.where}: {_one_line(error)}; {_hint(error)}") from error
-        self._last = loss.detach() if isinstance(loss, Tensor) else None
-        return loss
-
-    def refuse_infinite(self) -> None:
-        """Raise if the last loss was NaN or infinite; looked at after the pass, so that a GPU need not wait."""
-        if self._last is not None and not bool(self._last.isfinite().all()):
-            raise ScoreError(
-                f"the loss{self.where} is not finite ({self._last.flatten()[0].item()}); "
-                "check data, weights and learning rate"
-            )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _hint(error: Exception) -> str:
-    text = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError):
-        return "give smaller batches"
-    if "dtype" in text or " type" in text:
-        return "give inputs in the dtype and on the device of the weights, e.g. convert images with .float()"
-    if "shape" in text or "size" in text or "channels" in text:
-        return "give batches of the shape that the model takes"
-    return "check that loss_fn(model, batch) works"
-
-
-@contextlib.contextmanager
-def _same_modes(model: nn.Module) -> Iterator[None]:
-    """Put every module back into train or eval mode, as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

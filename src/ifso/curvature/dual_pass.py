@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -68,6 +71,7 @@ class DualPass:
 
     def __call__(self, batch: Any) -> None:
         """Run the pass."""
+        _load_forward_mode()
         with (
             explained(),
             undisturbed(self._model),
@@ -103,6 +107,14 @@ class DualPass:
     def elsewhere(self, name: str) -> Elsewhere:
         """What came from other uses of the parameter."""
         return self._elsewhere.get(name, Elsewhere())
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Let torch load its formulas now: it warns of a deprecated function that it calls itself in doing so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        import_module("torch._decomp.decompositions_for_jvp")
 
 
 _SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch", "checkpoint")

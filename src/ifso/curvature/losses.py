@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.errors import ScoreError
+from ifso.errors import IfsoError, ScoreError
 from ifso.graph.running import forget_caches
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
 
 
-def checked(loss: Any) -> Tensor:
-    """The loss, if it is a scalar that can be differentiated."""
+def scalar(loss: Any) -> Tensor:
+    """The loss, if it is a number."""
     if not isinstance(loss, Tensor):
         raise ScoreError(f"loss_fn returned {type(loss).__name__}; it must return a scalar tensor")
     if loss.numel() != 1:
@@ -25,11 +25,17 @@ def checked(loss: Any) -> Tensor:
         raise ScoreError(f"loss_fn returned a tensor of shape {shape}; it must return a scalar (a mean or a sum)")
     if not loss.is_floating_point():
         raise ScoreError(f"loss_fn returned {loss.dtype}; it must return a floating-point scalar")
+    return loss.reshape(())
+
+
+def checked(loss: Any) -> Tensor:
+    """The loss, if it is a scalar that can be differentiated."""
+    loss = scalar(loss)
     if not loss.requires_grad:
         raise ScoreError(
             "the loss has no gradient: loss_fn must not detach it, run under no_grad, or freeze all weights"
         )
-    return loss.reshape(())
+    return loss
 
 
 @contextlib.contextmanager
@@ -61,3 +67,58 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if others:
             with torch.no_grad():
                 torch._foreach_copy_(others, copies)
+
+
+@contextlib.contextmanager
+def same_modes(model: nn.Module) -> Iterator[None]:
+    """Put every module back into train or eval mode, as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+class WatchedLoss:
+    """The user's loss, with one clear line where it fails or is not finite. ``where`` says on which batch."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+        self._last: Tensor | None = None
+        self.where = ""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """``loss_fn(model, batch)``."""
+        try:
+            loss = self._loss_fn(model, batch)
+        except IfsoError:
+            raise
+        except Exception as error:
+            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {_hint(error)}") from error
+        self._last = loss.detach() if isinstance(loss, Tensor) else None
+        return loss
+
+    def refuse_infinite(self) -> None:
+        """Raise if the last loss was NaN or infinite; looked at after the pass, so that a GPU need not wait."""
+        if self._last is not None and not bool(self._last.isfinite().all()):
+            raise ScoreError(
+                f"the loss{self.where} is not finite ({self._last.flatten()[0].item()}); "
+                "check data, weights and learning rate"
+            )
+
+
+def one_line(error: Exception) -> str:
+    """An error's kind and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _hint(error: Exception) -> str:
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError):
+        return "give smaller batches"
+    if "dtype" in text or " type" in text:
+        return "give inputs in the dtype and on the device of the weights, e.g. convert images with .float()"
+    if "shape" in text or "size" in text or "channels" in text:
+        return "give batches of the shape that the model takes"
+    return "check that loss_fn(model, batch) works"

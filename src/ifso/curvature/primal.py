@@ -27,7 +27,8 @@ def conv_settings() -> Any:
 
 
 @contextlib.contextmanager
-def _full_float32() -> Iterator[None]:
+def full_float32() -> Iterator[None]:
+    """Within it no convolution is rounded to TF32."""
     conv = conv_settings()
     before = conv.fp32_precision
     conv.fp32_precision = "ieee"
@@ -60,7 +61,7 @@ class LayerPrimal:
 
     def precision(self, x: Tensor) -> contextlib.AbstractContextManager[Any]:
         """Within the context no convolution is rounded to TF32."""
-        return _full_float32() if self.needs_care(x) else contextlib.nullcontext()
+        return full_float32() if self.needs_care(x) else contextlib.nullcontext()
 
     def keep_output(self, y: Tensor) -> None:
         """Remember ``y``, and how often it had been written to."""

@@ -43,11 +43,11 @@ def _ranking(graph: ChannelGraph, scores: Mapping[str, Tensor] | None) -> Tensor
 def balance_vector(kept: Tensor, balances: Iterable[Balance], ranking: Tensor) -> Tensor:
     """:func:`balance` on the bool vector of :meth:`ChannelGraph.kept`."""
     kept = kept.clone()
-    for connected in _connected(list(balances)):
+    for connected in connected_balances(list(balances)):
         if _is_legal(kept, connected):
             continue
         if not (len(connected) == 1 and _settle_rows(kept, connected[0], ranking)):
-            _settle_cells(kept, _cells(connected), ranking)
+            _settle_cells(kept, cells_of(connected), ranking)
         if not _is_legal(kept, connected):
             for one in connected:
                 kept[one.blocks] = True
@@ -112,7 +112,7 @@ def _rows(balance: Balance, kept: Tensor) -> tuple[list[_Row] | None, int]:
     return rows, sum(number for unit, number in common.items() if bool(kept[unit]))
 
 
-def _connected(balances: list[Balance]) -> list[list[Balance]]:
+def connected_balances(balances: list[Balance]) -> list[list[Balance]]:
     """Balances that share units, together."""
     lots: list[tuple[set[int], list[Balance]]] = []
     for one in balances:
@@ -128,7 +128,7 @@ def _connected(balances: list[Balance]) -> list[list[Balance]]:
     return [members for _, members in lots]
 
 
-def _cells(connected: list[Balance]) -> list[list[int]]:
+def cells_of(connected: list[Balance]) -> list[list[int]]:
     """Units that stand equally often in the same blocks. Slices that stay form cells too: they limit the share."""
     marks: dict[int, list[tuple[int, int, int]]] = {}
     for number, one in enumerate(connected):

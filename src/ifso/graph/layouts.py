@@ -40,17 +40,17 @@ def _dealt(alive: Tensor, period: int) -> Tensor:
     >>> _dealt(torch.tensor([1, 0, 0, 1, 1, 1]).bool(), 2)   # blocks (0 2 4) and (1 3 5) keep 0 4 and 3 5
     tensor([0, 3, 4, 5])
 
-    Blocks of one slice each are in order already.
+    Blocks of one slice each are in order already. Blocks that lost all are left out.
     """
     if alive.numel() == period:
         return alive.nonzero().flatten()
     blocks = alive.view(-1, period).t()
-    if len(set(blocks.sum(1).tolist())) > 1:
+    if len(set(blocks.sum(1).tolist()) - {0}) > 1:
         raise KeepError(
             "the blocks of a channel shuffle keep different numbers; pass keep through ifso.balance(graph, keep)"
         )
     places = torch.arange(alive.numel(), device="cpu").view(-1, period).t()
-    return places[blocks].view(period, -1).t().flatten()
+    return places[blocks].view(int(blocks.any(1).sum()), -1).t().flatten()
 
 
 def compact_shape(layout: Layout, kept: Tensor, name: str) -> tuple[int, ...]:

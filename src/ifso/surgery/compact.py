@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ifso.costs import cost
-from ifso.costs.counting import check_fits
+from ifso.costs.counting import check_fits, count
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Keep
@@ -59,26 +58,31 @@ def compact_(
             f"the smaller model does not run: {problem}; the model was left as it was "
             "(trace with ignore= to leave layers alone)"
         )
-    recipe = _recipe(model, graph, keep, kept)
+    recipe = _recipe(model, graph, kept)
     whole = extend(model, recipe)
     _apply(model, graph, kept, recipe, optimizer)
     remember(model, whole)
     return whole
 
 
-def _recipe(model: nn.Module, graph: ChannelGraph, keep: Keep, kept: Tensor) -> Recipe:
+def _recipe(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> Recipe:
     shapes = {}
     for name, tensor in named_tensors(model).items():
         before = tuple(tensor.shape)
         layout = graph.layouts.get(name)
         shapes[name] = ShapeChange(before, compact_shape(layout, kept, name) if layout else before)
-    round_ = Round(
+    changes = tuple(_attribute_changes(model, graph, kept, shapes))
+    return Recipe(name_of(model), shapes, changes, (round_of(graph, kept),))
+
+
+def round_of(graph: ChannelGraph, kept: Tensor) -> Round:
+    """The story of one removal from the model that was traced."""
+    return Round(
         groups=tuple(_kept_units(group, kept) for group in graph.groups),
         frozen=tuple(FrozenAxis(item.parameter, item.dim, item.reason) for item in graph.frozen),
-        cost_before=cost(model, graph).as_dict(),
-        cost_after=cost(model, graph, keep).as_dict(),
+        cost_before=count(graph, graph.kept(None)).as_dict(),
+        cost_after=count(graph, kept).as_dict(),
     )
-    return Recipe(name_of(model), shapes, tuple(_attribute_changes(model, graph, kept, shapes)), (round_,))
 
 
 def _kept_units(group: Group, kept: Tensor) -> KeptUnits:

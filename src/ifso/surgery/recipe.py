@@ -233,6 +233,15 @@ def name_of(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
+def digest_of(model: nn.Module) -> str:
+    """The beginning of a SHA-256 over the names and values of all tensors: tells one set of weights from another."""
+    digest = hashlib.sha256()
+    for name, tensor in named_tensors(model).items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def unchanged(model: nn.Module) -> Recipe:
     """The recipe of a model from which nothing was removed."""
     return Recipe(name_of(model), {name: ShapeChange(shape, shape) for name, shape in shapes_of(model).items()})

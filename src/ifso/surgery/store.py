@@ -13,19 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ifso.errors import RecipeError
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors
+from ifso.surgery.files import one_line, storable, sync_file, sync_folder, write_bytes, write_tensors
 from ifso.surgery.fitting import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
 
@@ -71,7 +69,7 @@ def load(folder: str | os.PathLike[str], model: M) -> M:
     Everything is checked before anything is changed, so a RecipeError leaves the model as it was.
     """
     folder = Path(folder)
-    recipe = _read_recipe(folder)
+    recipe = read_recipe(folder)
     with _located(folder / RECIPE):
         check_fresh(model, recipe)
         values = new_values(model, recipe)
@@ -85,19 +83,10 @@ def load(folder: str | os.PathLike[str], model: M) -> M:
 
 
 def _storable(model: nn.Module) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU, no two of them in the same memory."""
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in named_tensors(model).items():
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise RecipeError(
-                f"cannot save {name!r}: only dense tensors with values can be stored, not meta or sparse ones"
-            )
-        stored = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        address = stored.untyped_storage().data_ptr()
-        tensors[name] = stored.clone() if address in storages else stored
-        storages.add(address)
-    return tensors
+    try:
+        return storable(named_tensors(model))
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
@@ -105,25 +94,24 @@ def _write(folder: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -
     try:
         digest = _write_weights(new_weights, tensors)
         _write_recipe(new_recipe, {**document, "weights_sha256": digest})
-        shutil.copymode(new_recipe, new_weights)
         new_weights.replace(folder / WEIGHTS)
     except BaseException:
         if new_weights.exists():
             new_weights.unlink()
             new_recipe.unlink(missing_ok=True)
         raise
-    _sync_folder(folder)
+    sync_folder(folder)
     new_recipe.replace(folder / RECIPE)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _write_weights(path: Path, tensors: dict[str, Tensor]) -> str:
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except (KeyError, ValueError, TypeError) as error:
-        raise RecipeError(f"safetensors cannot hold such a tensor: {_one_line(error)}") from error
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+        write_tensors(path, tensors, {"format": "pt"})
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    sync_file(path)
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -133,10 +121,8 @@ def _write_recipe(path: Path, document: dict[str, Any]) -> None:
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     if len(text) > MAX_RECIPE_BYTES:
         raise RecipeError(f"the recipe takes {len(text)} bytes, more than the {MAX_RECIPE_BYTES} that load accepts")
-    with path.open("w", encoding="ascii", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(path, text.encode("ascii"))
+    sync_file(path)
 
 
 def _finish_interrupted(folder: Path) -> None:
@@ -146,17 +132,8 @@ def _finish_interrupted(folder: Path) -> None:
             (folder / NEW_RECIPE).replace(folder / RECIPE)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make renamings last through a power failure; Windows has no such call."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _read_recipe(folder: Path) -> Recipe:
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe that fits the weights in ``folder``; both are whole."""
     try:
         return _matching_recipe(folder, RECIPE)
     except RecipeError:
@@ -190,7 +167,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise RecipeError("nested too deeply for a recipe") from None
     except ValueError as error:
-        raise RecipeError(f"not valid JSON ({_one_line(error)}); restore the file or save again") from None
+        raise RecipeError(f"not valid JSON ({one_line(error)}); restore the file or save again") from None
     if not whole or "weights_sha256" not in document:
         raise RecipeError("damaged or edited, its hash does not fit; restore the file or save again")
     return document
@@ -227,10 +204,6 @@ def _open(path: Path) -> BufferedReader:
     return path.open("rb")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 @contextmanager
 def _located(path: Path) -> Iterator[None]:
     """Say in every error where it was met, and in one line."""
@@ -239,4 +212,4 @@ def _located(path: Path) -> Iterator[None]:
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error.__cause__
     except (OSError, SafetensorError) as error:
-        raise RecipeError(f"{path}: {_one_line(error)}") from error
+        raise RecipeError(f"{path}: {one_line(error)}") from error

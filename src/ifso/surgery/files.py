@@ -1,0 +1,173 @@
+"""Writing files so that nobody ever sees half of one, tensors as safetensors, and a lock between processes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def provisional(path: Path) -> Path:
+    """The name under which a file is written before it takes its place.
+
+    >>> provisional(Path("run/config.json")).name
+    '.config.json.new'
+    """
+    return path.with_name(f".{path.name}.new")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the provisional name to write to; at the end of the block the file takes the place of ``path``.
+
+    If anything fails, the earlier file stays and the provisional one is removed.
+    """
+    new = provisional(path)
+    try:
+        yield new
+        sync_file(new)
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file from its beginning."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
+    try:
+        _write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def append_bytes(path: Path, data: bytes) -> None:
+    """Add to the end of a file; if it cannot take all, it is cut back to what it was."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
+    try:
+        length = os.fstat(descriptor).st_size
+        try:
+            _write_all(descriptor, data)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(descriptor, length)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync_file(path: Path) -> None:
+    """Bring what was written to the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renamings last through a power failure; Windows has no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, no two of them in the same memory. ValueError for meta and sparse ones."""
+    ready: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise ValueError(
+                f"cannot save {name!r}: only dense tensors with values can be stored, not meta or sparse ones"
+            )
+        stored = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        address = stored.untyped_storage().data_ptr()
+        ready[name] = stored.clone() if address in storages else stored
+        storages.add(address)
+    return ready
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file as readable to others as any file. ValueError for a dtype that the format has not."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"safetensors cannot hold such a tensor: {one_line(error)}") from error
+    path.chmod(mode)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks."""
+    return " ".join(str(error).split())
+
+
+class FolderLock:
+    """Held by one process at a time, and let go by the system when that process dies, however it dies.
+
+    BlockingIOError if another holds it. ``refused``: the disk knows no such locks. Windows has none at all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.refused = False
+        self._descriptor: int | None = None
+        if fcntl is None:
+            return
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise
+        except OSError:
+            self.release()
+            self.refused = True
+        else:
+            _held.add(self)
+
+    def release(self) -> None:
+        """Let another have it."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", None) is not None:
+            self.release()
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    # a forked worker of a data loader may outlive this process, and must not hold its locks then
+    os.register_at_fork(after_in_child=_forget_locks)
