@@ -70,7 +70,8 @@ class TestNetworks:
     @pytest.mark.parametrize("name", OWN)
     def test_own_networks_run(self, name):
         model = create_model(f"ifso:{name}", num_classes=7).eval()
-        assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+        image = default_inputs(f"ifso:{name}", model)
+        assert model(image.expand(2, -1, -1, -1)).shape == (2, 7)
 
 
 class TestNames:
@@ -263,6 +264,7 @@ class TestDefaultInputs:
         ("name", "shape"),
         [
             ("ifso:vgg16", (1, 3, 32, 32)),
+            ("ifso:resnet8-digits", (1, 1, 8, 8)),
             ("timm:test_resnet", (1, 3, 160, 160)),
             ("torchvision:resnet18", (1, 3, 224, 224)),
             ("torchvision:swin_v2_t", (1, 3, 256, 256)),

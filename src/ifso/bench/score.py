@@ -20,12 +20,14 @@ from ifso.criteria.registry import create
 from ifso.curvature.losses import undisturbed
 from ifso.curvature.primal import conv_settings
 from ifso.curvature.weights import readers, weight_space
+from ifso.data.arrays import read_npz
+from ifso.data.cifar import cifar_part
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import trace
 from ifso.models import create_model, default_inputs
 from ifso.repro.correlation import spearman
-from ifso.repro.images import cifar_arrays
+from ifso.training.losses import cross_entropy
 
 PRECISIONS = ("float32", "tf32", "bf16")
 METHODS = {
@@ -58,7 +60,6 @@ class Setup:
     eval_mode: bool = False
 
 
-MEAN, DEVIATION = (125.307, 122.961, 113.8575), (51.5865, 50.847, 51.255)
 SCORES = ("ifso", "authors")
 """Methods that approximate the exact score, so that it can be said how well: names begin with one of these."""
 
@@ -121,7 +122,7 @@ class Workbench:
         """
         model = copy.deepcopy(self.model).to("cpu", torch.float64)
         batch = self.batch[0].to("cpu", torch.float64), self.batch[1].cpu()
-        task = Task(model, self.graph, _cross_entropy, self.graph.kept(None))
+        task = Task(model, self.graph, cross_entropy, self.graph.kept(None))
         signed = Ifso().signed(task, batch)
         exact = {False: signed.sum(0).abs().tolist(), True: signed.abs().sum(0).tolist()}
         return {name: spearman(found.tolist(), exact[name == "authors"]) for name, found in scores.items()}
@@ -150,20 +151,13 @@ class Workbench:
         return list(torch.autograd.grad(inner, masks))
 
 
-def _cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
     """The first training images of an .npz (x_train, y_train), normalised as in the authors' program."""
-    images, labels = (array[:count] for array in cifar_arrays(Path(path)))
-    if images.shape != (count, 32, 32, 3) or labels.shape != (count,):
-        raise IfsoError(
-            f"--images {path}: x_train {images.shape} and y_train {labels.shape} are not {count} CIFAR images"
-        )
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float()
-    mean, deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, DEVIATION))
-    return (pixels - mean) / deviation, torch.from_numpy(labels).long()
+    images, labels = read_npz(Path(path), ("x_train", "y_train"))
+    if len(images) < count:
+        raise IfsoError(f"--images {path} holds {len(images)} images; {count} are needed")
+    part = cifar_part("cifar10", images[:count], labels[:count], Path(path), "train")
+    return part.normalized(part.pixels), part.labels
 
 
 class _Substituted(nn.Module):

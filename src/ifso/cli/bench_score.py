@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import console, print_json
+from ifso.cli.output import console, print_json, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,17 +54,13 @@ def run(args: argparse.Namespace) -> int:
             name, args.batch, args.device, args.precision, args.channels_last, args.size,
             args.weights, args.images, args.eval,
         )  # fmt: skip
-        results.append(measure(setup, args.repeats, _say, args.methods))
+        results.append(measure(setup, args.repeats, say, args.methods))
     if args.json:
         print_json({"bench": "score", "results": results})
     else:
         for result in results:
             console().print(_table(result))
     return 0
-
-
-def _say(line: str) -> None:
-    print(f"· {line}", file=sys.stderr, flush=True)
 
 
 def _table(result: dict[str, Any]) -> Table:

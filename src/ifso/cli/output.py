@@ -26,6 +26,11 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
+def say(line: str) -> None:
+    """One line of progress, on standard error."""
+    print(f"· {line}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def chatter_to_stderr() -> Iterator[None]:
     """Whatever models and libraries print goes to standard error, so that standard output stays the command's own."""

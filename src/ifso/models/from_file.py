@@ -1,4 +1,4 @@
-"""A network from a user's own file: ``path/file.py:factory``."""
+"""A network, or anything else, from a user's own file: ``path/file.py:factory``."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from typing import Any
 
 from torch import nn
 
-from ifso.errors import ModelNotFound
+from ifso.errors import IfsoError, ModelNotFound
 
 
 def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
     """Import ``path`` and call its ``factory``; without options, it is called without arguments."""
-    module = _import(Path(path))
-    make = getattr(module, factory, None)
-    if not callable(make):
-        raise ModelNotFound(f"{path} has no function {factory!r}{_suggest(factory, module)}")
-    try:
-        model = make(**options)
-    except Exception as error:
-        raise ModelNotFound(f"{path}:{factory} failed: {type(error).__name__}: {error}") from error
+    model = call_from_file(path, factory, ModelNotFound, **options)
     if not isinstance(model, nn.Module):
         raise ModelNotFound(f"{path}:{factory} returned {type(model).__name__}; it must return a torch.nn.Module")
     return model
 
 
-def _import(path: Path) -> ModuleType:
+def call_from_file(path: str, factory: str, failure: type[IfsoError], **options: Any) -> Any:
+    """What ``factory`` of the file ``path`` returns; whatever goes wrong is said by a ``failure``."""
+    module = _import(Path(path), failure)
+    make = getattr(module, factory, None)
+    if not callable(make):
+        raise failure(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+    try:
+        return make(**options)
+    except Exception as error:
+        raise failure(f"{path}:{factory} failed: {type(error).__name__}: {error}") from error
+
+
+def _import(path: Path, failure: type[IfsoError]) -> ModuleType:
     if not path.is_file():
-        raise ModelNotFound(f"no file {path}")
+        raise failure(f"no file {path}")
     spec = importlib.util.spec_from_file_location(f"_ifso_user_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ModelNotFound(f"{path} is no Python file")
+        raise failure(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ModelNotFound(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise failure(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
     return module

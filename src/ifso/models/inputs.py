@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.errors import TraceError
+from ifso.models.providers import OWN_IMAGES
 
 FRAMES = 16
 DEFAULT_SIZE = 224
@@ -24,7 +25,7 @@ def default_inputs(name: str, model: nn.Module) -> Any:
     """
     prefix, _, inner = name.partition(":")
     if prefix == "ifso":
-        return torch.randn(1, 3, 32, 32)
+        return torch.randn(1, *OWN_IMAGES.get(inner, (3, 32, 32)))
     if prefix == "timm":
         return _timm_inputs(model)
     if prefix == "torchvision":

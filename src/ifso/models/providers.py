@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ifso.errors import ModelNotFound
-from ifso.models.resnet import DEPTHS, cifar_resnet
+from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
 from ifso.models.vgg import CifarVGG16
 
 Builder = Callable[..., nn.Module]
@@ -22,7 +22,10 @@ OWN: dict[str, Builder] = {
     **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in DEPTHS},
     **{f"resnet{depth}-padded": partial(cifar_resnet, depth, padded=True) for depth in DEPTHS},
     "vgg16": CifarVGG16,
+    "resnet8-digits": digits_resnet,
 }
+OWN_IMAGES = {"resnet8-digits": (1, 8, 8)}
+"""The image (C, H, W) that a network of ours is made for, where it is not one of CIFAR."""
 
 
 @dataclass(frozen=True)

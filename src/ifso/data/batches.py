@@ -1,0 +1,149 @@
+"""Batches out of tensors that lie on the device: shuffled and augmented for training, in order for a test.
+
+The order and the augmentation of an epoch depend on the seed and the number of the epoch alone, so that a run that was
+interrupted sees the same batches again. No global random state is read or changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ifso.errors import DataError
+
+Batch = tuple[Tensor, Tensor]
+"""Images [N, C, H, W] in float32 and labels [N] in int64."""
+
+
+def generator(seed: int, purpose: int | str) -> torch.Generator:
+    """Random numbers on the CPU that depend on both arguments; neighbouring seeds have nothing in common.
+
+    >>> first, second, again = (torch.randperm(9, generator=generator(0, epoch)) for epoch in (1, 2, 1))
+    >>> torch.equal(first, second), torch.equal(first, again)
+    (False, True)
+    """
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Pixels [N, C, H, W] as they are stored and labels [N]; ``mean`` and ``deviation`` [C, 1, 1] normalise them."""
+
+    pixels: Tensor
+    labels: Tensor
+    mean: Tensor
+    deviation: Tensor
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def to(self, device: torch.device | str) -> Images:
+        """The same on another device."""
+        return Images(*(getattr(self, name).to(device) for name in ("pixels", "labels", "mean", "deviation")))
+
+    def part(self, places: Tensor) -> Images:
+        """The images at ``places``."""
+        return Images(self.pixels[places], self.labels[places], self.mean, self.deviation)
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        """(pixels − mean) / deviation in float32."""
+        return (pixels.float() - self.mean) / self.deviation
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Every image is moved by up to ``shift`` pixels each way, zeros coming in, and mirrored in half of all cases.
+
+    >>> image, moves = torch.tensor([[[[1, 2], [3, 4]]]]), torch.tensor([[1, 2, 0], [1, 1, 1], [1, 1, 0]])
+    >>> Augmentation(shift=1, mirror=True)(image.expand(3, -1, -1, -1), moves).flatten(1).tolist()
+    [[2, 0, 4, 0], [2, 1, 4, 3], [1, 2, 3, 4]]
+    """
+
+    shift: int
+    mirror: bool
+
+    def draw(self, count: int, random: torch.Generator) -> Tensor:
+        """What happens to each image [count, 3]: the corner (row, column) of its window in the padded one; mirrored?"""
+        corners = torch.randint(2 * self.shift + 1, (count, 2), generator=random)
+        mirrored = torch.randint(2, (count, 1), generator=random)
+        return torch.cat([corners, mirrored if self.mirror else torch.zeros_like(mirrored)], 1)
+
+    def __call__(self, pixels: Tensor, moves: Tensor) -> Tensor:
+        """The images [N, C, H, W] after their ``moves`` [N, 3]; all at once and without waiting for the device."""
+        count, channels, height, width = pixels.shape
+        padded = F.pad(pixels, (self.shift,) * 4)
+        image, channel, row, column = (
+            torch.arange(size, device=pixels.device) for size in (count, channels, height, width)
+        )
+        row = row + moves[:, :1]
+        column = torch.where(moves[:, 2:] == 1, width - 1 - column, column) + moves[:, 1:2]
+        return padded[image[:, None, None, None], channel[:, None, None], row[:, None, :, None], column[:, None, None]]
+
+
+class TrainBatches:
+    """Each ``iter()`` is an epoch: all images in a new order. ``set_epoch(e)`` goes to the beginning of epoch ``e``."""
+
+    def __init__(
+        self, images: Images, *, batch_size: int, augmentation: Augmentation | None, drop_last: bool, seed: int
+    ) -> None:
+        check_batch_size(batch_size)
+        if drop_last and len(images) < batch_size:
+            raise DataError(
+                f"batches of {batch_size} cannot be filled by {len(images)} training images; "
+                "give a smaller batch size or drop_last=False"
+            )
+        self.images, self.batch_size, self.drop_last = images, batch_size, drop_last
+        self.augmentation, self.seed, self.epoch = augmentation, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.images) // self.batch_size if self.drop_last else math.ceil(len(self.images) / self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next ``iter()`` is that epoch; without this call it is the one after the last."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self._batches(epoch)
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        images, random = self.images, generator(self.seed, epoch)
+        order = torch.randperm(len(images), generator=random).to(images.pixels.device)
+        moves = None if self.augmentation is None else self.augmentation.draw(len(images), random).to(order.device)
+        for first in range(0, len(self) * self.batch_size, self.batch_size):
+            chosen = slice(first, first + self.batch_size)
+            pixels = images.pixels[order[chosen]]
+            if self.augmentation is not None and moves is not None:
+                pixels = self.augmentation(pixels, moves[chosen])
+            yield images.normalized(pixels), images.labels[order[chosen]]
+
+
+class TestBatches:
+    """All images in the order in which they are stored, as they are."""
+
+    __test__ = False
+
+    def __init__(self, images: Images, *, batch_size: int) -> None:
+        check_batch_size(batch_size)
+        self.images, self.batch_size = images, batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.images) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, len(self.images), self.batch_size):
+            chosen = slice(first, first + self.batch_size)
+            yield self.images.normalized(self.images.pixels[chosen]), self.images.labels[chosen]
+
+
+def check_batch_size(batch_size: int) -> None:
+    """A whole number of images, one at least."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise DataError(f"batch size {batch_size!r} will not do; give a whole number of 1 or more")

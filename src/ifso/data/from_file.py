@@ -1,0 +1,134 @@
+"""Data from a user's own file: ``path/file.py:factory``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ifso.data.sets import Data
+from ifso.errors import DataError
+from ifso.models.from_file import call_from_file
+
+PARTS = ("train_batches", "validation_batches", "test_batches")
+
+
+class FileData(Data):
+    """What ``factory()`` of a file returned: an object with ``train_batches``, an iterable of batches.
+
+    It may also have ``test_batches``, ``validation_batches``, ``num_classes``, ``input_shape`` (without the batch) and
+    ``loss_fn(model, batch)``; without the last a batch is (images, labels) and the loss their cross entropy. The file
+    decides how large its batches are and how they are made: what is asked for here does not change them.
+    """
+
+    def __init__(self, path: str, factory: str, device: torch.device | str) -> None:
+        self.name, self._device = f"{path}:{factory}", device
+        source = call_from_file(path, factory, DataError)
+        self._parts = {part: self._checked(part, getattr(source, part, None)) for part in PARTS}
+        if self._parts["train_batches"] is None:
+            raise DataError(
+                f"{self.name} returned {type(source).__name__} without train_batches; "
+                "return an object that has it, an iterable of batches"
+            )
+        self.num_classes = self._number(getattr(source, "num_classes", None))
+        self.input_shape = self._shape(getattr(source, "input_shape", None))
+        loss_fn = getattr(source, "loss_fn", None)
+        if loss_fn is not None:
+            if not callable(loss_fn):
+                raise DataError(f"{self.name}: loss_fn is {type(loss_fn).__name__}; give a function (model, batch)")
+            self.loss_fn = loss_fn
+
+    def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> Moved:  # noqa: ARG002
+        """The file's own training batches, on the device."""
+        return self._part("train_batches")
+
+    def validation_batches(self, batch_size: int = 500) -> Moved:  # noqa: ARG002
+        """The file's own validation batches, on the device."""
+        return self._part("validation_batches")
+
+    def test_batches(self, batch_size: int = 500) -> Moved:  # noqa: ARG002
+        """The file's own test batches, on the device."""
+        return self._part("test_batches")
+
+    def example_inputs(self) -> Any:
+        """Zeros [1, …] of ``input_shape``, or the first image of a training batch."""
+        if self.input_shape is not None:
+            return torch.zeros(1, *self.input_shape, device=self._device)
+        batch = next(iter(self.train_batches()))
+        if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor) and batch[0].dim() > 1:
+            return batch[0][:1]
+        raise DataError(f"{self.name} says no input_shape, and its batches are not (images, labels); give input_shape")
+
+    def _part(self, name: str) -> Moved:
+        batches = self._parts[name]
+        if batches is None:
+            raise DataError(f"{self.name} has no {name}; let the object it returns have it")
+        return Moved(batches, self._device, f"{self.name}: {name}")
+
+    def _checked(self, name: str, batches: Any) -> Any:
+        if batches is None:
+            return None
+        if isinstance(batches, (str, Mapping, Tensor)) or not isinstance(batches, Iterable):
+            raise DataError(
+                f"{self.name}: {name} is {type(batches).__name__}; give an iterable of batches, such as a DataLoader"
+            )
+        if isinstance(batches, Iterator):
+            raise DataError(
+                f"{self.name}: {name} is {type(batches).__name__}, which can be gone through only once; "
+                "give a list, a DataLoader or an object with __iter__"
+            )
+        return batches
+
+    def _number(self, classes: Any) -> int | None:
+        if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or classes < 1):
+            raise DataError(f"{self.name}: num_classes is {classes!r}; give a whole number of 1 or more")
+        return classes
+
+    def _shape(self, shape: Any) -> tuple[int, ...] | None:
+        if shape is None:
+            return None
+        if not isinstance(shape, (tuple, list)) or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise DataError(f"{self.name}: input_shape is {shape!r}; give sizes without the batch, such as (3, 32, 32)")
+        return tuple(shape)
+
+
+class Moved:
+    """The same batches with all their tensors on a device; the first one of each epoch is looked at."""
+
+    def __init__(self, batches: Any, device: torch.device | str, where: str) -> None:
+        self._batches, self._device, self._where = batches, device, where
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Told to the batches, or to the sampler of a DataLoader, if they want to know."""
+        for listener in (self._batches, getattr(self._batches, "sampler", None)):
+            if listener is not None and hasattr(listener, "set_epoch"):
+                listener.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        number = 0
+        for number, batch in enumerate(self._batches, 1):
+            moved = tree_map(self._move, batch)
+            if number == 1:
+                _refuse_bad(moved, self._where)
+            yield moved
+        if not number:
+            raise DataError(f"{self._where} is empty; it must yield one batch at least")
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+def _refuse_bad(batch: Any, where: str) -> None:
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise DataError(f"{where} yields {type(batch).__name__} without a tensor; give batches of tensors")
+    if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in tensors):
+        raise DataError(f"{where}: the first batch holds NaN or infinite numbers")
+    if all(not tensor.numel() for tensor in tensors):
+        raise DataError(f"{where}: the first batch is empty")

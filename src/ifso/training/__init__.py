@@ -1,0 +1,1 @@
+"""Training and evaluating classifiers: the small part that pruning and fine-tuning need."""

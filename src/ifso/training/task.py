@@ -1,0 +1,35 @@
+"""A network and its loss put together as a command asks for them: classes, device, layout, precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.curvature.losses import LossFn
+from ifso.models import create_model
+from ifso.training.precision import autocast
+
+
+def network_for(
+    name: str, num_classes: int | None, *, weights: str | None = None, device: str = "cpu", channels_last: bool = False
+) -> nn.Module:
+    """The MODEL ``name`` with ``num_classes`` outputs; a user's own ``file.py:factory`` is called as it is.
+
+    >>> network_for("ifso:resnet20", 7).fc.out_features
+    7
+    """
+    own = name.rpartition(":")[0].endswith(".py")
+    model = create_model(name, weights=weights, num_classes=None if own else num_classes).to(device)
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+def loss_in(precision: str, loss_fn: LossFn) -> LossFn:
+    """The loss with the network computing in bfloat16 if ``precision`` is ``"bf16"``, otherwise the loss itself."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with autocast(precision, next(model.parameters()).device):
+            return loss_fn(model, batch)
+
+    return loss if precision == "bf16" else loss_fn
