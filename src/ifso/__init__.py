@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
     from ifso.graph.tracing import trace
     from ifso.models import create_model
+    from ifso.pruning.budget import Budget
+    from ifso.pruning.prune import prune
+    from ifso.pruning.result import PruneResult
+    from ifso.pruning.schedule import Mixed
     from ifso.surgery.compact import compact_
     from ifso.surgery.mask import masked
     from ifso.surgery.recipe import Recipe
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "ChannelGraph",
     "Cost",
     "Criterion",
@@ -39,6 +44,8 @@ __all__ = [
     "IfsoError",
     "LossChange",
     "Member",
+    "Mixed",
+    "PruneResult",
     "Recipe",
     "UnitCosts",
     "__version__",
@@ -48,6 +55,7 @@ __all__ = [
     "create_model",
     "load",
     "masked",
+    "prune",
     "save",
     "score",
     "trace",
@@ -56,6 +64,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Budget": "ifso.pruning.budget",
     "ChannelGraph": "ifso.graph.channel_graph",
     "Cost": "ifso.costs",
     "Criterion": "ifso.criteria.base",
@@ -63,6 +72,8 @@ _HOME = {
     "Group": "ifso.graph.channel_graph",
     "LossChange": "ifso.curvature.loss_change",
     "Member": "ifso.graph.channel_graph",
+    "Mixed": "ifso.pruning.schedule",
+    "PruneResult": "ifso.pruning.result",
     "Recipe": "ifso.surgery.recipe",
     "UnitCosts": "ifso.costs",
     "balance": "ifso.graph.balancing",
@@ -71,6 +82,7 @@ _HOME = {
     "create_model": "ifso.models",
     "load": "ifso.surgery.store",
     "masked": "ifso.surgery.mask",
+    "prune": "ifso.pruning.prune",
     "save": "ifso.surgery.store",
     "score": "ifso.criteria.scoring",
     "trace": "ifso.graph.tracing",

@@ -1,0 +1,150 @@
+"""What the files of a run are made of.
+
+A checkpoint is one safetensors file: tensors, a JSON state beside them, and a hash of both. Metrics are lines of JSON.
+Whatever fails names the file and says what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ifso.errors import RunError
+from ifso.surgery.files import one_line, replacing, storable, write_tensors
+
+MAX_JSON_BYTES = 16 * 2**20
+MAX_METRICS_BYTES = 2**30
+
+_ADVICE = {
+    **dict.fromkeys((ENOSPC, EDQUOT, EFBIG), "make room, then resume the run; what was written before is whole"),
+    **dict.fromkeys((EACCES, EPERM, EROFS), "make it readable and writable, or give another folder"),
+    **dict.fromkeys((ENOENT, ENOTDIR), "give a run folder that is there, or start the run again"),
+}
+
+
+@contextmanager
+def located(path: Path) -> Iterator[None]:
+    """Every failure to read or write as a RunError of one line that names the file and says what to do."""
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from error.__cause__
+    except (OSError, SafetensorError) as error:
+        code = _error_number(error)
+        reason = os.strerror(code) if code else one_line(error)
+        advice = _ADVICE.get(code or 0, "check the disk, then resume the run")
+        raise RunError(f"{path}: {reason}; {advice}") from error
+
+
+def _error_number(error: Exception) -> int | None:
+    """The system's number of an error; safetensors gives it only in words."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
+
+
+def strict_json(document: object) -> str:
+    """As JSON that means the same when it is read again; RunError for NaN, tensors and other things JSON has not."""
+    try:
+        text = json.dumps(document, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(f"cannot be written as JSON ({one_line(error)}); give finite numbers, texts and lists") from None
+    if len(text) > MAX_JSON_BYTES:
+        raise RunError(f"takes {len(text)} bytes, more than the {MAX_JSON_BYTES} that are read again; store less")
+    return text
+
+
+def finite(value: Any) -> Any:
+    """The same tree with None for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def pretty_json(document: Mapping[str, Any], path: Path) -> bytes:
+    """A JSON file for people to read."""
+    with located(path):
+        return (json.dumps(json.loads(strict_json(document)), indent=2) + "\n").encode()
+
+
+def json_line(line: Mapping[str, Any]) -> bytes:
+    """A line of JSON, with null for every number that is not finite."""
+    return (strict_json(finite(line)) + "\n").encode()
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a file, one a line, and the number of lines that are none. No file: no lines."""
+    lines: list[dict[str, Any]] = []
+    broken = 0
+    if not path.exists():
+        return lines, broken
+    with located(path), path.open("rb") as file:
+        if path.stat().st_size > MAX_METRICS_BYTES:
+            raise RunError(f"larger than {MAX_METRICS_BYTES} bytes, which no run's metrics are; give another folder")
+        for data in file:
+            line = parsed(data) if len(data) <= MAX_JSON_BYTES + 1 else None
+            if line is None:
+                broken += 1
+            else:
+                lines.append(line)
+    return lines, broken
+
+
+def parsed(data: bytes) -> dict[str, Any] | None:
+    """A JSON object, or None if it is anything else."""
+    try:
+        document = json.loads(data.decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _no_constant(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
+    """Put tensors from any device, and a JSON ``state``, in the place of ``path``: all of it or nothing."""
+    with located(path), replacing(path) as new:
+        try:
+            ready, text = storable(tensors), strict_json(state)
+            metadata = {"format": "pt", "state": text, "sha256": _digest(ready, text)}
+            write_tensors(new, ready, metadata)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+
+
+def read_tensor_file(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """The tensors, on the CPU, and the state; RunError if one bit of them is not what was written."""
+    with located(path):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 it is no dict
+        text = metadata.get("state", "")
+        if metadata.get("sha256") != _digest(tensors, text):
+            raise RunError("damaged or edited, its hash does not fit")
+        return tensors, json.loads(text)
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    """SHA-256 of the state and of the name, dtype, shape and bytes of every tensor."""
+    sha = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

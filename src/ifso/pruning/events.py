@@ -1,0 +1,79 @@
+"""What a pruning run tells while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is about to be done. ``targets`` and ``shares`` are shares kept by the name of a cost, such as ``macs``.
+
+    ``removals`` counts those already made, when a run is resumed.
+    """
+
+    model: str
+    units: int
+    targets: Mapping[str, float]
+    shares: Mapping[str, float]
+    removals: int
+    folder: str | None
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One removal: one line of ``metrics.jsonl``.
+
+    ``units`` are their places within the groups, usually a single one. ``score`` is their mean score after
+    normalisation. ``costs`` are what is left (``macs``, ``conv_macs``, ``params``, ``activations``, perhaps
+    ``latency``) and ``shares`` the same as shares of the original network. ``loss`` is the mean loss over the batches
+    of this step, ``seconds`` the time since the run began, earlier parts of a resumed run included.
+    """
+
+    removal: int
+    step: int
+    units: Mapping[str, tuple[int, ...]]
+    score: float
+    costs: Mapping[str, float]
+    shares: Mapping[str, float]
+    loss: float
+    seconds: float
+
+    def as_line(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        plain = {**vars(self), "costs": dict(self.costs), "shares": dict(self.shares)}
+        return {**plain, "units": {group: list(places) for group, places in self.units.items()}}
+
+
+class Listener(Protocol):
+    """Somebody who wants to see the progress of a run. Every call comes from the process that runs it."""
+
+    def started(self, plan: Plan) -> None:
+        """The run begins, or goes on."""
+
+    def removed(self, removal: Removal) -> None:
+        """Units went."""
+
+    def said(self, line: str) -> None:
+        """One line for a person: what happens now, what went otherwise than expected."""
+
+    def finished(self) -> None:
+        """The run has ended, well or not."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def started(self, plan: Plan) -> None:
+        """Nothing."""
+
+    def removed(self, removal: Removal) -> None:
+        """Nothing."""
+
+    def said(self, line: str) -> None:
+        """Nothing."""
+
+    def finished(self) -> None:
+        """Nothing."""

@@ -1,0 +1,197 @@
+"""The end of a run: the last surgery, what helps before training, every check, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ifso.costs.counting import count
+from ifso.costs.latency import LatencyModel, measure_latency
+from ifso.errors import DataError
+from ifso.graph.slots import named_tensors
+from ifso.pruning.afterwards import (
+    Evaluate,
+    Measure,
+    Undo,
+    mean_loss,
+    norms_of,
+    numbers,
+    recalibrate_,
+    update_weights_,
+)
+from ifso.pruning.checking import Check, refuse_failed, worst
+from ifso.pruning.ledger import Ledger
+from ifso.pruning.ranks import average_over_ranks_, copy_from_first_, from_first, together
+from ifso.pruning.result import PruneResult
+from ifso.pruning.run import Run
+from ifso.pruning.schedule import phases
+from ifso.pruning.selection import TOLERANCE, Target, smallest_shares
+from ifso.pruning.stream import not_finite, on_device
+
+LOSS_BATCHES = 4
+"""Batches whose mean loss is measured where a user gives no ``evaluate``."""
+MOST_CALIBRATIONS = 3
+TIMES = 3
+
+
+class Finisher:
+    """Brings a run to its end. ``evaluate`` gives numbers about a model; by default the loss of a few batches."""
+
+    def __init__(self, run: Run, evaluate: Evaluate | None, about: Mapping[str, Any]) -> None:
+        self._run, self._about = run, about
+        self._evaluate = evaluate or self._loss
+
+    def _loss(self, model: nn.Module) -> Mapping[str, float]:
+        return {"loss": mean_loss(model, self._run.loss_fn, self._run.examples)}
+
+    def measure(self, stage: str) -> dict[str, float]:
+        """What the network is worth now."""
+        with self._run.progress.timed("measures"):
+            values = numbers(self._evaluate(self._run.network.model))
+        self._run.progress.measures.append({"stage": stage, "values": values})
+        self._run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        return values
+
+    def finish(self) -> PruneResult:
+        """Surgery, recovery, checks, files."""
+        run, network = self._run, self._run.network
+        run.finish_surgery()
+        if run.settings.budget.latency is not None:
+            self._keep_latency()
+        recipe = network.recipe()
+        run.checks = [worst(run.checks)]
+        self._check()
+        self.measure("pruned")
+        self._recover()
+        result = PruneResult(
+            model=network.model, graph=network.original, keep=network.keep, recipe=recipe,
+            before=count(network.original, network.original.kept(None)), after=count(network.original, network.kept),
+            targets=run.settings.budget.targets, shares=run.ledger.shares(), removals=run.progress.removals,
+            seconds=run.seconds, timings=dict(run.progress.timings), checks=tuple(run.checks),
+            measures=tuple(Measure(one["stage"], one["values"]) for one in run.progress.measures),
+            notes=tuple(run.progress.notes), latency=self._latency(),
+            scores=network.by_group(run.scores, network.original), metrics=tuple(run.metrics), config=dict(self._about),
+            folder=None if run.folder is None else run.folder.path,
+        )  # fmt: skip
+        if run.folder is not None:
+            run.folder.write_scores(result.scores)
+            run.folder.write_model(result.model, result.recipe)
+            run.folder.finish(result.summary())
+        refuse_failed(result.checks)
+        return result
+
+    def _check(self) -> None:
+        """The cost of the smaller network, traced and counted anew, and the budget."""
+        run = self._run
+        found = count(run.network.graph, run.network.graph.kept(None)).as_dict()
+        promised = count(run.network.original, run.network.kept).as_dict()
+        wrong = {kind: number for kind, number in found.items() if number != promised[kind]}
+        text = "; ".join(f"{kind} {number:,} instead of {promised[kind]:,}" for kind, number in wrong.items())
+        run.checks.append(
+            Check("cost recounted", not wrong, text or f"{found['macs']:,} MACs, {found['params']:,} parameters")
+        )
+        target, shares = Target(run.settings.budget), run.ledger.shares()
+        gap = target.gap(shares)
+        kept = ", ".join(
+            f"{shares[kind]:.2%} of {kind} kept, {share:.2%} asked" for kind, share in target.shares.items()
+        )
+        run.checks.append(Check("budget met", gap <= 0, kept))
+        if gap < -TOLERANCE:
+            run.say(f"{-gap:.2%} more than asked was removed: one unit fewer would have missed the budget")
+
+    def _recover(self) -> None:
+        """Statistics of batch norms, and the step that Proposition 1 says retraining would take."""
+        run, model = self._run, self._run.network.model
+        batches = max(run.settings.recalibrate if norms_of(model) else 0, run.settings.weight_update)
+        data = together(lambda: [self._next() for _ in range(batches)])
+        if run.settings.recalibrate and norms_of(model):
+            with run.progress.timed("recovery"):
+                recalibrate_(model, run.loss_fn, data[: run.settings.recalibrate])
+                average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
+            self.measure("batch norms recalibrated")
+        if run.settings.weight_update:
+            self._update_weights(data[: run.settings.weight_update])
+        copy_from_first_(named_tensors(model).values())
+
+    def _next(self) -> Any:
+        batch = on_device(next(self._run.stream), self._run.network.device)
+        if bool(not_finite(batch)):
+            self._refuse(*self._run.stream.position)
+        return batch
+
+    def _refuse(self, epoch: int, index: int) -> NoReturn:
+        """A batch for the recovery is bad: what was pruned is not lost."""
+        run = self._run
+        if run.folder is not None:
+            run.folder.write_model(run.network.model, run.network.recipe())
+        raise DataError(
+            f"batch {index - 1} of epoch {epoch} holds NaN or infinity; the model is pruned, but was not recovered"
+        )
+
+    def _update_weights(self, data: list[Any]) -> None:
+        """ΔW, kept only if a loss it was not made from gets lower."""
+        run, model = self._run, self._run.network.model
+        undo, before = Undo(model), self._loss(model)["loss"]
+        with run.progress.timed("recovery"):
+            size = update_weights_(model, run.network.graph, run.loss_fn, data, run.settings.damping)
+        after = self._loss(model)["loss"]
+        self.measure("weights updated by ΔW")
+        if not after < before:
+            undo()
+            run.say(
+                f"ΔW ({size:.1%} of the weights' norm) was undone: the loss of other batches went from {before:.4g} "
+                f"to {after:.4g}; a larger damping makes it smaller"
+            )
+
+    def _keep_latency(self) -> None:
+        """Measure; where the network is slower than its model said, correct the model and go on."""
+        run = self._run
+        last = phases(run.settings.schedule, run.settings.budget, run.settings.units_per_step)[-1]
+        for left in range(MOST_CALIBRATIONS, -1, -1):
+            known = run.progress.latency
+            assert known is not None
+            known |= self._timed(known["before"])
+            share, wanted = known["share"], run.settings.budget.latency or 1.0
+            if share <= wanted + max(TOLERANCE, known["spread"] / known["before"]):
+                return
+            modelled = run.ledger.shares()["latency"]
+            corrected = LatencyModel.from_json(known["model"]).calibrated(modelled, share)
+            why = self._no_further(corrected) if left else f"{MOST_CALIBRATIONS} corrections were made"
+            if why:
+                run.say(f"latency: measured {share:.1%}, modelled {modelled:.1%}; the run ends here, since {why}")
+                return
+            run.say(
+                f"latency: measured {share:.1%}, modelled {modelled:.1%}; the model was corrected and the run goes on"
+            )
+            known["model"] = corrected.to_json()
+            run.reopen()
+            run.reach(last)
+            run.finish_surgery()
+
+    def _no_further(self, latency: LatencyModel) -> str | None:
+        """Why a run cannot go on by a corrected model of latency; None if it can."""
+        run, original = self._run, self._run.network.original
+        if not run.network.told_apart:
+            return "its units can no longer be told apart"
+        ledger = Ledger(original, extra={"latency": latency.weights(original)})
+        smallest = smallest_shares(ledger, run.moves, Target(run.settings.budget))["latency"]
+        if smallest > (run.settings.budget.latency or 1.0):
+            return f"no smaller network is below {smallest:.1%}"
+        return None
+
+    def _latency(self) -> dict[str, Any] | None:
+        known = self._run.progress.latency
+        if known is None:
+            return None
+        if "after" not in known:
+            known |= self._timed(known["before"])
+        return {name: known[name] for name in ("before", "after", "share", "spread")}
+
+    def _timed(self, before: float) -> dict[str, float]:
+        """Seconds of the smaller network, on the first rank, when the machine was least busy with other things."""
+        network = self._run.network
+        times = [measure_latency(network.model, network.graph.inputs) for _ in range(TIMES)]
+        now = min(times, key=lambda latency: latency.median)
+        return from_first({"after": now.median, "share": now.median / before, "spread": now.spread})

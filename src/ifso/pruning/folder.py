@@ -1,0 +1,315 @@
+"""The folder of a run: what it was asked to do, what it has done, and where it can go on after any interruption.
+
+Every file but ``metrics.jsonl`` is written under a provisional name, brought to the disk and then renamed, so it is
+there as a whole or not at all. A line of ``metrics.jsonl`` that was cut short is left out when the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ifso.errors import RecipeError, RunError
+from ifso.pruning.checkpoint import (
+    MAX_JSON_BYTES,
+    finite,
+    json_line,
+    located,
+    parsed,
+    pretty_json,
+    read_lines,
+    read_tensor_file,
+    strict_json,
+    write_tensor_file,
+)
+from ifso.surgery.files import FolderLock, append_bytes, one_line, provisional, replacing, sync_file, write_bytes
+from ifso.surgery.store import NEW_RECIPE, NEW_WEIGHTS, save
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
+    from ifso.surgery.recipe import Recipe
+
+CONFIG = "config.json"
+SCORES = "scores.safetensors"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+
+KEPT_CHECKPOINTS = 2
+
+_HEAD = {"format": "ifso-run", "version": 1}
+
+
+Checkpoint = tuple[int, dict[str, Tensor], dict[str, Any]]
+"""Number, tensors and state."""
+
+
+class RunFolder:
+    """A run folder that this process holds; close it, or use it in a ``with``, to let another process have it.
+
+    Without a ``lock`` it is only there to be read. ``config`` is what stands in ``config.json``, ``notes`` what
+    a person should hear about the state of the files.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], lock: FolderLock | None) -> None:
+        self.path = path
+        self.config = config
+        self.notes: list[str] = []
+        self._lock = lock
+        if lock is not None and lock.refused:
+            self._note(f"{path} is on a disk without locks: do not run two processes in it")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
+        """A new run in a folder that is empty or not there yet; nothing is ever deleted to make room for it."""
+        path = Path(path)
+        _refuse_taken(path)
+        with located(path):
+            path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path, {**_HEAD, **config}, _locked(path))
+        try:
+            _refuse_taken(path)
+            folder._write(CONFIG, pretty_json(folder.config, path / CONFIG))
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def resume(cls, path: str | os.PathLike[str], config: Mapping[str, Any], *, reading: bool = False) -> Self:
+        """A run that was begun earlier with the same ``config["settings"]``; what else is in ``config`` may differ.
+
+        ``reading`` is for those who look on while another process holds the folder, and never write.
+        """
+        path = Path(path)
+        if not (path / CONFIG).is_file():
+            raise RunError(
+                f"{path} holds no run to resume (no {CONFIG}); start one there without resume, or give its folder"
+            )
+        stored = _read_config(path / CONFIG)
+        refuse_other(config["settings"], stored["settings"], f"the run in {path}")
+        folder = cls(path, stored, None if reading else _locked(path))
+        if not reading:
+            folder._remove_stale()
+        return folder
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def write_checkpoint(self, number: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Keep this moment of the run, and the lines of metrics up to it. Only it and the one before it stay.
+
+        Those with a higher number go, too: the run went on from an earlier one because they could not be read.
+        """
+        folder = self.path / CHECKPOINTS
+        with located(folder):
+            folder.mkdir(exist_ok=True)
+        with located(self.path / METRICS):
+            if (self.path / METRICS).exists():
+                sync_file(self.path / METRICS)
+        write_tensor_file(folder / f"{number:08d}.safetensors", tensors, state)
+        known = self._checkpoints()
+        earlier = [other for other in known if other < number]
+        for other in known.keys() - {number, *earlier[1 - KEPT_CHECKPOINTS :]}:
+            self._remove(known[other])
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Number, tensors (on the CPU) and state of the newest whole checkpoint. Damaged ones are told in ``notes``."""
+        for number, path in reversed(self._checkpoints().items()):
+            try:
+                tensors, state = read_tensor_file(path)
+            except RunError as error:
+                self._note(f"{error}; an earlier state of the run is used")
+            else:
+                return number, tensors, state
+        return None
+
+    def _checkpoints(self) -> dict[int, Path]:
+        """Those there are, oldest first."""
+        folder = self.path / CHECKPOINTS
+        if not folder.is_dir():
+            return {}
+        with located(folder):
+            found = [path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.safetensors", path.name)]
+        return {int(path.stem): path for path in sorted(found, key=lambda path: int(path.stem))}
+
+    # ---------------------------------------------------------------------------------------------------- metrics
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """One more line of ``metrics.jsonl``. A number that is not finite is written as null: JSON has no NaN."""
+        with located(self.path / METRICS):
+            append_bytes(self.path / METRICS, json_line(line))
+
+    def metrics(self) -> tuple[list[dict[str, Any]], int]:
+        """The lines of ``metrics.jsonl``, and how many others are there that are no whole JSON objects."""
+        return read_lines(self.path / METRICS)
+
+    def rewind(self, removals: int) -> None:
+        """Keep the whole lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, and nothing else."""
+        lines, _ = self.metrics()
+        self._write(METRICS, b"".join(json_line(line) for line in lines if 0 <= _removal(line) <= removals))
+
+    # ------------------------------------------------------------------------------------------------ other files
+
+    def write_scores(self, scores: Mapping[str, Tensor]) -> None:
+        """``scores.safetensors``: a tensor for each group."""
+        write_tensor_file(self.path / SCORES, scores)
+
+    def write_model(self, model: nn.Module, recipe: Recipe) -> None:
+        """``recipe.json`` and ``model.safetensors``, for :func:`ifso.load`."""
+        try:
+            save(model, self.path, recipe)
+        except RecipeError as error:
+            with located(self.path):
+                if isinstance(error.__cause__, (OSError, SafetensorError)):
+                    raise error.__cause__ from error
+            raise
+
+    def write_json(self, name: str, document: Mapping[str, Any]) -> None:
+        """Another JSON file of the run. A number that is not finite is written as null."""
+        if name != Path(name).name or name in {"", ".", "..", CONFIG, METRICS}:
+            raise ValueError(f"no name for a JSON file in a run folder: {name!r}")
+        self._write(name, pretty_json(finite(document), self.path / name))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run is at its end: ``summary.json``."""
+        self.write_json(SUMMARY, summary)
+
+    @property
+    def finished(self) -> bool:
+        """Has the run come to its end?"""
+        return (self.path / SUMMARY).is_file()
+
+    def _write(self, name: str, data: bytes) -> None:
+        with located(self.path / name), replacing(self.path / name) as new:
+            write_bytes(new, data)
+
+    def _remove_stale(self) -> None:
+        """What a killed process was writing; the provisional files of ``ifso.save`` are its own to settle."""
+        for folder in (self.path, self.path / CHECKPOINTS):
+            for path in (*folder.glob(".*.new"), *folder.glob(".tmp??????")):
+                if path.name not in {NEW_RECIPE, NEW_WEIGHTS}:
+                    self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._note(f"{path}: no longer needed, but cannot be removed ({one_line(error)})")
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def refuse_other(now: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
+    """RunError that shows where settings differ from ``before``, which were read as JSON."""
+    found = differences(json.loads(strict_json(now)), before)
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise RunError(f"other settings than {whose}: {'; '.join(found[:5])}{more}")
+
+
+def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Where two trees of settings differ, in words.
+
+    >>> differences({"accumulate": 5, "budget": {"macs": 0.4}}, {"accumulate": 10, "budget": {"macs": 0.5}})
+    ['accumulate is 5 and was 10', 'budget.macs is 0.4 and was 0.5']
+    """
+    found: list[str] = []
+    for name in {**now, **before}:
+        new, old = now.get(name, _NOT_SET), before.get(name, _NOT_SET)
+        if isinstance(new, dict) and isinstance(old, dict):
+            found += differences(new, old, f"{prefix}{name}.")
+        elif new != old or isinstance(new, bool) != isinstance(old, bool):
+            found.append(f"{prefix}{name} is {_shown(new)} and was {_shown(old)}")
+    return found
+
+
+_NOT_SET = object()
+
+
+def _shown(value: object) -> str:
+    text = "not set" if value is _NOT_SET else repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _refuse_taken(path: Path) -> None:
+    """RunError if a new run would find anything but an empty folder."""
+    with located(path):
+        if not path.exists() and not path.is_symlink():
+            return
+        if not path.is_dir():
+            raise RunError("is no folder; give another place for the run")
+        inside = {entry.name for entry in path.iterdir()} - {LOCK, provisional(path / CONFIG).name}
+    if CONFIG in inside and _is_run(path / CONFIG):
+        removals = max((_removal(line) for line in read_lines(path / METRICS)[0]), default=0)
+        state = "finished" if (path / SUMMARY).is_file() else "unfinished"
+        raise RunError(
+            f"{path} already holds a run ({removals} removals, {state}); "
+            "resume it (resume=…, --resume) or give another folder"
+        )
+    if inside:
+        raise RunError(f"{path} is not empty and no run folder; give another")
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        _read_config(path)
+    except RunError:
+        return False
+    return True
+
+
+def _locked(path: Path) -> FolderLock:
+    with located(path / LOCK):
+        try:
+            return FolderLock(path / LOCK)
+        except BlockingIOError:
+            pass
+    raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    with located(path):
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise RunError(f"larger than {MAX_JSON_BYTES} bytes, which no run's settings are; give another folder")
+        config = parsed(data)
+        if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != _HEAD["format"]:
+            raise RunError("damaged, or not of a run of ifso; restore it or start the run in another folder")
+        if config.get("version") != _HEAD["version"]:
+            raise RunError(
+                f"version {_shown(config.get('version'))} is unknown; resume with the ifso that began the run"
+            )
+    return config
+
+
+def _removal(line: Mapping[str, Any]) -> int:
+    """Which removal a line is about; -1 if about none."""
+    number = line.get("removal")
+    return number if isinstance(number, int) and not isinstance(number, bool) else -1

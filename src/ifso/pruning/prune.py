@@ -1,0 +1,284 @@
+"""``ifso.prune``: from a trained network to a smaller one at a budget."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ifso.criteria.base import Criterion
+from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
+from ifso.errors import BudgetError, DataError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.tracing import trace
+from ifso.pruning.afterwards import Evaluate, mean_loss
+from ifso.pruning.budget import Budget
+from ifso.pruning.events import Listener, Silent
+from ifso.pruning.finishing import LOSS_BATCHES, Finisher
+from ifso.pruning.folder import Checkpoint, RunFolder, refuse_other
+from ifso.pruning.ledger import Ledger
+from ifso.pruning.moves import Moves
+from ifso.pruning.network import ShrinkingNetwork
+from ifso.pruning.ranks import from_first, rank, together
+from ifso.pruning.reopening import finished_result
+from ifso.pruning.result import PruneResult
+from ifso.pruning.run import Progress, Run
+from ifso.pruning.schedule import Schedule
+from ifso.pruning.selection import Target, check_reachable
+from ifso.pruning.settings import Settings, criterion_of, describe, preset_of, sgd
+from ifso.pruning.state import shrink_to_
+from ifso.pruning.stream import BatchStream, not_finite, on_device
+from ifso.pruning.timing import timed
+from ifso.pruning.worker import MakeOptimizer, Worker
+from ifso.surgery.recipe import digest_of, name_of
+
+PathLike = str | os.PathLike[str]
+
+
+def prune(
+    model: nn.Module,
+    train_batches: Iterable[Any],
+    loss_fn: LossFn,
+    *,
+    budget: Budget,
+    example_inputs: Any,
+    criterion: str | Criterion | None = None,
+    schedule: Schedule = "incremental",
+    normalize: str = "sqrt-memory",
+    accumulate: int = 10,
+    batches_per_score: int = 2,
+    units_per_step: int = 1,
+    round_to: int | None = None,
+    min_units: int = 1,
+    ignore: Sequence[str] = (),
+    optimizer: MakeOptimizer | None = None,
+    resume: PathLike | None = None,
+    out: PathLike | None = None,
+    seed: int = 0,
+    preset: str | None = None,
+    train_mode: bool = True,
+    evaluate: Evaluate | None = None,
+    recalibrate: int = 20,
+    weight_update: int = 0,
+    damping: float = 3.0,
+    listener: Listener | None = None,
+    about: Mapping[str, Any] | None = None,
+    checkpoint_every: float = 30.0,
+    compact: bool = True,
+) -> PruneResult:
+    """Make a trained network smaller, in place, until a budget is met (Algorithm 2 of the paper).
+
+    Again and again: add up ``accumulate`` scores, each the mean over ``batches_per_score`` batches, with one step of
+    the optimizer after each; divide by what each unit would save; remove the least important.
+
+    Args:
+        model: trained; it is changed in place. A network that was pruned before is pruned further.
+        train_batches: an iterable that can be gone through again, such as a DataLoader. Tensors are brought to the
+            device of the model.
+        loss_fn: ``loss_fn(model, batch)`` gives the mean loss of a batch.
+        budget: :class:`ifso.Budget`, the shares kept.
+        example_inputs: what the model takes, for :func:`ifso.trace` and for counting MACs.
+        criterion: a name (``"ifso"`` by default) or an object of :mod:`ifso.criteria`.
+        schedule: ``"incremental"``, ``"one-shot"`` (no steps of the optimizer, everything goes at once) or
+            ``ifso.Mixed(0.75)``.
+        normalize: ``"sqrt-memory"`` (the paper), ``"memory"``, ``"none"``, ``"macs"`` or ``"latency"``.
+        accumulate: k, scores added up before a removal.
+        batches_per_score: b, proxy batches for one score.
+        units_per_step: removals after each k scores.
+        round_to: layers keep multiples of so many channels.
+        min_units: every layer keeps at least so many units.
+        ignore: names of modules whose channels are left alone.
+        optimizer: a function from parameters to an optimizer; SGD with momentum 0.9, weight decay 1e-4 and a learning
+            rate of 0.01 by default.
+        resume: the folder of a run to go on with; the settings must be the same.
+        out: a new folder for the run.
+        seed: of the order of data and what is random in the model.
+        preset: ``"authors"`` does as the authors' program does where nothing else is said: its finite differences and
+            its learning rate of 0.1.
+        train_mode: score and step in train mode, as the paper does; False leaves every module in the mode it is in.
+        evaluate: ``evaluate(model)`` gives numbers (an accuracy …) that are taken before, after and between.
+        recalibrate: batches for new statistics of batch norms at the end; 0 leaves them.
+        weight_update: batches for ΔW of Proposition 1 at the end; 0 for none.
+        damping: λ of that ΔW.
+        listener: hears of the progress, see :mod:`ifso.pruning.events`.
+        about: further plain values to be written into ``config.json``.
+        checkpoint_every: seconds between checkpoints.
+        compact: take units out of memory during the run when that pays. The result does not depend on it, but for
+            rounding.
+
+    Every result is verified: the smaller network against the masked one, its cost counted anew, the budget. A
+    :class:`~ifso.errors.VerificationError` says what failed.
+    """
+    chosen = preset_of(preset)
+    settings = Settings(
+        budget=budget, criterion=criterion_of(criterion or chosen["criterion"]), schedule=schedule,
+        normalize=normalize, accumulate=accumulate, batches_per_score=batches_per_score,
+        units_per_step=units_per_step, round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
+        train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
+    )  # fmt: skip
+    if resume is not None and out is not None and Path(out) != Path(resume):
+        raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
+    devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
+    with same_modes(model), torch.random.fork_rng(devices=devices):
+        start = _Start(
+            model, train_batches, loss_fn, settings, optimizer or partial(sgd, learning_rate=chosen["learning_rate"]),
+            listener or Silent(), dict(about or {}), checkpoint_every,
+            compact and not settings.criterion.masks_itself and settings.criterion.needs != "nothing",
+        )  # fmt: skip
+        return start.prune(example_inputs, resume, out, evaluate)
+
+
+class _Start:
+    """A run put together: traced, checked, its folder opened, its state brought back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_batches: Iterable[Any],
+        loss_fn: LossFn,
+        settings: Settings,
+        make_optimizer: MakeOptimizer,
+        listener: Listener,
+        about: dict[str, Any],
+        checkpoint_every: float,
+        shrink: bool,
+    ) -> None:
+        self._model, self._batches, self._loss_fn, self._settings = model, train_batches, loss_fn, settings
+        self._make_optimizer, self._listener, self._about = make_optimizer, listener, about
+        self._checkpoint_every, self._shrink = checkpoint_every, shrink
+
+    def prune(
+        self, example_inputs: Any, resume: PathLike | None, out: PathLike | None, evaluate: Evaluate | None
+    ) -> PruneResult:
+        """The whole way."""
+        progress = Progress()
+        config = together(self._config)
+        first = from_first(config["settings"])
+        together(lambda: refuse_other(config["settings"], first, "the first rank"))
+        with progress.timed("trace"):
+            graph, moves = together(lambda: self._trace(example_inputs))
+        measured = evaluate is None or self._settings.weight_update > 0
+        examples = together(lambda: self._examples(LOSS_BATCHES if measured else 1))
+        if resume is None:
+            self._check_budget(graph, moves, progress)
+        folder = together(lambda: self._open(config, resume, out) if rank() == 0 else None)
+        try:
+            if resume is not None:
+                folder = together(lambda: folder or RunFolder.resume(resume, config, reading=True))
+            if folder is not None and folder.finished:
+                return together(lambda: finished_result(folder, self._model, graph))
+            found = together(lambda: None if folder is None else folder.newest_checkpoint())
+            if found is None and resume is not None:
+                self._check_budget(graph, moves, progress)
+            run = together(lambda: self._run(graph, moves, progress, examples, found))
+            if folder is not None and rank() == 0:
+                self._write_into(folder, run)
+            return self._through(run, evaluate, config)
+        finally:
+            if folder is not None:
+                folder.close()
+
+    def _trace(self, example_inputs: Any) -> tuple[ChannelGraph, Moves]:
+        graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+        return graph, Moves(graph, round_to=self._settings.round_to, min_units=self._settings.min_units)
+
+    def _examples(self, count: int) -> list[Any]:
+        """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
+        stream, device = BatchStream(self._batches, self._settings.seed), next(self._model.parameters()).device
+        examples = [on_device(next(stream), device) for _ in range(count)]
+        for number, batch in enumerate(examples):
+            if bool(not_finite(batch)):
+                raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
+        mean_loss(self._model, WatchedLoss(self._loss_fn), examples[:1])
+        return examples
+
+    def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
+        try:
+            finisher = Finisher(run, evaluate, config)
+            if not run.progress.measures:
+                finisher.measure("unpruned")
+            if self._settings.train_mode:
+                self._model.train()
+            run.go()
+            return finisher.finish()
+        finally:
+            self._listener.finished()
+
+    def _check_budget(self, graph: ChannelGraph, moves: Moves, progress: Progress) -> None:
+        """Before any work and before any file. All ranks count with the seconds of the first."""
+        progress.latency = from_first(together(lambda: self._timed_if_reachable(graph, moves, progress)))
+
+    def _timed_if_reachable(self, graph: ChannelGraph, moves: Moves, progress: Progress) -> dict[str, Any] | None:
+        if not graph.num_units:
+            raise BudgetError(f"nothing in {type(self._model).__name__} can be pruned; see graph.frozen of ifso.trace")
+        plain = {kind: share for kind, share in self._settings.budget.targets.items() if kind != "latency"}
+        if plain:
+            check_reachable(graph, Ledger(graph), moves, Target(Budget(**plain)))
+        if not self._settings.needs_latency or rank():
+            return None
+        with progress.timed("latency"):
+            return timed(self._model, graph, moves, self._settings)
+
+    def _config(self) -> dict[str, Any]:
+        some = next((parameter for parameter in self._model.parameters() if parameter.requires_grad), None)
+        if some is None:
+            raise BudgetError(f"{type(self._model).__name__} has no trainable parameters; set requires_grad")
+        if not callable(self._make_optimizer):
+            given = type(self._make_optimizer).__name__
+            raise BudgetError(f"optimizer is a {given}; give a function from parameters to an optimizer")
+        optimizer = self._make_optimizer([nn.Parameter(torch.zeros_like(some))])
+        if not isinstance(optimizer, Optimizer):
+            raise BudgetError(f"optimizer gave a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+        settings = {
+            **self._settings.as_dict(),
+            "optimizer": describe(optimizer),
+            "model": name_of(self._model),
+            "weights": digest_of(self._model),
+        }
+        from ifso import __version__
+
+        versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+        return {"settings": settings, "versions": versions, "about": self._about}
+
+    def _open(self, config: dict[str, Any], resume: PathLike | None, out: PathLike | None) -> RunFolder | None:
+        if resume is not None:
+            return RunFolder.resume(resume, config)
+        return None if out is None else RunFolder.create(out, config)
+
+    def _run(
+        self, graph: ChannelGraph, moves: Moves, progress: Progress, examples: list[Any], found: Checkpoint | None
+    ) -> Run:
+        """The run at its beginning, or where a checkpoint says."""
+        network = ShrinkingNetwork(self._model, graph, self._settings.ignore)
+        position = (0, 0)
+        if found is not None:
+            _, tensors, state = found
+            progress = Progress.from_json(state["progress"])
+            position = (state["position"][0], state["position"][1])
+            shrink_to_(network, tensors)
+        worker = Worker(network, self._settings.criterion, self._loss_fn, self._make_optimizer)
+        if found is not None:
+            worker.fill_(tensors, state["optimizer"])
+        stream = BatchStream(self._batches, self._settings.seed, position)
+        run = Run(
+            network, worker, self._settings, stream, examples, worker.loss_fn, moves, progress, self._listener,
+            checkpoint_every=self._checkpoint_every, shrink=self._shrink,
+        )  # fmt: skip
+        if found is not None:
+            run.go_on_(tensors, state)
+        return run
+
+    def _write_into(self, folder: RunFolder, run: Run) -> None:
+        """From now on a run writes into its folder, after what is already there."""
+        run.folder = folder
+        folder.rewind(run.progress.removals)
+        run.metrics = folder.metrics()[0]
+        for note in folder.notes:
+            run.say(note)

@@ -1,0 +1,113 @@
+"""Several processes of ``torch.distributed`` that prune together: all go on, or none; all hold the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ifso.errors import RunError
+
+T = TypeVar("T")
+
+
+def several() -> bool:
+    """Is this one of several processes?"""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """The number of this process, 0 if it is alone."""
+    return dist.get_rank() if several() else 0
+
+
+def together(work: Callable[[], T]) -> T:
+    """What ``work`` gives; if it fails on one rank, no rank goes on, so that none waits for another in vain.
+
+    There must be nothing in ``work`` that waits for other ranks.
+    """
+    if not several():
+        return work()
+    try:
+        done = work()
+    except BaseException:
+        with suppress(RunError):
+            _failures(1)
+        raise
+    failed = _failures(0)
+    if failed:
+        raise RunError(f"stopped, because rank {', '.join(map(str, failed))} failed; see its own message")
+    return done
+
+
+def from_first(document: T) -> T:
+    """What the first rank gives, plain JSON values, on every rank."""
+    if not several():
+        return document
+    data = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8, device=_device())
+    length = torch.tensor(len(data), device=_device())
+    _collective(dist.broadcast, length, src=0)
+    data = data if rank() == 0 else data.new_empty(int(length))
+    _collective(dist.broadcast, data, src=0)
+    return json.loads(bytes(data.tolist()))
+
+
+def sum_over_ranks(total: Tensor) -> Tensor:
+    """The sum, on every rank."""
+    if several():
+        total = total.clone()
+        _collective(dist.all_reduce, total)
+    return total
+
+
+def mean_over_ranks(total: Tensor, count: int) -> Tensor:
+    """``total``, a sum over ``count`` things, as the mean over those of all ranks."""
+    packed = sum_over_ranks(torch.cat([total.reshape(-1), total.new_tensor([count])]))
+    return (packed[:-1] / packed[-1].clamp(min=1)).reshape(total.shape)
+
+
+@torch.no_grad()
+def average_over_ranks_(tensors: Iterable[Tensor]) -> None:
+    """Every tensor becomes its mean over the ranks, in place."""
+    if several():
+        for tensor in tensors:
+            held = tensor.detach().contiguous()
+            _collective(dist.all_reduce, held)
+            tensor.copy_(held / dist.get_world_size())
+
+
+@torch.no_grad()
+def copy_from_first_(tensors: Iterable[Tensor]) -> None:
+    """Every tensor becomes that of the first rank, in place."""
+    if several():
+        for tensor in tensors:
+            held = tensor.detach().contiguous()
+            _collective(dist.broadcast, held, src=0)
+            tensor.copy_(held)
+
+
+def _failures(failed: int) -> list[int]:
+    """Which ranks have failed."""
+    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=_device())
+    numbers[dist.get_rank()] = failed
+    _collective(dist.all_reduce, numbers)
+    return numbers.nonzero().flatten().tolist()
+
+
+def _collective(call: Callable[..., Any], tensor: Tensor, **options: Any) -> None:
+    try:
+        call(tensor, **options)
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {dist.get_rank()} stopped, because another rank cannot be reached any more; see its own message"
+        ) from error
+
+
+def _device() -> torch.device:
+    """Where the collectives of the backend take their tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

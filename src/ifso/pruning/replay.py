@@ -1,0 +1,94 @@
+"""A round of work as a CUDA graph: captured once, replayed with other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ifso.curvature.losses import one_line
+from ifso.pruning.network import ShrinkingNetwork
+
+T = TypeVar("T")
+
+
+def can_capture(network: ShrinkingNetwork) -> bool:
+    """On one GPU, with nothing random in the model and no channel counts read on the way?"""
+    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    random = any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in network.model.modules()
+    )
+    return network.device.type == "cuda" and alone and not random and not network.graph.reductions
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:
+    """The results of all jobs; while a CUDA graph is captured, each on a stream of its own if they may be ``apart``."""
+    if not apart or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        return [job() for job in jobs]
+    main, results = torch.cuda.current_stream(), []
+    streams = [torch.cuda.Stream() for _ in jobs]
+    for job, stream in zip(jobs, streams, strict=True):
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            results.append(job())
+    for stream in streams:
+        main.wait_stream(stream)
+    return results
+
+
+class Replay:
+    """A captured round. What it was made from must live as long as it does."""
+
+    def __init__(self, work: Callable[[Sequence[Any]], None], held: Sequence[Any], graph: torch.cuda.CUDAGraph) -> None:
+        self._work, self._graph = work, graph
+        self._leaves, self._spec = tree_flatten(list(held))
+
+    @classmethod
+    def make(cls, work: Callable[[Sequence[Any]], None], batches: Sequence[Any]) -> Replay | str:
+        """Capture ``work`` on batches like these, without running it; or why that cannot be."""
+        leaves, spec = tree_flatten(list(batches))
+        held = tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                work(held)
+        except (RuntimeError, NotImplementedError) as error:
+            torch.cuda.synchronize()
+            _free_generator()
+            return one_line(error)
+        return cls(work, held, graph)
+
+    def takes(self, batches: Sequence[Any]) -> bool:
+        """Are these batches of the same kind?"""
+        leaves, spec = tree_flatten(list(batches))
+        return _same(spec, self._spec) and all(map(_alike, leaves, self._leaves))
+
+    def __call__(self, batches: Sequence[Any]) -> None:
+        """The round on these batches."""
+        leaves, _ = tree_flatten(list(batches))
+        for mine, leaf in zip(self._leaves, leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(leaf, non_blocking=True)
+        self._graph.replay()
+
+
+def _free_generator() -> None:
+    """A capture that failed leaves the random generator waiting for its end: give it a new state of the same seed."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def _same(one: TreeSpec, other: TreeSpec) -> bool:
+    return one == other
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return type(one) is type(other) and one == other

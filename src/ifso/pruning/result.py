@@ -1,0 +1,107 @@
+"""What ``ifso.prune`` gives back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ifso.costs.counting import Cost
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.pruning.afterwards import Measure
+from ifso.pruning.checking import Check
+from ifso.pruning.folder import RunFolder
+from ifso.surgery.recipe import Recipe
+
+LABELS = {
+    "macs": "MACs",
+    "conv_macs": "MACs of convolutions",
+    "params": "parameters",
+    "activations": "activations",
+    "latency": "latency (model)",
+}
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """The end of a pruning run.
+
+    ``model`` is the smaller network, ``graph`` that of the network before the run and ``keep`` what is left of its
+    units. ``shares`` are the shares kept of every cost, ``targets`` those asked for. ``measures`` say what the network
+    was worth after each stage, ``checks`` what was verified, ``scores`` the last ones before normalisation.
+    ``timings`` are seconds by part of the run, ``notes`` what went otherwise than expected.
+    """
+
+    model: nn.Module
+    graph: ChannelGraph = field(repr=False)
+    keep: Mapping[str, Tensor] = field(repr=False)
+    recipe: Recipe = field(repr=False)
+    before: Cost
+    after: Cost
+    targets: Mapping[str, float]
+    shares: Mapping[str, float]
+    removals: int
+    seconds: float
+    timings: Mapping[str, float] = field(repr=False)
+    checks: tuple[Check, ...] = field(repr=False)
+    measures: tuple[Measure, ...] = field(repr=False)
+    notes: tuple[str, ...] = ()
+    latency: Mapping[str, Any] | None = None
+    scores: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    metrics: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
+
+    @property
+    def removed_units(self) -> int:
+        """Units that are gone."""
+        return sum(int((~kept).sum()) for kept in self.keep.values())
+
+    @property
+    def below_target(self) -> float:
+        """By how much less is kept than was asked for, of the budget that was hardest to meet; a share."""
+        return min(target - self.shares[kind] for kind, target in self.targets.items())
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write a run folder: recipe and weights, for :func:`ifso.load`, and what else is known of the run."""
+        path = Path(folder)
+        if self.folder is not None and path.resolve() == self.folder.resolve():
+            return path
+        with RunFolder.create(path, self.config) as run:
+            for line in self.metrics:
+                run.append(line)
+            run.write_scores(self.scores)
+            run.write_model(self.model, self.recipe)
+            run.finish(self.summary())
+        return path
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but tensors, as plain JSON values."""
+        return {
+            "model": type(self.model).__name__,
+            "targets": dict(self.targets),
+            "shares": dict(self.shares),
+            "below_target": self.below_target,
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "latency": None if self.latency is None else dict(self.latency),
+            "units": self.graph.num_units,
+            "removed_units": self.removed_units,
+            "removals": self.removals,
+            "kept": {name: [int(kept.sum()), kept.numel()] for name, kept in self.keep.items()},
+            "measures": [{"stage": measure.stage, **measure.values} for measure in self.measures],
+            "checks": [vars(check) for check in self.checks],
+            "seconds": self.seconds,
+            "timings": dict(self.timings),
+            "notes": list(self.notes),
+            "folder": None if self.folder is None else str(self.folder),
+        }
+
+    def __str__(self) -> str:
+        from ifso.pruning.telling import told
+
+        return told(self)

@@ -1,0 +1,297 @@
+"""Algorithm 2 of the paper as a run: score, step, remove, until the budget is met; then check and finish."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ifso.costs.counting import count
+from ifso.costs.latency import LatencyModel
+from ifso.curvature.losses import LossFn
+from ifso.errors import DataError, DivergedError, RunError
+from ifso.pruning.checking import Check, compare, outputs
+from ifso.pruning.checkpoint import finite
+from ifso.pruning.events import Listener, Plan, Removal
+from ifso.pruning.folder import RunFolder
+from ifso.pruning.ledger import Ledger
+from ifso.pruning.moves import Move, Moves
+from ifso.pruning.network import ShrinkingNetwork
+from ifso.pruning.normalizing import normalized
+from ifso.pruning.ranks import from_first, rank, sum_over_ranks, together
+from ifso.pruning.schedule import Phase, phases
+from ifso.pruning.selection import Target, select
+from ifso.pruning.settings import Settings
+from ifso.pruning.state import Snapshot, plain_state_of
+from ifso.pruning.stream import BatchStream
+from ifso.pruning.worker import Worker
+
+SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}
+"""Units are taken out for real once that saves so much of the present MACs …"""
+
+WORTH_IT = {"cpu": 2e9, "cuda": 2e12}
+"""… and so many of them in every step. No clock decides, so that a resumed run does as the first one did."""
+
+MULTIPLE = {"cpu": 1, "cuda": 8}
+"""Then groups keep a multiple of so many, zeros among them."""
+
+
+SCORES = "scores"
+"""The last scores among the tensors of a checkpoint."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what of it is kept in a checkpoint beside tensors."""
+
+    step: int = 0
+    removals: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    measures: list[dict[str, Any]] = field(default_factory=list)
+    latency: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """As a checkpoint has it."""
+        if stored.keys() != vars(cls()).keys():
+            raise RunError("the checkpoint is of another version of ifso; resume with the one that began the run")
+        return cls(**stored)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds within to a part of the run."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[part] = self.timings.get(part, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class Run:
+    """A run in progress. ``folder`` is None on all ranks but the first, and where nothing is to be written.
+
+    ``examples`` are the first batches of all, on the device, for checks and measures: the same after a resume.
+    """
+
+    network: ShrinkingNetwork
+    worker: Worker
+    settings: Settings
+    stream: BatchStream
+    examples: Sequence[Any]
+    loss_fn: LossFn
+    moves: Moves
+    progress: Progress
+    listener: Listener
+    folder: RunFolder | None = None
+    checkpoint_every: float = 30.0
+    shrink: bool = True
+
+    def __post_init__(self) -> None:
+        self.worker.tell = self.say
+        self.checks: list[Check] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.scores = torch.zeros(self.network.original.num_units, dtype=torch.float64, device="cpu")
+        self._began = time.perf_counter() - self.progress.seconds
+        self._written = time.perf_counter()
+        self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
+        self._open_ledgers()
+        self._good = Snapshot(lambda: {**self.worker.tensors(), SCORES: self.scores})
+        self._remember()
+
+    def _remember(self) -> None:
+        """This is a good state: to return to, and to be written."""
+        self._good_state: dict[str, Any] | None = None
+        self._good.renew()
+        self.progress.seconds = time.perf_counter() - self._began
+        self._good_state = {
+            "progress": copy.deepcopy(finite(vars(self.progress))),
+            "position": list(self.stream.position),
+            "optimizer": plain_state_of(self.worker.optimizer),
+            "can_shrink": self.network.can_shrink,
+        }
+
+    def _open_ledgers(self) -> None:
+        extra = {}
+        if self.progress.latency is not None:
+            model = LatencyModel.from_json(self.progress.latency["model"])
+            extra["latency"] = model.weights(self.network.original)
+        self.ledger = Ledger(self.network.original, self.network.kept, extra)
+        self._trail = self.ledger.copy()
+
+    def reopen(self) -> None:
+        """The model of latency is another one, and the network smaller: count from now on by what holds now."""
+        self._open_ledgers()
+        self.worker.renew()
+        self._remember()
+
+    def say(self, line: str) -> None:
+        """One line for a person, also in the result."""
+        if line not in self.progress.notes:
+            self.progress.notes.append(line)
+            self.listener.said(line)
+
+    def go(self) -> None:
+        """Remove units until the budget is met."""
+        targets = self.settings.budget.targets
+        self.listener.started(
+            Plan(
+                type(self.network.model).__name__, self.network.original.num_units, targets,
+                self.ledger.shares(), self.progress.removals, None if self.folder is None else str(self.folder.path),
+            )
+        )  # fmt: skip
+        if self.progress.removals == 0:
+            self._remember()
+            self.write_checkpoint()
+        try:
+            for phase in phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step):
+                self.reach(phase)
+        except KeyboardInterrupt:
+            self.write_checkpoint()
+            raise
+        self.write_checkpoint()
+
+    def reach(self, phase: Phase) -> None:
+        """Steps until the budget of a phase is met."""
+        target = Target(phase.budget)
+        while target.gap(self.ledger.shares()) > 0:
+            self._step(phase, target)
+
+    def _step(self, phase: Phase, target: Target) -> None:
+        with self.progress.timed("rounds"):
+            scores, loss = self._collect(phase.train)
+        with self.progress.timed("selection"):
+            ranked = normalized(scores, self.ledger, self.settings.normalize)
+            made = select(self.ledger, self.moves, ranked, target, most=phase.most)
+            self.progress.step += 1
+            self.worker.remove_([unit for move in made for unit in move.units])
+        self.scores.copy_(scores)
+        for move in made:
+            self._record(move, loss)
+        if self.shrink and target.gap(self.ledger.shares()) > 0:
+            self._shrink_if_it_pays()
+        with self.progress.timed("state"):
+            self._remember()
+            if time.perf_counter() - self._written >= self.checkpoint_every:
+                self.write_checkpoint()
+
+    def _collect(self, train: bool) -> tuple[Tensor, float]:
+        """Scores [original units] and the mean loss of ``accumulate`` rounds."""
+        needed = self.settings.accumulate if self.worker.criterion.needs_batches or train else 1
+        for _ in range(needed):
+            batches = together(lambda: [next(self.stream) for _ in range(self.settings.batches_per_score)])
+            torch.manual_seed(_mixed(self.settings.seed, self.progress.rounds))
+            self.worker.round(batches, train=train)
+            self.progress.rounds += 1
+        scores, loss = self.worker.collect()
+        if not torch.isfinite(torch.tensor(loss)) or not bool(scores.isfinite().all()):
+            self._stop(loss)
+        return scores, loss
+
+    def _stop(self, loss: float) -> NoReturn:
+        """The last good state is put back, made smaller, and saved; then an error says what happened."""
+        spoilt, (epoch, index) = int(sum_over_ranks(self.worker.spoilt)), self.stream.position
+        self._good.restore_()
+        self.finish_surgery()
+        kept = f"{self.ledger.shares()['macs']:.1%} of the MACs"
+        where = "the model holds it"
+        if self.folder is not None:
+            self.folder.write_model(self.network.model, self.network.recipe())
+            where = f"it is saved in {self.folder.path}"
+        good = f"the run stopped at its last good state, after {self.progress.removals} removals with {kept}: {where}"
+        if spoilt:
+            raise DataError(f"batches up to {index} of epoch {epoch} hold NaN or infinity ({spoilt} of them); {good}")
+        raise DivergedError(f"the loss is no longer finite ({loss}); {good}; a smaller learning rate may help")
+
+    def _record(self, move: Move, loss: float) -> None:
+        self._trail.remove(move.units)
+        self.progress.removals += 1
+        self.progress.seconds = time.perf_counter() - self._began
+        removal = Removal(
+            self.progress.removals, self.progress.step, self._places(move.units), move.score,
+            self._trail.costs(), self._trail.shares(), loss, round(self.progress.seconds, 3),
+        )  # fmt: skip
+        self.metrics.append(removal.as_line())
+        if self.folder is not None:
+            self.folder.append(removal.as_line())
+        self.listener.removed(removal)
+
+    def _places(self, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {}
+        for unit in units:
+            group = next(group for group in self.network.original.groups if unit < group.first + group.size)
+            found.setdefault(group.name, []).append(unit - group.first)
+        return {name: tuple(sorted(places)) for name, places in found.items()}
+
+    def _shrink_if_it_pays(self) -> None:
+        kind = "cuda" if self.network.device.type == "cuda" else "cpu"
+        multiple = MULTIPLE[kind]
+        if self.ledger.costs()["macs"] > (1 - SHRINK_AT[kind]) * self._shrunk_at or not self.network.can_shrink:
+            return
+        with self.progress.timed("compaction"):
+            saving = self.network.saving(multiple)
+            if saving < SHRINK_AT[kind] or saving * self._shrunk_at * self._passes < WORTH_IT[kind]:
+                return
+            if not self.network.rehearse(multiple):
+                self.say("units stay in memory until the end: a smaller network could not be told apart unit by unit")
+                return
+            self._compact(multiple)
+            self.worker.renew()
+
+    @cached_property
+    def _passes(self) -> float:
+        """Forward passes of the example inputs that a step is worth: a score counts 12, a gradient 3."""
+        rounds = self.settings.accumulate * (12 * self.settings.batches_per_score + 3)
+        return from_first(rounds * _samples(self.examples[0]) / _samples(self.network.original.inputs))
+
+    def _compact(self, multiple: int = 1) -> None:
+        """Take units out for real, and look whether the network still does the same."""
+        self.network.zero_(self.worker.optimizer)
+        before = outputs(self.network, self.loss_fn, self.examples[0])
+        self.network.compact_(self.worker.optimizer, multiple)
+        self.checks.append(compare(before, outputs(self.network, self.loss_fn, self.examples[0])))
+        self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
+
+    def finish_surgery(self) -> None:
+        """What is zero goes for good."""
+        with self.progress.timed("compaction"):
+            self._compact()
+
+    def write_checkpoint(self) -> None:
+        """Keep the last good state in the folder."""
+        if self.folder is None or self._good_state is None:
+            return
+        self.folder.write_checkpoint(self._good_state["progress"]["removals"], self._good.copies, self._good_state)
+        self._written = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, earlier parts of a resumed run included."""
+        return time.perf_counter() - self._began
+
+    def go_on_(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint holds beside the network, the optimizer and the progress."""
+        self.network.can_shrink = state["can_shrink"]
+        self.scores.copy_(tensors[SCORES])
+        self._remember()
+
+
+def _samples(batch: Any) -> int:
+    """The largest first dim of a tensor."""
+    return max((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), default=1)
+
+
+def _mixed(seed: int, rounds: int) -> int:
+    """Another seed for each round: what is random in a model does not depend on where a run was resumed."""
+    return (seed * 1_000_003 + rounds * 97 + rank()) % 2**31

@@ -1,0 +1,140 @@
+"""Batches without end, which begin anywhere and always come in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ifso.criteria.scoring import looks_like_one_batch
+from ifso.errors import DataError
+from ifso.pruning.ranks import rank
+
+_EMPTY = "train_batches is empty, or a generator that has run out; give an iterable with a batch in it"
+
+
+class BatchStream:
+    """Epoch after epoch of ``batches``.
+
+    What is random in them depends on ``seed`` and the epoch alone: the global random states of torch, numpy and Python
+    are set for each epoch, kept apart from what else happens, and put back after each batch. A ``generator`` of a
+    DataLoader or its sampler is seeded, and whatever has ``set_epoch`` is told. So a stream that starts at an epoch and
+    index goes on as one that was there before. Ranks have seeds of their own.
+
+    >>> stream = BatchStream([1, 2, 3], seed=0)
+    >>> [next(stream) for _ in range(5)], stream.position
+    ([1, 2, 3, 1, 2], (1, 2))
+    >>> next(BatchStream([1, 2, 3], seed=0, position=(1, 2)))
+    3
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int, position: tuple[int, int] = (0, 0)) -> None:
+        if looks_like_one_batch(batches):
+            raise DataError(f"train_batches is one batch ({type(batches).__name__}); give an iterable of batches")
+        if not isinstance(batches, Iterable):
+            raise DataError(
+                f"train_batches is a {type(batches).__name__}; give an iterable of batches, e.g. a DataLoader"
+            )
+        self._batches, self._seed = batches, seed
+        self._epoch, self._index = position[0], 0
+        self._inner = _States.seeded(seed, self._epoch)
+        self._items: Iterator[Any] | None = None
+        for _ in range(position[1]):
+            next(self)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches were taken."""
+        return self._epoch, self._index
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            with self._own_randomness():
+                if self._items is None:
+                    self._items = self._start()
+                for batch in self._items:
+                    self._index += 1
+                    return batch
+            self._end_epoch()
+        raise DataError(_EMPTY)
+
+    def _start(self) -> Iterator[Any]:
+        samplers: list[Any] = [getattr(self._batches, name, None) for name in ("sampler", "batch_sampler")]
+        for part in [*samplers, self._batches]:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(self._epoch)
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(_number(self._seed, self._epoch))
+        return iter(self._batches)
+
+    def _end_epoch(self) -> None:
+        if self._index == 0:
+            raise DataError(_EMPTY)
+        if self._items is self._batches:
+            raise DataError(
+                f"train_batches ran out after {self._index} batches; give an iterable that can be gone through again "
+                "(a list, a DataLoader), not a generator"
+            )
+        self._epoch, self._index, self._items = self._epoch + 1, 0, None
+        self._inner = _States.seeded(self._seed, self._epoch)
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        outer = _States.current()
+        self._inner.put()
+        try:
+            yield
+        finally:
+            self._inner = _States.current()
+            outer.put()
+
+
+class _States:
+    """The global random states of torch (CPU), numpy and Python."""
+
+    def __init__(self, torch_state: Tensor, numpy_state: Any, python_state: Any) -> None:
+        self._torch, self._numpy, self._python = torch_state, numpy_state, python_state
+
+    @classmethod
+    def current(cls) -> _States:
+        return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002 (what users use)
+
+    @classmethod
+    def seeded(cls, seed: int, epoch: int) -> _States:
+        number = _number(seed, epoch)
+        return cls(
+            torch.Generator().manual_seed(number).get_state(),
+            np.random.RandomState(number).get_state(),
+            random.Random(number).getstate(),  # noqa: S311 (no secret)
+        )
+
+    def put(self) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._python)
+
+
+def _number(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, epoch, *([rank()] if rank() else [])]).generate_state(1)[0])
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on a device."""
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def not_finite(batch: Any) -> Tensor:
+    """Does a batch hold NaN or infinity? A bool scalar on the batch's device, so that nobody need wait for it."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not leaves:
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    return ~torch.stack([leaf.isfinite().all() for leaf in leaves]).all()
