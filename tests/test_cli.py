@@ -5,18 +5,25 @@ import doctest
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from statistics import fmean
 from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ifso
 from ifso.cli import bench_trace, demo, inspect
 from ifso.cli.main import main
+from ifso.data import open_data
+from ifso.demo import MODEL, Effort, Outcome, Row, _checks, _free, demonstrate
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
 from ifso.graph.table import by_reason
+from ifso.pruning.events import Silent
+from ifso.training.evaluation import evaluate
 
 ROOT = Path(__file__).parents[1]
 NET = """
@@ -125,7 +132,7 @@ class TestMain:
         class Unmet(IfsoError):
             exit_status = 3
 
-        def fail(_):
+        def fail(*_):
             raise Unmet("first\n  second")
 
         monkeypatch.setattr(demo, "_demonstrate", fail)
@@ -135,7 +142,7 @@ class TestMain:
         assert captured.out == ""
 
     def test_interrupts_end_with_130(self, monkeypatch, capsys):
-        def interrupt(_):
+        def interrupt(*_):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(demo, "_demonstrate", interrupt)
@@ -263,22 +270,119 @@ class TestInspect:
 
 
 class TestDemo:
-    def test_result_is_exact_and_can_be_loaded(self, tmp_path, capsys):
-        assert main(["demo", "--out", str(tmp_path / "run")]) == 0
-        out = capsys.readouterr().out
-        assert "identical" in out
-        assert str(tmp_path / "run") in out.replace("\n", "")
-        pruned = ifso.load(tmp_path / "run", ifso.create_model(demo.MODEL))
-        fresh = ifso.create_model(demo.MODEL)
-        assert pruned.fc.in_features < fresh.fc.in_features
+    QUICK = Effort(train_epochs=6, finetune_epochs=3, accumulate=1, units_per_step=12)
 
-    @pytest.mark.parametrize(("error", "identical"), [(1e-3, True), (0.0, False), (float("nan"), True)])
-    def test_a_failed_check_ends_with_4(self, error, identical, monkeypatch, capsys):
-        cost = ifso.Cost(conv_macs=1, linear_macs=0, matmul_macs=0, params=1, activations=1)
-        outcome = demo.Outcome(cost, cost, units=2, removed=1, error=error, reloaded_identical=identical)
-        monkeypatch.setattr(demo, "_demonstrate", lambda _: outcome)
+    @pytest.fixture
+    def quick(self, monkeypatch):
+        def demonstrated(out, seed):
+            return demonstrate(out, seed, demo._say, Silent(), self.QUICK)
+
+        monkeypatch.setattr(demo, "_demonstrate", demonstrated)
+
+    def test_prunes_compares_and_saves(self, quick, tmp_path, capsys):
+        threads = torch.get_num_threads()
+        status = main(["demo", "--out", str(tmp_path / "run"), "--json"])
+        assert torch.get_num_threads() == threads
+        captured = capsys.readouterr()
+        document = json.loads(captured.out)
+        budget, accuracy, same_bits = (check["passed"] for check in document["checks"])
+        assert (budget, same_bits, status) == (True, True, 0 if accuracy else 4)
+        assert document == json.loads((tmp_path / "run" / "demo.json").read_text())
+        assert "demo: training ifso:resnet8-digits on digits, 6 epochs" in captured.err
+        assert "demo: removing half of the MACs with magnitude" in captured.err
+        assert [row["name"] for row in document["rows"]] == ["unpruned", "ifso", "magnitude", "random"]
+        assert all(0.45 < row["macs"] <= 0.5 for row in document["rows"][1:])
+        pruned = ifso.load(tmp_path / "run" / "finetuned", ifso.create_model(MODEL))
+        test = open_data("digits").test_batches()
+        assert evaluate(pruned, test).top1 == pytest.approx(document["rows"][1]["after"])
+        graph = ifso.trace(pruned, torch.zeros(1, 1, 8, 8))
+        assert ifso.cost(pruned, graph).macs == round(document["rows"][1]["macs"] * 763_520)
+        for row in document["rows"][1:]:
+            runs = [row["name"]] if row["runs"] == 1 else [f"{row['name']}-{number}" for number in (1, 2, 3)]
+            models = [ifso.load(tmp_path / "run" / run, ifso.create_model(MODEL)) for run in runs]
+            assert fmean(evaluate(model, test).top1 for model in models) == pytest.approx(row["before"])
+
+    def test_a_folder_that_is_taken_is_left_alone(self, tmp_path):
+        names = []
+        for _ in range(3):
+            folder = _free(tmp_path / "run")
+            (folder / "file").write_text("")
+            names.append(folder.name)
+        assert names == ["run", "run-2", "run-3"]
+        (tmp_path / "empty").mkdir()
+        assert _free(tmp_path / "empty") == tmp_path / "empty"
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path, capsys):
+        (tmp_path / "file").write_text("")
+        assert main(["demo", "--out", str(tmp_path / "file" / "run")]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith(f"ifso: error: {tmp_path / 'file' / 'run'} cannot be made: ")
+        assert (captured.err.count("\n"), captured.out) == (1, "")
+
+    @pytest.mark.parametrize("seed", ["-1", "x", "1.5", ""])
+    def test_bad_seeds(self, seed, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["demo", f"--seed={seed}"])
+        assert caught.value.code == 2
+        assert f"{seed!r} is no seed" in capsys.readouterr().err
+
+    def test_the_table(self, monkeypatch, capsys):
+        monkeypatch.setattr(demo, "_demonstrate", lambda *_: outcome())
+        assert main(["demo"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+        assert cells == [
+            ["unpruned", "100.0%", "100.0%", "99.00 %", "99.00 %", "0.0200", "5.0", ""],
+            ["ifso", "49.9%", "40.0%", "97.00 %", "98.50 %", "0.0300", "20.0", "2.0"],
+            ["random, mean of 3", "50.0%", "40.0%", "90.00 %", "98.00 %", "0.0400", "3.0", "2.0"],
+        ]
+        assert [line for line in lines if line.startswith("ok: ")] == [
+            "ok: every pruned network keeps at most 50% of the MACs",
+            "ok: accuracy with ifso after fine-tuning is at least 98.00 %",
+            "ok: the saved network, loaded into a fresh one, gives the same bits",
+        ]
+        assert any(
+            line.startswith("run folder: some/where (runs ifso, magnitude, random-1 to random-3;") for line in lines
+        )
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"after": 97.99}, "at least 98.00 %"),
+            ({"after": float("nan")}, "at least 98.00 %"),
+            ({"macs": 0.501}, "at most 50% of the MACs"),
+            ({"same_again": False}, "gives the same bits"),
+        ],
+    )
+    def test_a_failed_check_ends_with_4(self, change, words, monkeypatch, capsys):
+        monkeypatch.setattr(demo, "_demonstrate", lambda *_: outcome(**change))
         assert main(["demo"]) == 4
-        assert "a check of the result failed" in capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert captured.err.startswith("ifso: error: a check of the result failed: ")
+        assert words in captured.err
+        assert f"FAILED: {captured.err.removeprefix('ifso: error: a check of the result failed: ').strip()}" in (
+            captured.out
+        )
+
+    @pytest.mark.slow
+    def test_as_it_is_within_the_time_and_accuracy_promised(self, tmp_path, capsys):
+        start = time.monotonic()
+        assert main(["demo", "--out", str(tmp_path / "run"), "--json"]) == 0
+        assert time.monotonic() - start < 90
+        document = json.loads(capsys.readouterr().out)
+        rows = {row["name"]: row for row in document["rows"]}
+        assert rows["ifso"]["after"] >= rows["unpruned"]["after"] - 1
+        assert rows["ifso"]["before"] >= rows["random"]["before"]
+        assert rows["ifso"]["after"] >= rows["random"]["after"] - 100 / document["test_images"]
+
+
+def outcome(after=98.5, macs=0.499, same_again=True):
+    rows = (
+        Row("unpruned", 1.0, 1.0, 99.0, 99.0, 0.02, seconds=5.0, finetune_seconds=0.0),
+        Row("ifso", macs, 0.4, 97.0, after, 0.03, seconds=20.0, finetune_seconds=2.0),
+        Row("random", 0.5, 0.4, 90.0, 98.0, 0.04, seconds=3.0, finetune_seconds=2.0, runs=3),
+    )
+    return Outcome(rows, Path("some/where"), 60.0, 400, _checks(rows, same_again))
 
 
 class TestBench:
@@ -307,20 +411,35 @@ class TestBench:
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """One line at the top, a whole run, and the parts alone; each with a network of its own."""
     readme = (ROOT / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(tmp_path)
-    images, labels = torch.randn(2, 3, 64, 64), torch.tensor([1, 2])
-    names = {
-        "loss_fn": lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        "batches": [(images, labels)],
-    }
-    exec(code, names)
-    loaded = ifso.load("runs/smaller", ifso.create_model("torchvision:resnet50")).eval()
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        assert torch.equal(loaded(x), names["model"](x))
-    assert loaded.fc.in_features < 2048
+    blocks = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
+    assert len(blocks) == 3
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+    batches = [(images, labels)] * 2
+
+    def build():
+        torch.manual_seed(0)
+        return ifso.create_model("ifso:resnet20")
+
+    for number, code in enumerate(blocks):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        names = {
+            "ifso": ifso, "build": build, "model": build(), "images": images, "batches": batches, "loader": batches,
+            "train_batches": batches, "loss_fn": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        }  # fmt: skip
+        exec(_quickly(code), names)
+        (saved,) = (folder / "runs").iterdir()
+        loaded = ifso.load(saved, build()).eval()
+        with torch.no_grad():
+            assert torch.equal(loaded(images), names["model"].eval()(images))
+
+
+def _quickly(code):
+    """The same in one shot with the scores of a few weights: a run of the README's length takes minutes."""
+    return code.replace("out=", 'schedule="one-shot", accumulate=1, criterion="magnitude", out=')
 
 
 def test_the_examples_of_the_coupling_page_run():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ifso.cli import bench_score, bench_trace
+from ifso.cli import bench_prune, bench_score, bench_trace
 
 
 def add_parser(commands: Any) -> None:
@@ -13,3 +13,4 @@ def add_parser(commands: Any) -> None:
     what = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     bench_trace.add_parser(what)
     bench_score.add_parser(what)
+    bench_prune.add_parser(what)

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     parser.add_argument(
         "--input",
-        type=_shape,
+        type=shape,
         action="append",
         metavar="1,3,224,224",
         help="shape of the input; repeat it for several inputs (default: what is known of MODEL)",
@@ -144,14 +144,19 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def shape(text: str) -> tuple[int, ...]:
+    """A shape as it is written on the command line.
+
+    >>> shape("1,3,224,224")
+    (1, 3, 224, 224)
+    """
     try:
-        shape = tuple(int(part) for part in text.split(","))
+        sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write positive numbers, for example 1,3,224,224")
-    return shape
+    return sizes
 
 
 def _report(found: Inspection) -> list[RenderableType]:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import ifso
-from ifso.cli import bench, demo, inspect, repro
+from ifso.cli import bench, demo, inspect, prune, repro
 from ifso.errors import IfsoError
 
-COMMANDS = (demo, inspect, bench, repro)
+COMMANDS = (demo, inspect, prune, bench, repro)
 INTERRUPTED = 130
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ifso",
         description="Structured pruning for any PyTorch network.",
-        epilog="Exit status: 0 done, 2 bad input, 4 a check of the result failed.",
+        epilog="Exit status: 0 done, 2 bad input, 3 the budget cannot be met, 4 a check of the result failed.",
     )
     parser.add_argument("--version", action="version", version=f"ifso {ifso.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,0 +1,225 @@
+"""``ifso bench prune``: whole pruning runs, in one process, beside the plain training step they are made of."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ifso
+from ifso.bench.timing import in_turns, make_ready, middle
+from ifso.criteria.registry import find
+from ifso.curvature.losses import LossFn
+from ifso.data import Data, open_data
+from ifso.data.devices import usable_device
+from ifso.errors import DataError, IfsoError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.table import layers
+from ifso.models import default_inputs
+from ifso.pruning.events import Removal, Silent
+from ifso.pruning.settings import preset_of
+from ifso.training.evaluation import evaluate
+from ifso.training.losses import cross_entropy
+from ifso.training.precision import tensor_cores
+from ifso.training.task import loss_in, network_for
+
+ROUNDS = 20
+"""How often the plain training step is timed."""
+
+RANDOM_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is pruned, with which settings, where and in which precision and layout.
+
+    ``data`` is a DATA of the command line; without it, images are random. ``weights`` is a file.
+    """
+
+    model: str = "ifso:resnet32"
+    macs: float = 0.6
+    data: str | None = None
+    weights: str | None = None
+    batch: int = 128
+    accumulate: int = 10
+    batches_per_score: int = 2
+    device: str = "cpu"
+    precision: str = "float32"
+    channels_last: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A criterion, or a preset that names one, and a schedule."""
+
+    criterion: str
+    schedule: str
+    preset: str | None = None
+
+    @classmethod
+    def of_preset(cls, preset: str, schedule: str) -> Method:
+        """What a preset says."""
+        return cls(preset_of(preset)["criterion"], schedule, preset)
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"{f'preset {self.preset}' if self.preset else self.criterion}, {self.schedule}"
+
+    def options(self) -> dict[str, Any]:
+        """What ``ifso.prune`` is told."""
+        chosen = {"preset": self.preset} if self.preset else {"criterion": self.criterion}
+        return {**chosen, "schedule": self.schedule}
+
+
+class Workbench:
+    """One trained model, of which every method gets a copy, and its batches."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.device = setup, usable_device(setup.device)
+        torch.manual_seed(setup.seed)
+        self.data: Data | None = None
+        if setup.data is not None:
+            self.data = open_data(setup.data, device=self.device, seed=setup.seed)
+        self.model = network_for(
+            setup.model, None if self.data is None else self.data.num_classes,
+            weights=setup.weights, device=setup.device, channels_last=setup.channels_last,
+        )  # fmt: skip
+        self.example = default_inputs(setup.model, self.model) if self.data is None else self.data.example_inputs()
+        self.batches = self._random_batches() if self.data is None else None
+        self.graph: ChannelGraph = ifso.trace(self.model, self.example)
+
+    def _random_batches(self) -> list[tuple[Tensor, Tensor]]:
+        if not isinstance(self.example, Tensor):
+            raise IfsoError(f"bench prune measures image classifiers; {self.setup.model} takes something else")
+        self.example = self.example.to(self.device)
+        with torch.no_grad():
+            classes = copy.deepcopy(self.model).eval()(self.example).shape[1]
+        shape = self.setup.batch, *self.example.shape[1:]
+        found = []
+        for _ in range(RANDOM_BATCHES):
+            images, labels = torch.randn(shape), torch.randint(0, classes, shape[:1])
+            found.append((images.to(self.device), labels.to(self.device)))
+        return found
+
+    def train_batches(self) -> Iterable[Any]:
+        """The batches from their beginning."""
+        return self.batches or self._opened().train_batches(batch_size=self.setup.batch)
+
+    def _opened(self) -> Data:
+        assert self.data is not None
+        return self.data
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The task's loss, in the precision that is asked for."""
+        return loss_in(self.setup.precision, cross_entropy if self.data is None else self.data.loss_fn)
+
+    def step_seconds(self) -> float:
+        """Time of one training step (loss, gradients, SGD) of the whole model; on a GPU without Python's share."""
+        model = copy.deepcopy(self.model).train()
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4)
+        batch, loss_fn = next(iter(self.train_batches())), self.loss_fn
+
+        def step() -> None:
+            gradients = torch.autograd.grad(loss_fn(model, batch), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+        seconds = in_turns({"step": make_ready(step, self.device)}, ROUNDS)["step"]
+        return middle(seconds)[0]
+
+    def run(self, method: Method) -> dict[str, Any]:
+        """One whole run: what it took and what is left."""
+        model, counter = copy.deepcopy(self.model), _Counter()
+        setup, batches, loss_fn = self.setup, self.train_batches(), self.loss_fn
+        options: dict[str, Any] = {
+            "accumulate": setup.accumulate,
+            "batches_per_score": setup.batches_per_score,
+            **method.options(),
+        }
+        start = time.perf_counter()
+        result = ifso.prune(
+            model, batches, loss_fn, budget=ifso.Budget(macs=setup.macs), example_inputs=self.example,
+            seed=setup.seed, listener=counter, **options,
+        )  # fmt: skip
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        rounds = self._rounds(method, counter.steps)
+        spent = result.timings["rounds"]
+        return {
+            "seconds": seconds,
+            "timings": dict(result.timings),
+            "removals": counter.removals,
+            "rounds": rounds,
+            "round_seconds": spent / rounds,
+            "scores_per_second": rounds * setup.batches_per_score / spent,
+            "macs": result.after.macs / result.before.macs,
+            "params": result.after.params / result.before.params,
+            "weights": _weights(result.model) / _weights(self.model),
+            "stream_units_removed": stream_units_removed(self.graph, result.keep),
+            "accuracy": self._accuracy(result.model),
+        }
+
+    def _rounds(self, method: Method, steps: int) -> int:
+        """How often batches were scored; weights alone need be looked at only once where nothing changes them."""
+        many = method.schedule != "one-shot" or find(method.criterion).needs not in ("nothing", "weights")
+        return steps * (self.setup.accumulate if many else 1)
+
+    def _accuracy(self, model: nn.Module) -> float | None:
+        """On the test set, if there is one; not part of the time."""
+        try:
+            return None if self.data is None else evaluate(model, self.data.test_batches()).top1
+        except DataError:
+            return None
+
+
+class _Counter(Silent):
+    """Counts removals and steps."""
+
+    def __init__(self) -> None:
+        self.removals = self.steps = 0
+
+    def removed(self, removal: Removal) -> None:
+        """One more."""
+        self.removals, self.steps = removal.removal, removal.step
+
+
+def stream_units_removed(graph: ChannelGraph, keep: Mapping[str, Tensor]) -> int:
+    """How many units went of those that several layers make together, such as the channels of a residual stream."""
+    streams = [group.name for group in graph.groups if len(layers(group, "produces")) > 1]
+    return sum(int((~keep[name]).sum()) for name in streams if name in keep)
+
+
+def _weights(model: nn.Module) -> int:
+    """Entries of kernels and matrices: biases and norms are not counted."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+
+
+def measure(setup: Setup, methods: Iterable[Method], say: Callable[[str], None]) -> dict[str, Any]:
+    """All methods one after the other, and the seconds of a plain training step in the same process."""
+    with tensor_cores(setup.precision):
+        bench = Workbench(setup)
+        say(f"{setup.model}: a plain training step")
+        step = bench.step_seconds()
+        rows = {}
+        for method in methods:
+            say(f"{setup.model}: {method.name}")
+            rows[method.name] = bench.run(method)
+    for row in rows.values():
+        row["ratio"] = row["round_seconds"] / step
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
+    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("data", setup.data))}
+    found = {"units": bench.graph.num_units, "step_seconds": step, "methods": rows}
+    return {**asdict(setup), **names, **about, **found}

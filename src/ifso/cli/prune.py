@@ -1,0 +1,218 @@
+"""``ifso prune``: from a trained network to a smaller one, at a budget."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.inspect import shape
+from ifso.cli.output import chatter_to_stderr, print_json
+from ifso.cli.progress import progress
+from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
+from ifso.cli.ranks import Place, joined
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ifso.data.sets import Data
+
+DESCRIPTION = "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half."
+BATCH = 128
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command. Options have no defaults here: what is not given is left to ``ifso.prune``."""
+    parser = commands.add_parser(
+        "prune", help="prune a trained network to a budget", description=DESCRIPTION, add_help=False
+    )
+    parser.add_argument("-h", "--help", action=_Help, help="show this and the names to choose from, and exit")
+    _add_task(parser.add_argument_group("what is pruned"))
+    _add_budget(parser.add_argument_group("budget, one or more"))
+    _add_method(parser.add_argument_group("how units are chosen"))
+    _add_running(parser.add_argument_group("where and how it runs"))
+    parser.set_defaults(run=run)
+
+
+def _add_task(group: Any) -> None:
+    group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
+    group.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
+    group.add_argument("--data", metavar="DATA", help="digits, cifar10:PATH, cifar100:PATH or file.py:factory")
+    group.add_argument("--input", type=shape, metavar="1,3,32,32", help="shape of the input (that of the data)")
+    group.add_argument("--batch", type=int, metavar="N", help=f"samples in a batch ({BATCH})")
+    group.add_argument("--ignore", nargs="+", action="extend", metavar="NAME", help="modules to leave alone")
+
+
+def _add_budget(group: Any) -> None:
+    words = {
+        "macs": "multiply-adds of convolutions, linear layers and matrix products",
+        "conv_macs": "multiply-adds of convolutions only, as in the paper",
+        "params": "parameters",
+        "activations": "numbers that these operations write",
+        "latency": "measured seconds of one forward pass",
+    }
+    for cost in COSTS:
+        option = f"--{cost.replace('_', '-')}"
+        group.add_argument(option, type=float, metavar="SHARE", help=f"kept of the {words[cost]}")
+
+
+def _add_method(group: Any) -> None:
+    group.add_argument("--criterion", metavar="NAME", help="what scores the units (ifso)")
+    group.add_argument(
+        "--criterion-option", action="append", metavar="KEY=VALUE", help="for example inverse=neumann; repeat it"
+    )
+    group.add_argument("--preset", metavar="NAME", help="settings of the paper, or of its authors' program (paper)")
+    group.add_argument("--schedule", metavar="NAME", help="incremental, one-shot or mixed:SHARE (incremental)")
+    group.add_argument("--normalize", metavar="NAME", help="what scores are divided by (sqrt-memory)")
+    group.add_argument("--accumulate", type=int, metavar="K", help="scores and steps before a removal (10)")
+    group.add_argument("--batches-per-score", type=int, metavar="N", help="batches of one score (2)")
+    group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (1)")
+    group.add_argument("--round-to", type=int, metavar="N", help="channels of pruned layers are a multiple of this")
+    group.add_argument("--min-units", type=int, metavar="N", help="units that stay in every layer (1)")
+    group.add_argument("--lr", type=float, metavar="RATE", help="learning rate between removals (0.01)")
+    group.add_argument("--recalibrate", type=int, metavar="N", help="batches to renew batch-norm statistics with (20)")
+    group.add_argument("--weight-update", type=int, metavar="N", help="batches for ΔW of Proposition 1 (0: none)")
+
+
+def _add_running(group: Any) -> None:
+    group.add_argument("--out", type=Path, required=True, metavar="RUN", help="the folder of the run")
+    group.add_argument("--resume", action="store_true", help="go on with the run in RUN; needs no other options")
+    group.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (0)")
+    group.add_argument("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    group.add_argument("--precision", metavar="NAME", help="of the network (float32)")
+    group.add_argument("--channels-last", action="store_true", default=None, help="channels-last memory layout")
+    group.add_argument("--tensorboard", action="store_true", help="write scalars into RUN/tensorboard")
+    group.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prune, and print what came out."""
+    settings = gather(args)
+    with joined(settings.get("device", "cpu")) as place:
+        result = _watched(settings, args, place)
+    if not place.speaks:
+        return 0
+    if args.json:
+        print_json(result.summary())
+    else:
+        print(result)
+        print(f"run folder: {args.out}")
+    return 0
+
+
+def _watched(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> Any:
+    """The result; after Ctrl-C the command that goes on is shown."""
+    try:
+        with chatter_to_stderr():
+            return _prune(settings, args, place)
+    except KeyboardInterrupt:
+        if place.speaks and (args.out / "config.json").is_file():
+            print(f"to go on: {shlex.join(['ifso', 'prune', '--resume', '--out', str(args.out)])}", file=sys.stderr)
+        raise
+
+
+def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> Any:
+    """Open the data, make the model and prune it. Every rank has the same model, and batches of its own."""
+    import torch
+
+    import ifso
+    from ifso.cli.tensorboard import TensorBoardListener
+    from ifso.data import open_data
+    from ifso.pruning.events import Silent
+    from ifso.training.precision import tensor_cores
+    from ifso.training.task import loss_in, network_for
+
+    budget = ifso.Budget(**{cost: settings[cost] for cost in COSTS if cost in settings})
+    options = _options(settings)
+    others = [TensorBoardListener(args.out / "tensorboard")] if args.tensorboard and place.speaks else []
+    seed = settings.get("seed", 0)
+    torch.manual_seed(seed)
+    precision = settings.get("precision", "float32")
+    with tensor_cores(precision), progress(*others) if place.speaks else nullcontext(Silent()) as listener:
+        data = open_data(settings["data"], device=place.device, seed=seed + place.rank)
+        given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
+        model = network_for(settings["model"], data.num_classes, device=place.device, **given)
+        return ifso.prune(
+            model,
+            data.train_batches(batch_size=settings.get("batch", BATCH)),
+            loss_in(precision, data.loss_fn),
+            budget=budget,
+            example_inputs=_example_inputs(settings, data, place.device),
+            evaluate=_evaluation(data, precision),
+            listener=listener,
+            about={"arguments": settings},
+            **options,
+            **({"resume": args.out} if args.resume else {"out": args.out}),
+        )
+
+
+def _options(settings: dict[str, Any]) -> dict[str, Any]:
+    """What ``ifso.prune`` is told beside the task: only what was asked for."""
+    from ifso.pruning.settings import preset_of, sgd
+
+    options = {name: settings[name] for name in PASSED_ON if name in settings}
+    if "criterion" in settings or "criterion_option" in settings:
+        name = settings.get("criterion", preset_of(settings.get("preset"))["criterion"])
+        options["criterion"] = criterion_of(name, settings.get("criterion_option", ()))
+    if "schedule" in settings:
+        options["schedule"] = schedule_of(settings["schedule"])
+    if "lr" in settings:
+        if not settings["lr"] > 0:
+            raise IfsoError(f"--lr {settings['lr']}: give a learning rate above 0")
+        options["optimizer"] = functools.partial(sgd, learning_rate=settings["lr"])
+    return options
+
+
+def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
+    import torch
+
+    if "input" not in settings:
+        return data.example_inputs()
+    return torch.zeros(settings["input"], device=device)
+
+
+def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Accuracy on the test set, if the data has one and is a matter of classes."""
+    from ifso.errors import DataError
+    from ifso.training.evaluation import evaluate
+    from ifso.training.losses import cross_entropy
+    from ifso.training.precision import autocast
+
+    try:
+        batches = data.test_batches()
+    except DataError:
+        return None
+    if data.loss_fn is not cross_entropy:
+        return None
+
+    def accuracy(model: nn.Module) -> dict[str, float]:
+        with autocast(precision, next(model.parameters()).device):
+            found = evaluate(model, batches)
+        return {"accuracy": found.top1, "test_loss": found.loss}
+
+    return accuracy
+
+
+class _Help(argparse.Action):
+    """Help with the names that can be chosen, which take torch to find out."""
+
+    def __init__(self, option_strings: Any, dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print and leave."""
+        from ifso.criteria.registry import names
+        from ifso.pruning.normalizing import NORMALIZERS
+        from ifso.pruning.settings import PRESETS
+        from ifso.training.precision import PRECISIONS
+
+        lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": PRECISIONS}
+        parser.epilog = " ".join(f"--{option}: {', '.join(choices)}." for option, choices in lists.items())
+        parser.print_help()
+        parser.exit()

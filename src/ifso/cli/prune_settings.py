@@ -1,0 +1,139 @@
+"""What ``ifso prune`` was asked for: options of the command line, and those of the run that is resumed."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
+
+COSTS = ("macs", "conv_macs", "params", "activations", "latency")
+PASSED_ON = (
+    "preset", "normalize", "accumulate", "batches_per_score", "units_per_step", "round_to", "min_units", "ignore",
+    "seed", "recalibrate", "weight_update",
+)  # fmt: skip
+"""Options that ``ifso.prune`` has under the same name."""
+
+MAY_CHANGE = ("device",)
+"""Options that a resumed run may have others of."""
+
+OPTIONS = (
+    *("model", "weights", "data", "input", "batch", "lr", "device", "precision", "channels_last"),
+    *("criterion", "criterion_option", "schedule"),
+    *COSTS,
+    *PASSED_ON,
+)
+MIXED = "mixed"
+FOLDERS = re.compile(r"[^:]*/")
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+def gather(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, as JSON values, with those of the run in ``--out`` if that is resumed."""
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) not in (None, [])}
+    given = json.loads(json.dumps(given))
+    stored = _stored(args.out) if args.resume else {}
+    if stored:
+        _refuse_others(given, stored, args.out)
+    settings = {**stored, **given}
+    for name in ("model", "data"):
+        if name not in settings:
+            raise IfsoError(f"--{name} is missing; ifso prune --help says what it can be")
+    if not any(cost in settings for cost in COSTS):
+        named = ", ".join(f"--{cost.replace('_', '-')}" for cost in COSTS)
+        raise BudgetError(f"no budget; give the share KEPT of one of {named}: --macs 0.5 keeps half")
+    return settings
+
+
+def _stored(run: Path) -> dict[str, Any]:
+    """The options that a run was started with."""
+    config = run / "config.json"
+    try:
+        document = json.loads(config.read_text(encoding="utf-8"))
+        arguments = document["about"]["arguments"]
+        return {name: value for name, value in arguments.items() if name in OPTIONS}
+    except FileNotFoundError:
+        raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{config} does not say how ifso prune was called ({type(error).__name__}); "
+            "resume the run in Python, or start it in another folder"
+        ) from error
+
+
+def _refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
+    """Files may have moved, so that only their names are compared."""
+    from ifso.pruning.folder import differences
+
+    new = {name: _without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
+    old = {name: _without_folders(stored[name]) for name in new if name in stored}
+    found = differences(new, old)
+    if found:
+        raise RunError(f"other settings than the run in {run}: {'; '.join(found)}")
+
+
+def _without_folders(value: Any) -> Any:
+    """A name without the folders of a path in it.
+
+    >>> _without_folders("cifar10:sets/cifar.npz"), _without_folders("nets/small.py:make"), _without_folders(8)
+    ('cifar10:cifar.npz', 'small.py:make', 8)
+    """
+    return FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
+def criterion_of(name: str, options: Sequence[str]) -> Any:
+    """The criterion with options ``KEY=VALUE``; a dot leads into an option that holds options itself.
+
+    >>> criterion_of("ifso", ["inverse=neumann", "inverse_options.terms=2", "careful=true"])
+    Ifso(inverse='neumann', coupled='shared', weights='layers', curvature='hessian', inverse_options={'terms': 2},
+    micro_batch=None, careful=True)
+    """
+    from ifso.criteria.registry import create
+
+    found: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not key or not equals:
+            raise ScoreError(f"--criterion-option {option!r} is not KEY=VALUE, for example inverse=neumann")
+        *path, last = key.split(".")
+        place = found
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ScoreError(f"--criterion-option {option!r}: {part} was given a value of its own before")
+        place[last] = _value(text)
+    return create(name, **found)
+
+
+def _value(text: str) -> Any:
+    """A number, true, false or none, anything that Python writes as a literal, or else the text itself.
+
+    >>> _value("2"), _value("1e-3"), _value("true"), _value("neumann")
+    (2, 0.001, True, 'neumann')
+    """
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def schedule_of(text: str) -> Any:
+    """What ``ifso.prune`` takes as a schedule: ``mixed:0.75`` becomes ``ifso.Mixed(0.75)``, other names stay."""
+    name, _, share = text.partition(":")
+    if name != MIXED:
+        return text
+    import ifso
+
+    try:
+        return ifso.Mixed(float(share))
+    except ValueError as error:
+        raise IfsoError(
+            f"--schedule {text!r}: write {MIXED}:SHARE, for example {MIXED}:0.75 for three quarters one by one"
+        ) from error

@@ -1,0 +1,288 @@
+"""What a run shows while it goes on: printed lines and bars are compared as text."""
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from ifso.cli.progress import Course, PlainProgress, RichProgress, progress, several
+from ifso.cli.tensorboard import TensorBoardListener
+from ifso.errors import IfsoError
+from ifso.pruning.events import Plan, Removal, Silent
+
+SHOW_CURSOR = "\x1b[?25h"
+HIDE_CURSOR = "\x1b[?25l"
+
+PLAIN = """\
+prune: start model=net units=20 macs=1.0000/0.6 params=1.0000/0.5 folder=runs/a
+prune: done=2% removals=1 macs=0.9800/0.6 params=0.9900/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:01 left=0:00:49
+prune: 3 layers were compacted
+prune: done=18% removals=6 macs=0.8800/0.6 params=0.9100/0.5 loss=– unit=l1.[red]c[3] +2 elapsed=0:00:06 left=0:00:27
+prune: done=20% removals=7 macs=0.8700/0.6 params=0.9000/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:07 left=0:00:28
+"""
+
+RICH = """\
+                       0% MACs 100.0% → 60.0% loss – 0:00:00 left -:--:--
+[bold]3 layers were compacted[/bold]
+━━━━╸                 25% MACs 90.0% → 60.0% loss 0.1235 0:00:10 left 0:00:30 l1.[red]c[3] +2
+"""
+NARROW = "━╸        25% MACs 90.0% → 60.0% loss 0.1235 0:00:10 left 0:00:…\n"
+
+INTERRUPTED = """
+import signal, sys, time
+from ifso.cli.progress import progress
+from ifso.pruning.events import Plan
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with progress() as listener:
+        listener.started(Plan("net", 20, {"macs": 0.6}, {"macs": 1.0}, 0, None))
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("stopped", file=sys.stderr)
+"""
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plan(removals=0, **shares):
+    targets = {"macs": 0.6, "params": 0.5} if "params" in shares else {"macs": 0.6}
+    return Plan("net", 20, targets, shares or {"macs": 1.0}, removals, "runs/a")
+
+
+def removal(number, units=(3,), loss=0.12345, **shares):
+    return Removal(number, number, {"l1.[red]c": units}, 1e-3, shares, shares, loss, float(number))
+
+
+class TestCourse:
+    def test_the_target_furthest_from_done_counts(self):
+        course = Course(plan(macs=1.0, params=1.0), now=0.0)
+        course.moved({"macs": 0.6, "params": 0.9}, now=1.0)
+        assert course.done == pytest.approx(0.2)
+        course.moved({"macs": 0.9, "params": 0.5}, now=1.0)
+        assert course.done == pytest.approx(0.25)
+
+    def test_a_resumed_run_goes_on_where_it_was_and_counts_its_own_time(self):
+        course = Course(plan(removals=7, macs=0.8), now=100.0)
+        assert course.done == pytest.approx(0.5)
+        assert course.left(now=110.0) is None
+        course.moved({"macs": 0.7}, now=120.0)
+        assert (course.elapsed(120.0), course.left(120.0)) == (20.0, pytest.approx(20.0))
+
+    def test_overshooting_is_done(self):
+        course = Course(plan(), now=0.0)
+        course.moved({"macs": 0.598}, now=5.0)
+        assert (course.done, course.percent, course.left(9.0)) == (1.0, 100, 0.0)
+
+    def test_per_cent_are_full_ones(self):
+        course = Course(plan(), now=0.0)
+        course.moved({"macs": 0.6001}, now=5.0)
+        assert course.percent == 99
+
+
+def test_plain_lines_come_first_last_and_every_few_seconds():
+    file, clock = io.StringIO(), Clock()
+    listener = PlainProgress(file, clock)
+    listener.started(plan(macs=1.0, params=1.0))
+    for number, (macs, params) in enumerate([(0.98, 0.99), (0.96, 0.97), (0.95, 0.95), (0.92, 0.93), (0.9, 0.92)], 1):
+        clock.now += 1
+        listener.removed(removal(number, macs=macs, params=params))
+    listener.said("3 layers were compacted")
+    clock.now += 1
+    listener.removed(removal(6, units=(3, 5, 8), loss=float("nan"), macs=0.88, params=0.91))
+    clock.now += 1
+    listener.removed(removal(7, macs=0.87, params=0.9))
+    listener.finished()
+    listener.finished()
+    assert file.getvalue() == PLAIN
+
+
+def test_the_removal_that_meets_the_target_is_told_at_once():
+    file = io.StringIO()
+    listener = PlainProgress(file, Clock())
+    listener.started(plan())
+    for number, share in enumerate((0.9, 0.7, 0.59), 1):
+        listener.removed(removal(number, macs=share))
+    listener.said("checked")
+    listener.finished()
+    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["start", "done=25%", "done=100%", "checked"]
+
+
+def test_a_resumed_run_says_so():
+    file = io.StringIO()
+    PlainProgress(file).started(plan(removals=7, macs=0.8))
+    assert file.getvalue() == "prune: start model=net units=20 macs=0.8000/0.6 resumed_at=7 folder=runs/a\n"
+
+
+def draw(width):
+    """The bar on a terminal of that width, as the characters that were sent to it."""
+    file, clock = io.StringIO(), Clock()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    listener = RichProgress(console, clock, refresh=False)
+    listener.started(plan())
+    clock.now = 10.0
+    listener.said("[bold]3 layers were compacted[/bold]")
+    listener.removed(removal(1, units=(3, 4, 5), macs=0.9))
+    listener.finished()
+    return file.getvalue()
+
+
+def on_screen(sent):
+    """What stays on the screen: a line that is erased and drawn again counts once."""
+    text = sent.replace(HIDE_CURSOR, "").replace(SHOW_CURSOR, "")
+    return "".join(line.rpartition("\r\x1b[2K")[2].rstrip() + "\n" for line in text.split("\n")[:-1])
+
+
+def test_the_bar_reads_no_markup_in_names():
+    sent = draw(width=110)
+    first = sent.partition("\r")[0].removeprefix(HIDE_CURSOR).rstrip() + "\n"
+    assert first + on_screen(sent) == RICH
+    assert sent.startswith(HIDE_CURSOR)
+    assert sent.endswith(SHOW_CURSOR)
+
+
+def test_an_interrupt_while_the_bar_is_set_up_gives_the_cursor_back(monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, color_system=None, legacy_windows=False)
+    monkeypatch.setattr(console, "push_render_hook", interrupt)
+    listener = RichProgress(console, Clock(), refresh=False)
+    with pytest.raises(KeyboardInterrupt):
+        listener.started(plan())
+    listener.finished()
+    assert file.getvalue().endswith(SHOW_CURSOR)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_narrow_terminal_cuts_the_end_of_the_line_off():
+    assert on_screen(draw(width=64)).splitlines(keepends=True)[-1] == NARROW
+
+
+class TestSeveral:
+    def test_everyone_hears_of_the_end_even_if_one_fails(self):
+        ended = []
+
+        class Fine(Silent):
+            def finished(self):
+                ended.append(self)
+
+        class Failing(Fine):
+            def finished(self):
+                super().finished()
+                raise OSError("disk full")
+
+        all_of_them = Fine(), Failing(), Fine()
+        with pytest.raises(OSError, match="disk full"):
+            several(all_of_them).finished()
+        assert set(ended) == set(all_of_them)
+
+    def test_each_is_told_everything(self):
+        files = io.StringIO(), io.StringIO()
+        listener = several([PlainProgress(file, Clock()) for file in files])
+        listener.started(plan())
+        listener.said("word")
+        listener.removed(removal(1, macs=0.9))
+        assert files[0].getvalue() == files[1].getvalue()
+        assert files[0].getvalue().count("\n") == 3
+
+
+def test_without_a_terminal_lines_are_printed_and_the_last_one_in_any_case(capsys):
+    def interrupted():
+        with progress() as listener:
+            listener.started(plan())
+            listener.removed(removal(1, macs=0.9))
+            listener.removed(removal(2, macs=0.8))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.split()[1] for line in captured.err.splitlines()] == ["start", "done=25%", "done=50%"]
+
+
+def test_an_interrupt_gives_the_cursor_back():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdin=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        sent = read_until(ours, "left -:--:--")
+        process.send_signal(signal.SIGINT)
+        sent += read_until(ours, "stopped")
+    os.close(ours)
+    assert "MACs 100.0% → 60.0%" in sent
+    assert sent.rindex(SHOW_CURSOR) > sent.rindex(HIDE_CURSOR)
+    assert sent.rindex("stopped") > sent.rindex(SHOW_CURSOR)
+    assert process.returncode == 0
+
+
+def read_until(descriptor, text, seconds=30.0):
+    """What a terminal shows until ``text`` appears."""
+    found, end = b"", time.monotonic() + seconds
+    while text.encode() not in found:
+        assert time.monotonic() < end, found
+        try:
+            found += os.read(descriptor, 4096)
+        except OSError:
+            pytest.fail(f"closed after {found}")
+    return found.decode()
+
+
+class TestTensorBoard:
+    def test_a_missing_package_is_one_line(self, tmp_path, monkeypatch):
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        with pytest.raises(IfsoError) as caught:
+            TensorBoardListener(tmp_path)
+        assert str(caught.value) == '--tensorboard needs a package: pip install "ifso[tensorboard]"'
+
+    def test_scalars_by_removal(self, tmp_path):
+        pytest.importorskip("tensorboard")
+        self.record(tmp_path, plan(), [removal(1, macs=0.9), removal(2, loss=0.5, macs=0.8)])
+        found = self.read(tmp_path)
+        assert found["share/macs"] == [(0, 1.0), (1, pytest.approx(0.9)), (2, pytest.approx(0.8))]
+        assert found["loss"] == [(1, pytest.approx(0.12345)), (2, 0.5)]
+        assert found["score"] == [(1, pytest.approx(1e-3)), (2, pytest.approx(1e-3))]
+        assert found["seconds"] == [(1, 1.0), (2, 2.0)]
+
+    def test_a_resumed_run_hides_what_lies_beyond(self, tmp_path):
+        pytest.importorskip("tensorboard")
+        self.record(tmp_path, plan(), [removal(1, macs=0.9), removal(2, macs=0.8)])
+        time.sleep(1.1)
+        self.record(tmp_path, plan(removals=1, macs=0.9), [removal(2, macs=0.7)])
+        assert self.read(tmp_path)["share/macs"] == [(0, 1.0), (1, pytest.approx(0.9)), (2, pytest.approx(0.7))]
+
+    def test_nothing_is_made_before_the_run_starts(self, tmp_path):
+        pytest.importorskip("tensorboard")
+        TensorBoardListener(tmp_path / "run").finished()
+        assert not (tmp_path / "run").exists()
+
+    @staticmethod
+    def record(folder, plan, removals):
+        listener = TensorBoardListener(folder)
+        listener.started(plan)
+        for removal in removals:
+            listener.removed(removal)
+        listener.finished()
+
+    @staticmethod
+    def read(folder):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder)).Reload()
+        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
