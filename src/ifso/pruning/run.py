@@ -37,7 +37,7 @@ from ifso.pruning.worker import Worker
 SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}
 """Units are taken out for real once that saves so much of the present MACs …"""
 
-WORTH_IT = {"cpu": 2e9, "cuda": 2e12}
+WORTH_IT = {"cpu": 1e10, "cuda": 2e12}
 """… and so many of them in every step. No clock decides, so that a resumed run does as the first one did."""
 
 MULTIPLE = {"cpu": 1, "cuda": 8}
