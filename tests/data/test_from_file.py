@@ -112,7 +112,7 @@ def test_training_batches_alone_will_do(named):
 def test_the_number_of_the_epoch_is_passed_on(named):
     batches = open_data(named("counting")).train_batches()
     batches.set_epoch(3)
-    assert batches._batches.epochs == [3]
+    assert batches.loader.epochs == [3]
     loader = open_data(named("bare")).train_batches()
     loader.set_epoch(1)
 
@@ -133,7 +133,7 @@ def test_the_sampler_of_a_loader_is_told_the_epoch(tmp_path):
 def test_tensors_are_moved_wherever_they_are_in_a_batch(named):
     from ifso.data.from_file import Moved
 
-    source = open_data(named("nested")).train_batches()._batches
+    source = open_data(named("nested")).train_batches().loader
     (batch,) = Moved(source, "cpu", "here")
     assert (batch["images"][0].shape, batch["ids"]) == ((1, 2), "a")
     assert open_data(named("nested")).example_inputs().shape == (1, 2)

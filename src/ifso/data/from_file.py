@@ -99,20 +99,20 @@ class Moved:
     """The same batches with all their tensors on a device; the first one of each epoch is looked at."""
 
     def __init__(self, batches: Any, device: torch.device | str, where: str) -> None:
-        self._batches, self._device, self._where = batches, device, where
+        self.loader, self._device, self._where = batches, device, where
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Told to the batches, or to the sampler of a DataLoader, if they want to know."""
-        for listener in (self._batches, getattr(self._batches, "sampler", None)):
+        for listener in (self.loader, getattr(self.loader, "sampler", None)):
             if listener is not None and hasattr(listener, "set_epoch"):
                 listener.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         number = 0
-        for number, batch in enumerate(self._batches, 1):
+        for number, batch in enumerate(self.loader, 1):
             moved = tree_map(self._move, batch)
             if number == 1:
                 _refuse_bad(moved, self._where)

@@ -106,8 +106,9 @@ class Undo:
 
 def numbers(found: Any) -> dict[str, float]:
     """What ``evaluate`` returned as numbers by name."""
-    if isinstance(found, Mapping):
-        return {str(name): float(value) for name, value in found.items()}
-    if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.numel() == 1):
-        return {"value": float(found)}
-    raise ScoreError(f"evaluate returned {type(found).__name__}; it must return a number or a dict of numbers")
+    values = found if isinstance(found, Mapping) else {"value": found}
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(found).__name__
+        raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None

@@ -9,7 +9,8 @@ from torch import nn
 
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel, measure_latency
-from ifso.errors import DataError
+from ifso.curvature.losses import same_modes
+from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
 from ifso.pruning.afterwards import (
     Evaluate,
@@ -22,7 +23,7 @@ from ifso.pruning.afterwards import (
     update_weights_,
 )
 from ifso.pruning.checking import Check, refuse_failed, worst
-from ifso.pruning.ledger import Ledger
+from ifso.pruning.ledger import KINDS, Ledger
 from ifso.pruning.ranks import average_over_ranks_, copy_from_first_, from_first, together
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import Run
@@ -48,8 +49,10 @@ class Finisher:
 
     def measure(self, stage: str) -> dict[str, float]:
         """What the network is worth now."""
-        with self._run.progress.timed("measures"):
-            values = numbers(self._evaluate(self._run.network.model))
+        model = self._run.network.model
+        with self._run.progress.timed("measures"), same_modes(model):
+            model.eval()
+            values = numbers(self._evaluate(model))
         self._run.progress.measures.append({"stage": stage, "values": values})
         self._run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
         return values
@@ -87,7 +90,7 @@ class Finisher:
         run = self._run
         found = count(run.network.graph, run.network.graph.kept(None)).as_dict()
         promised = count(run.network.original, run.network.kept).as_dict()
-        wrong = {kind: number for kind, number in found.items() if number != promised[kind]}
+        wrong = {kind: found[kind] for kind in KINDS if found[kind] != promised[kind]}
         text = "; ".join(f"{kind} {number:,} instead of {promised[kind]:,}" for kind, number in wrong.items())
         run.checks.append(
             Check("cost recounted", not wrong, text or f"{found['macs']:,} MACs, {found['params']:,} parameters")
@@ -104,6 +107,8 @@ class Finisher:
     def _recover(self) -> None:
         """Statistics of batch norms, and the step that Proposition 1 says retraining would take."""
         run, model = self._run, self._run.network.model
+        if run.folder is not None:
+            run.folder.write_model(model, run.network.recipe())
         batches = max(run.settings.recalibrate if norms_of(model) else 0, run.settings.weight_update)
         data = together(lambda: [self._next() for _ in range(batches)])
         if run.settings.recalibrate and norms_of(model):
@@ -134,10 +139,15 @@ class Finisher:
         """ΔW, kept only if a loss it was not made from gets lower."""
         run, model = self._run, self._run.network.model
         undo, before = Undo(model), self._loss(model)["loss"]
-        with run.progress.timed("recovery"):
-            size = update_weights_(model, run.network.graph, run.loss_fn, data, run.settings.damping)
+        try:
+            with run.progress.timed("recovery"):
+                size = update_weights_(model, run.network.graph, run.loss_fn, data, run.settings.damping)
+        except IfsoError as error:
+            undo()
+            run.say(f"ΔW could not be computed: {error}")
+            return
         after = self._loss(model)["loss"]
-        self.measure("weights updated by ΔW")
+        self.measure(f"weights updated by ΔW{'' if after < before else ' (undone)'}")
         if not after < before:
             undo()
             run.say(

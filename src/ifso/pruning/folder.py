@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +31,7 @@ from ifso.pruning.checkpoint import (
     write_tensor_file,
 )
 from ifso.surgery.files import FolderLock, append_bytes, one_line, provisional, replacing, sync_file, write_bytes
-from ifso.surgery.store import NEW_RECIPE, NEW_WEIGHTS, save
+from ifso.surgery.store import NEW_RECIPE, NEW_WEIGHTS, RECIPE, save
 
 if TYPE_CHECKING:
     import os
@@ -108,6 +109,17 @@ class RunFolder:
         """Let another process have the folder."""
         if self._lock is not None:
             self._lock.release()
+
+    def discard_if_empty(self) -> None:
+        """A run that failed before its first removal leaves nothing behind, so that it can be started anew there."""
+        if self.finished or (self.path / RECIPE).exists() or self.metrics()[0]:
+            return
+        for path in (*self._checkpoints().values(), self.path / METRICS, self.path / CONFIG, self.path / LOCK):
+            self._remove(path)
+        with suppress(OSError):
+            (self.path / CHECKPOINTS).rmdir()
+        with suppress(OSError):
+            self.path.rmdir()
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +256,8 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str =
         new, old = now.get(name, _NOT_SET), before.get(name, _NOT_SET)
         if isinstance(new, dict) and isinstance(old, dict):
             found += differences(new, old, f"{prefix}{name}.")
+        elif name == "weights" and new != old:
+            found.append("the weights are other ones (give the network as it was before the run)")
         elif new != old or isinstance(new, bool) != isinstance(old, bool):
             found.append(f"{prefix}{name} is {_shown(new)} and was {_shown(old)}")
     return found

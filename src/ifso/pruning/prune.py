@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ifso.criteria.base import Criterion
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
-from ifso.errors import BudgetError, DataError
+from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import trace
 from ifso.pruning.afterwards import Evaluate, mean_loss
@@ -123,7 +123,10 @@ def prune(
         units_per_step=units_per_step, round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
         train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
-    if resume is not None and out is not None and Path(out) != Path(resume):
+    if isinstance(ignore, str):
+        raise BudgetError(f"ignore={ignore!r} is one string; give a tuple of names: ignore=({ignore!r},)")
+    resume, out = (None if path is None else Path(path).expanduser() for path in (resume, out))
+    if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
     devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
     with same_modes(model), torch.random.fork_rng(devices=devices):
@@ -181,12 +184,23 @@ class _Start:
             if folder is not None and rank() == 0:
                 self._write_into(folder, run)
             return self._through(run, evaluate, config)
+        except Exception:
+            if folder is not None and rank() == 0 and resume is None:
+                folder.discard_if_empty()
+            raise
         finally:
             if folder is not None:
                 folder.close()
 
     def _trace(self, example_inputs: Any) -> tuple[ChannelGraph, Moves]:
-        graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+        """In the mode the model is in; where it does not run so (batch norm of a single value), in eval mode."""
+        try:
+            graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+        except TraceError:
+            if not self._model.training:
+                raise
+            self._model.eval()
+            graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
         return graph, Moves(graph, round_to=self._settings.round_to, min_units=self._settings.min_units)
 
     def _examples(self, count: int) -> list[Any]:
@@ -209,6 +223,8 @@ class _Start:
             run.go()
             return finisher.finish()
         finally:
+            for parameter in self._model.parameters():
+                parameter.grad = None
             self._listener.finished()
 
     def _check_budget(self, graph: ChannelGraph, moves: Moves, progress: Progress) -> None:

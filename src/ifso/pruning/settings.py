@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise BudgetError(f"{name}={value!r} will not do; give a whole number from {least} up")
-        if not self.damping > 0:
+        if not isinstance(self.damping, (int, float)) or not 0 < self.damping < math.inf:
             raise BudgetError(f"damping={self.damping!r} must be above 0")
         phases(self.schedule, self.budget, self.units_per_step)
 
@@ -69,7 +70,7 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for ``config.json``."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        options = {key: _plain(value) for key, value in dataclasses.asdict(self.criterion).items()}  # type: ignore[call-overload]
+        options = {key: _plain(value) for key, value in vars(self.criterion).items()}
         schedule = f"mixed:{self.schedule.incremental:g}" if isinstance(self.schedule, Mixed) else self.schedule
         named = {"budget": self.budget.targets, "criterion": {"name": self.criterion.name, **options}}
         return {**plain, **named, "schedule": schedule, "ignore": list(self.ignore)}

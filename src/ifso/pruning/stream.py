@@ -68,8 +68,7 @@ class BatchStream:
         raise DataError(_EMPTY)
 
     def _start(self) -> Iterator[Any]:
-        samplers: list[Any] = [getattr(self._batches, name, None) for name in ("sampler", "batch_sampler")]
-        for part in [*samplers, self._batches]:
+        for part in _parts(self._batches):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(self._epoch)
             if isinstance(getattr(part, "generator", None), torch.Generator):
@@ -96,6 +95,12 @@ class BatchStream:
         finally:
             self._inner = _States.current()
             outer.put()
+
+
+def _parts(batches: Any) -> list[Any]:
+    """What is random in a DataLoader, or in something around one: innermost first."""
+    inner = [getattr(batches, name, None) for name in ("loader", "batch_sampler", "sampler")]
+    return [*(part for one in inner if one is not None for part in _parts(one)), batches]
 
 
 class _States:
@@ -129,12 +134,17 @@ def _number(seed: int, epoch: int) -> int:
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with all its tensors on a device."""
+    if not isinstance(batch, (Tensor, tuple, list, dict)) and callable(getattr(batch, "to", None)):
+        return batch.to(device)
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def not_finite(batch: Any) -> Tensor:
-    """Does a batch hold NaN or infinity? A bool scalar on the batch's device, so that nobody need wait for it."""
+    """Does a batch hold NaN or infinity? A bool scalar on the batch's device, so that nobody need wait for it.
+
+    Minus infinity is left alone: masks of attention are made of it.
+    """
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not leaves:
         return torch.zeros((), dtype=torch.bool, device="cpu")
-    return ~torch.stack([leaf.isfinite().all() for leaf in leaves]).all()
+    return torch.stack([(leaf.isnan() | leaf.isposinf()).any() for leaf in leaves]).any()
