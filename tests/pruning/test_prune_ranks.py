@@ -80,7 +80,7 @@ def test_resumed_like_uninterrupted(results: Results, folder: Path) -> None:
         ("runs out", "RunError: stopped, because rank 1 failed", "DataError: train_batches ran out"),
         ("bad batch", "DataError: .*hold NaN or infinity .1 of them", "DataError: .*hold NaN or infinity .1 of them"),
         ("other seed", "RunError: stopped, because rank 1", "RunError: other .* first rank: seed is 1 and was 0"),
-        ("other weights", "RunError: stopped, because rank 1", "RunError: other .* first rank: the weights are other ones"),
+        ("other weights", "RunError: stopped, because rank 1", "RunError: other .* rank: the weights are other ones"),
         ("bad loss", "RunError: stopped, because rank 1 failed", "ScoreError: loss_fn failed: ValueError: no more"),
     ],
 )  # fmt: skip

@@ -97,13 +97,14 @@ def prune(
         ignore: names of modules whose channels are left alone.
         optimizer: a function from parameters to an optimizer; SGD with momentum 0.9, weight decay 1e-4 and a learning
             rate of 0.01 by default.
-        resume: the folder of a run to go on with; the settings must be the same.
+        resume: the folder of a run to go on with; the settings must be the same, and ``model`` as it was before it.
         out: a new folder for the run.
         seed: of the order of data and what is random in the model.
         preset: ``"authors"`` does as the authors' program does where nothing else is said: its finite differences and
             its learning rate of 0.1.
         train_mode: score and step in train mode, as the paper does; False leaves every module in the mode it is in.
-        evaluate: ``evaluate(model)`` gives numbers (an accuracy …) that are taken before, after and between.
+        evaluate: ``evaluate(model)`` gives numbers (an accuracy …) that are taken before, after and between, with the
+            model in eval mode.
         recalibrate: batches for new statistics of batch norms at the end; 0 leaves them.
         weight_update: batches for ΔW of Proposition 1 at the end; 0 for none.
         damping: λ of that ΔW.
