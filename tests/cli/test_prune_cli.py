@@ -337,6 +337,7 @@ def test_help_names_what_can_be_chosen(capsys):
     assert "sqrt-memory" in out
 
 
+@pytest.mark.slow
 def test_two_processes_under_torchrun_make_one_run(command, net, out):
     """Both prune; the first one prints and writes, and the network it leaves is whole."""
     started = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m ifso.cli".split()

@@ -15,7 +15,7 @@ from ifso.cli.inspect import shape
 from ifso.cli.output import chatter_to_stderr, print_json
 from ifso.cli.progress import progress
 from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
-from ifso.cli.ranks import Place, joined
+from ifso.cli.ranks import Place, joined, leave
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -96,14 +96,12 @@ def run(args: argparse.Namespace) -> int:
     settings = gather(args)
     with joined(settings.get("device", "cpu")) as place:
         result = _watched(settings, args, place)
-    if not place.speaks:
-        return 0
-    if args.json:
+    if place.speaks and args.json:
         print_json(result.summary())
-    else:
+    elif place.speaks:
         print(result)
         print(f"run folder: {args.out}")
-    return 0
+    return leave(0)
 
 
 def _watched(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> Any:
