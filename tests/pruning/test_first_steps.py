@@ -118,3 +118,8 @@ def test_other_weights_on_resume_are_explained(tmp_path):
     prune(small(), out=tmp_path / "run")
     with pytest.raises(IfsoError, match="as it was before the run"):
         prune(small(), resume=tmp_path / "run")
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused():
+    with pytest.raises(IfsoError, match="LBFGS, which evaluates the loss itself"):
+        prune(small(), optimizer=torch.optim.LBFGS)

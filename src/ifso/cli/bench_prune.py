@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.bench_options import add_machine, take_threads
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.errors import IfsoError
 
@@ -37,25 +38,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="samples in a batch (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=10, metavar="K", help="rounds to a removal (%(default)s)")
     parser.add_argument("--batches-per-score", type=int, default=2, metavar="N", help="(%(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--precision", default="float32", help="float32, tf32 or bf16 (%(default)s)")
-    parser.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's own choice)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_machine(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every method and print the table."""
-    import torch
-
     from ifso.bench.prune import Method, Setup, measure
 
     if any(number is not None and number < 1 for number in (args.batch, args.threads)):
         raise IfsoError("--batch and --threads take numbers from 1 up")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    take_threads(args)
     setup = Setup(
         model=args.model, macs=args.macs, data=args.data, weights=args.weights, batch=args.batch,
         accumulate=args.accumulate, batches_per_score=args.batches_per_score, device=args.device,

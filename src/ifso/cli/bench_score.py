@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.bench_options import add_machine, take_threads
 from ifso.cli.output import console, print_json, say
 
 if TYPE_CHECKING:
@@ -28,26 +29,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     parser.add_argument("--images", metavar="FILE.npz", help="CIFAR images x_train, y_train (random ones otherwise)")
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--precision", default="float32", help="float32, tf32 or bf16 (%(default)s)")
-    parser.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds (%(default)s)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's own choice)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_machine(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure each model and print the tables."""
-    import torch
-
     from ifso.bench.score import Setup, measure
     from ifso.errors import IfsoError
 
     if any(number is not None and number < 1 for number in (args.batch, args.repeats, args.size, args.threads)):
         raise IfsoError("--batch, --repeats, --size and --threads take numbers from 1 up")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    take_threads(args)
     results = []
     for name in args.models:
         setup = Setup(

@@ -33,19 +33,19 @@ def over_ranks(outcome: Sum | Exception, size: int) -> Sum:
         raise ScoreError(f"no score, because rank {', '.join(failed)} failed on its batches; see its own message")
     if len(set(sizes)) > 1:
         raise ScoreError(f"ranks score graphs of different sizes ({sizes} units); trace the same model on all of them")
-    packed = torch.cat([outcome.total, outcome.total.new_tensor([outcome.count])]).to(_device())
+    packed = torch.cat([outcome.total, outcome.total.new_tensor([outcome.count])]).to(collective_device())
     dist.all_reduce(packed)
     return Sum(packed[:-1].cpu(), round(float(packed[-1])))
 
 
 def _gathered(number: int) -> list[int]:
     """The number of each rank."""
-    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=_device())
+    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collective_device())
     numbers[dist.get_rank()] = number
     dist.all_reduce(numbers)
     return numbers.tolist()
 
 
-def _device() -> torch.device:
+def collective_device() -> torch.device:
     """Where the collectives of the backend take their tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

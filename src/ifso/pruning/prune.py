@@ -253,6 +253,8 @@ class _Start:
         optimizer = self._make_optimizer([nn.Parameter(torch.zeros_like(some))])
         if not isinstance(optimizer, Optimizer):
             raise BudgetError(f"optimizer gave a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise BudgetError("optimizer gave LBFGS, which evaluates the loss itself; give one that takes plain steps")
         settings = {
             **self._settings.as_dict(),
             "optimizer": describe(optimizer),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ifso.criteria.ranks import collective_device
 from ifso.errors import RunError
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ def from_first(document: T) -> T:
     """What the first rank gives, plain JSON values, on every rank."""
     if not several():
         return document
-    data = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8, device=_device())
-    length = torch.tensor(len(data), device=_device())
+    data = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8, device=collective_device())
+    length = torch.tensor(len(data), device=collective_device())
     _collective(dist.broadcast, length, src=0)
     data = data if rank() == 0 else data.new_empty(int(length))
     _collective(dist.broadcast, data, src=0)
@@ -93,7 +94,7 @@ def copy_from_first_(tensors: Iterable[Tensor]) -> None:
 
 def _failures(failed: int) -> list[int]:
     """Which ranks have failed."""
-    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=_device())
+    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collective_device())
     numbers[dist.get_rank()] = failed
     _collective(dist.all_reduce, numbers)
     return numbers.nonzero().flatten().tolist()
@@ -106,8 +107,3 @@ def _collective(call: Callable[..., Any], tensor: Tensor, **options: Any) -> Non
         raise RunError(
             f"rank {dist.get_rank()} stopped, because another rank cannot be reached any more; see its own message"
         ) from error
-
-
-def _device() -> torch.device:
-    """Where the collectives of the backend take their tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
