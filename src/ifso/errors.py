@@ -71,3 +71,7 @@ class VerificationError(IfsoError):
 
 class DataError(IfsoError):
     """Data that cannot be found, read or used."""
+
+
+class TrainingError(IfsoError):
+    """Training that makes no sense as asked for: settings, a teacher or a resume that do not fit."""

@@ -77,6 +77,12 @@ def shape():
 def loss():
     return Made(train_batches=[BATCH], loss_fn="mean")
 
+def ranked(rank, *, ranks, size=1):
+    return Made(train_batches=[(torch.full((size, 1), rank), torch.full((size,), ranks))])
+
+def ranks_only(ranks=1):
+    return Made(train_batches=[(torch.full((1, 1), ranks), torch.zeros(1))])
+
 def fails():
     raise OSError("no disk")
 """
@@ -174,6 +180,16 @@ def test_bad_batches_are_refused_when_they_come(named, factory, words):
     batches = open_data(named(factory)).train_batches()
     with pytest.raises(DataError, match=words):
         list(batches)
+
+
+def test_factories_that_ask_are_told_the_rank(named):
+    def first(factory, **ranks):
+        return [int(part) for part in next(iter(open_data(named(factory), **ranks).train_batches()))]
+
+    assert first("ranked") == [0, 1]
+    assert first("ranked", rank=2, ranks=3) == [2, 3]
+    assert first("ranks_only", rank=2, ranks=3) == [3, 0]
+    assert len(open_data(named("whole"), rank=2, ranks=3).train_batches()) == 2
 
 
 def test_missing_files_and_validation(named, tmp_path):

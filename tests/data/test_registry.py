@@ -1,7 +1,12 @@
 """Data sets by name: what they hold, and one clear line for everything that can be wrong with them."""
 
 import hashlib
+import http.server
 import pickle
+import sys
+import tarfile
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -140,22 +145,104 @@ class TestCifar:
         assert "cannot be read as .npz" in refused(f"cifar10:{file}")
 
     def test_missing_files_and_arrays(self, arrays, save, tmp_path):
-        assert f"there is no file {tmp_path / 'none.npz'}" in refused(f"cifar10:{tmp_path / 'none.npz'}")
+        for download in (False, True):
+            message = refused(f"cifar10:{tmp_path / 'none.npz'}", download=download)
+            assert f"there is no file or folder {tmp_path / 'none.npz'}; give an .npz with x_train" in message
+            assert "the folder that holds cifar-10-batches-py" in message
+            assert "--download, or download=True" in message
         del arrays["x_test"], arrays["y_test"]
-        assert "holds no x_test and no y_test; it has x_train, y_train" in refused(save(arrays))
+        assert (
+            "holds no x_test and no y_test; it has x_train, y_train; give a file with x_train, y_train, x_test"
+            in refused(save(arrays))
+        )
         assert "holds no folder cifar-100-python" in refused(f"cifar100:{tmp_path}")
 
-    @pytest.mark.parametrize(("kind", "reader"), [("cifar10", "CIFAR10"), ("cifar100", "CIFAR100")])
-    def test_folders_of_torchvision(self, arrays, save, tmp_path, monkeypatch, kind, reader):
-        lists = folder_of_torchvision(tmp_path, arrays, kind)
-        datasets = pytest.importorskip("torchvision.datasets")
-        for name, value in lists.items():
-            monkeypatch.setattr(getattr(datasets, reader), name, value)
-        data, same = open_data(f"{kind}:{tmp_path}"), open_data(save(arrays, kind))
+    @pytest.mark.parametrize("kind", ["cifar10", "cifar100"])
+    def test_folders_of_torchvision(self, arrays, save, tmp_path, unpacked, kind):
+        unpacked(kind)
+        data, expected = open_data(f"{kind}:{tmp_path}"), open_data(save(arrays, kind))
         for part in ("x_train", "y_train", "x_test", "y_test"):
-            assert torch.equal(getattr(data, part), getattr(same, part))
-        (tmp_path / lists["base_folder"] / lists["test_list"][0][0]).write_bytes(b"damaged")
-        assert "cannot be read" in refused(f"{kind}:{tmp_path}")
+            assert torch.equal(getattr(data, part), getattr(expected, part))
+
+    @pytest.mark.parametrize("name", ["train", "test", "meta"])
+    def test_which_file_is_damaged_or_missing(self, tmp_path, unpacked, name):
+        reader = unpacked("cifar100")
+        file = tmp_path / reader.base_folder / name
+        file.write_bytes(b"damaged")
+        message = refused(f"cifar100:{tmp_path}")
+        assert f"{file} is damaged" in message
+        assert f"unpack {reader.url} into {tmp_path}, or allow the download (--download" in message
+        file.unlink()
+        assert f"{file} is missing; unpack {reader.url}" in refused(f"cifar100:{tmp_path}")
+
+    @pytest.mark.parametrize("state", ["nothing", "empty folder", "meta damaged", "train missing"])
+    def test_downloads_what_is_missing_where_that_is_allowed(self, tmp_path, unpacked, served, state):
+        reader, place = unpacked("cifar10", served=served), tmp_path / "place"
+        if state != "nothing":
+            place.mkdir()
+        if state in ("meta damaged", "train missing"):
+            (tmp_path / reader.base_folder).rename(place / reader.base_folder)
+            (place / reader.base_folder / state.split()[0]).write_bytes(b"")
+        refused(f"cifar10:{place}")
+        assert len(open_data(f"cifar10:{place}", download=True).x_train) == 40
+        assert len(open_data(f"cifar10:{place}").x_test) == 12
+
+    def test_downloads_that_fail(self, tmp_path, unpacked, served, monkeypatch):
+        reader = unpacked("cifar10", served=served)
+        monkeypatch.setattr(reader, "url", f"{served}/gone.tar.gz")
+        message = refused(f"cifar10:{tmp_path / 'place'}", download=True)
+        assert f"{reader.url} cannot be downloaded into {tmp_path / 'place'} (" in message
+        assert "try again, or unpack it there yourself" in message
+
+    def test_nothing_is_downloaded_over_complete_data(self, tmp_path, unpacked, monkeypatch):
+        reader = unpacked("cifar10")
+        monkeypatch.setattr(reader, "url", "no address")
+        assert len(open_data(f"cifar10:{tmp_path}", download=True).x_train) == 40
+
+    def test_without_torchvision(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchvision", None)
+        assert 'pip install "ifso[vision]", or give an .npz' in refused(f"cifar10:{tmp_path}")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """The address at which the files of ``tmp_path`` can be had."""
+    monkeypatch.setenv("no_proxy", "*")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
+        thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def unpacked(arrays, tmp_path, monkeypatch):
+    """Files as torchvision unpacks them, and on request the archive from which it does."""
+    datasets = pytest.importorskip("torchvision.datasets")
+
+    def make(kind, served=None):
+        reader = getattr(datasets, kind.upper())
+        values = folder_of_torchvision(tmp_path, arrays, kind)
+        if served:
+            packed = tmp_path / "packed.tar.gz"
+            with tarfile.open(packed, "w:gz") as file:
+                file.add(tmp_path / values["base_folder"], values["base_folder"])
+            values |= {"url": f"{served}/packed.tar.gz", "filename": "got.tar.gz", "tgz_md5": md5(packed.read_bytes())}
+        for name, value in values.items():
+            monkeypatch.setattr(reader, name, value)
+        return reader
+
+    return make
+
+
+def md5(data):
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 def folder_of_torchvision(place, arrays, kind):
@@ -166,7 +253,7 @@ def folder_of_torchvision(place, arrays, kind):
     def put(name, content):
         data = pickle.dumps(content)
         (place / base / name).write_bytes(data)
-        return [name, hashlib.md5(data, usedforsecurity=False).hexdigest()]
+        return [name, md5(data)]
 
     def part(of):
         rows = arrays[f"x_{of}"].transpose(0, 3, 1, 2).reshape(-1, 3072)
@@ -182,9 +269,8 @@ def folder_of_torchvision(place, arrays, kind):
 
 
 class TestNames:
-    @pytest.mark.parametrize("name", ["imagenet:here", "coco:here"])
-    def test_later(self, name):
-        assert "is not there yet; use digits, cifar10:PATH" in refused(name)
+    def test_later(self):
+        assert "is not there yet; use digits, cifar10:PATH" in refused("coco:here")
 
     @pytest.mark.parametrize(
         ("name", "words"),
@@ -194,6 +280,8 @@ class TestNames:
             ("cifar10", "write digits, cifar10:PATH"),
             ("cifar10:", "write digits, cifar10:PATH"),
             ("digits:here", "is no data set"),
+            ("imagenet", "did you mean imagenet:PATH?"),
+            ("image-net:here", "did you mean imagenet:PATH?"),
             ("", "'' is no data set"),
         ],
     )

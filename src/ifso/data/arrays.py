@@ -17,15 +17,20 @@ from ifso.errors import DataError
 def read_npz(path: Path, names: Sequence[str]) -> tuple[Any, ...]:
     """The arrays of those names in an .npz; nothing that needs pickle is read."""
     if not path.is_file():
-        raise DataError(f"there is no file {path}")
+        raise DataError(f"there is no file {path}; give the path of an .npz")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             missing = [name for name in names if name not in arrays]
             if missing:
-                raise DataError(f"{path} holds no {' and no '.join(missing)}; it has {', '.join(arrays) or 'nothing'}")
+                raise DataError(
+                    f"{path} holds no {' and no '.join(missing)}; it has {', '.join(arrays) or 'nothing'}; "
+                    f"give a file with {', '.join(names)}"
+                )
             return tuple(arrays[name] for name in names)
     except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as .npz: {' '.join(str(error).split())}") from error
+        raise DataError(
+            f"{path} cannot be read as .npz: {' '.join(str(error).split())}; write it with numpy.savez"
+        ) from error
 
 
 def as_images(array: Any, where: str) -> Tensor:
@@ -50,7 +55,7 @@ def as_pixels(array: Any, where: str) -> Tensor:
         raise DataError(f"{where} has dtype {array.dtype}; give uint8 pixels from 0 to 255")
     images = as_images(array, where)
     if not len(images):
-        raise DataError(f"{where} is empty")
+        raise DataError(f"{where} is empty; give one image at least")
     return images
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
 
 Batch = tuple[Tensor, Tensor]
@@ -48,8 +49,10 @@ class Images:
         """The same on another device."""
         return Images(*(getattr(self, name).to(device) for name in ("pixels", "labels", "mean", "deviation")))
 
-    def part(self, places: Tensor) -> Images:
-        """The images at ``places``."""
+    def part(self, places: Tensor | slice) -> Images:
+        """The images at ``places``, which may be on another device."""
+        if isinstance(places, Tensor):
+            places = places.to(self.pixels.device)
         return Images(self.pixels[places], self.labels[places], self.mean, self.deviation)
 
     def normalized(self, pixels: Tensor) -> Tensor:
@@ -88,22 +91,29 @@ class Augmentation:
 
 
 class TrainBatches:
-    """Each ``iter()`` is an epoch: all images in a new order. ``set_epoch(e)`` goes to the beginning of epoch ``e``."""
+    """Each ``iter()`` is an epoch: all images in a new order. ``set_epoch(e)`` goes to the beginning of epoch ``e``.
+
+    Order and augmentation are the same for all processes; ``share`` says which of the images this one takes.
+    """
 
     def __init__(
-        self, images: Images, *, batch_size: int, augmentation: Augmentation | None, drop_last: bool, seed: int
+        self,
+        images: Images,
+        *,
+        batch_size: int,
+        augmentation: Augmentation | None,
+        drop_last: bool,
+        seed: int,
+        share: Share = ALONE,
     ) -> None:
         check_batch_size(batch_size)
-        if drop_last and len(images) < batch_size:
-            raise DataError(
-                f"batches of {batch_size} cannot be filled by {len(images)} training images; "
-                "give a smaller batch size or drop_last=False"
-            )
+        share.refuse_too_few(len(images), batch_size, drop_last)
         self.images, self.batch_size, self.drop_last = images, batch_size, drop_last
-        self.augmentation, self.seed, self.epoch = augmentation, seed, 0
+        self.augmentation, self.seed, self.share, self.epoch = augmentation, seed, share, 0
+        self._places = share.places(len(images), batch_size, drop_last)
 
     def __len__(self) -> int:
-        return len(self.images) // self.batch_size if self.drop_last else math.ceil(len(self.images) / self.batch_size)
+        return math.ceil(len(self._places) / self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """The next ``iter()`` is that epoch; without this call it is the one after the last."""
@@ -113,26 +123,40 @@ class TrainBatches:
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self._batches(epoch)
 
+    def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
+        """An epoch on the device: the images' numbers in order and their moves [., 3], None without augmentation.
+
+        Batch i is made from places i·B to (i + 1)·B, with the batch size B, of both.
+        """
+        count, random, device = len(self.images), generator(self.seed, epoch), self.images.pixels.device
+        order = torch.randperm(count, generator=random)[self._places].to(device, non_blocking=True)
+        if self.augmentation is None:
+            return order, None
+        moves = self.augmentation.draw(count, random)[self._places]
+        return order, moves.to(device, non_blocking=True)
+
+    def make(self, order: Tensor, moves: Tensor | None) -> Batch:
+        """The batch of these images after these moves; nothing waits for the device, so a CUDA graph can hold it."""
+        pixels = self.images.pixels[order]
+        if self.augmentation is not None and moves is not None:
+            pixels = self.augmentation(pixels, moves)
+        return self.images.normalized(pixels), self.images.labels[order]
+
     def _batches(self, epoch: int) -> Iterator[Batch]:
-        images, random = self.images, generator(self.seed, epoch)
-        order = torch.randperm(len(images), generator=random).to(images.pixels.device)
-        moves = None if self.augmentation is None else self.augmentation.draw(len(images), random).to(order.device)
-        for first in range(0, len(self) * self.batch_size, self.batch_size):
+        order, moves = self.plan(epoch)
+        for first in range(0, len(order), self.batch_size):
             chosen = slice(first, first + self.batch_size)
-            pixels = images.pixels[order[chosen]]
-            if self.augmentation is not None and moves is not None:
-                pixels = self.augmentation(pixels, moves[chosen])
-            yield images.normalized(pixels), images.labels[order[chosen]]
+            yield self.make(order[chosen], None if moves is None else moves[chosen])
 
 
 class TestBatches:
-    """All images in the order in which they are stored, as they are."""
+    """All images in the order in which they are stored, as they are; of several processes, each has its own."""
 
     __test__ = False
 
-    def __init__(self, images: Images, *, batch_size: int) -> None:
+    def __init__(self, images: Images, *, batch_size: int, share: Share = ALONE) -> None:
         check_batch_size(batch_size)
-        self.images, self.batch_size = images, batch_size
+        self.images, self.batch_size = images.part(share.deal()), batch_size
 
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.batch_size)

@@ -1,7 +1,8 @@
-"""CIFAR-10 and CIFAR-100 from an .npz, or from the folder that torchvision unpacks. Nothing is downloaded."""
+"""CIFAR-10 and CIFAR-100 from an .npz, or from the folder that torchvision unpacks, downloaded if the user says so."""
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ifso.curvature.losses import one_line
 from ifso.data.arrays import as_labels, as_pixels, read_npz
 from ifso.data.batches import Augmentation, Images
 from ifso.errors import DataError
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+DOWNLOAD = "allow the download (--download, or download=True)"
 
 
 class Cifar(NamedTuple):
@@ -39,10 +42,21 @@ CIFAR: Mapping[str, Cifar] = {
 AUGMENTATION = Augmentation(shift=4, mirror=True)
 
 
-def open_cifar(kind: str, path: str) -> tuple[Images, Images]:
-    """Training and test images of ``cifar10`` or ``cifar100`` in ``path``, on the CPU."""
-    place = Path(path)
-    x_train, y_train, x_test, y_test = _from_folder(CIFAR[kind], place) if place.is_dir() else read_npz(place, ARRAYS)
+def open_cifar(kind: str, path: str, download: bool = False) -> tuple[Images, Images]:
+    """Training and test images of ``cifar10`` or ``cifar100`` in ``path``, on the CPU.
+
+    With ``download``, a folder that is not there or not complete is fetched first.
+    """
+    place, about = Path(path), CIFAR[kind]
+    if place.is_dir() or (download and not place.exists() and place.suffix != ".npz"):
+        x_train, y_train, x_test, y_test = _from_folder(about, place, download)
+    elif place.exists():
+        x_train, y_train, x_test, y_test = read_npz(place, ARRAYS)
+    else:
+        raise DataError(
+            f"there is no file or folder {place}; give an .npz with {', '.join(ARRAYS)}, or the folder that holds "
+            f"{about.folder}; to have it downloaded into a folder, {DOWNLOAD}"
+        )
     return cifar_part(kind, x_train, y_train, place, "train"), cifar_part(kind, x_test, y_test, place, "test")
 
 
@@ -58,10 +72,8 @@ def _by_colour(values: tuple[float, ...]) -> torch.Tensor:
     return torch.tensor(values).view(-1, 1, 1)
 
 
-def _from_folder(about: Cifar, place: Path) -> tuple[Any, ...]:
+def _from_folder(about: Cifar, place: Path, download: bool) -> tuple[Any, ...]:
     """The arrays, read by torchvision, which compares the files with their known checksums first."""
-    if not (place / about.folder).is_dir():
-        raise DataError(f"{place} holds no folder {about.folder}; give the folder above it, or an .npz")
     try:
         from torchvision import datasets
     except ImportError as error:
@@ -69,8 +81,39 @@ def _from_folder(about: Cifar, place: Path) -> tuple[Any, ...]:
             f"a folder of {about.reader} is read with torchvision, which cannot be imported ({error}); "
             'pip install "ifso[vision]", or give an .npz'
         ) from error
+    reader = getattr(datasets, about.reader)
+    if download and _fault(reader, place):
+        _download(reader, place)
     try:
-        parts = [getattr(datasets, about.reader)(place, train=train, download=False) for train in (True, False)]
+        parts = [reader(place, train=train, download=False) for train in (True, False)]
     except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
-        raise DataError(f"{place / about.folder} cannot be read: {' '.join(str(error).split())}") from error
+        fault = _fault(reader, place) or f"{place / reader.base_folder} cannot be read ({one_line(error)})"
+        raise DataError(f"{fault}; unpack {reader.url} into {place}, or {DOWNLOAD}") from error
     return tuple(array for part in parts for array in (part.data, np.asarray(part.targets, dtype=np.int64)))
+
+
+def _fault(reader: Any, place: Path) -> str:
+    """Which of torchvision's files is missing or differs from the original, if any."""
+    from torchvision.datasets.utils import check_integrity
+
+    folder = place / reader.base_folder
+    if not folder.is_dir():
+        return f"{place} holds no folder {reader.base_folder}"
+    for name, checksum in (*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])):
+        if not (folder / name).is_file():
+            return f"{folder / name} is missing"
+        if not check_integrity(folder / name, checksum):
+            return f"{folder / name} is damaged (its checksum is not that of the original)"
+    return ""
+
+
+def _download(reader: Any, place: Path) -> None:
+    from torchvision.datasets.utils import download_and_extract_archive
+
+    try:
+        download_and_extract_archive(reader.url, place, filename=reader.filename, md5=reader.tgz_md5)
+    except (RuntimeError, OSError, ValueError, EOFError, tarfile.TarError) as error:
+        raise DataError(
+            f"{reader.url} cannot be downloaded into {place} ({one_line(error)}); "
+            "try again, or unpack it there yourself"
+        ) from error

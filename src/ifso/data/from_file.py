@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
+from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
-from ifso.models.from_file import call_from_file
+from ifso.models.from_file import _import, _suggest
 
 PARTS = ("train_batches", "validation_batches", "test_batches")
 
@@ -21,12 +25,13 @@ class FileData(Data):
 
     It may also have ``test_batches``, ``validation_batches``, ``num_classes``, ``input_shape`` (without the batch) and
     ``loss_fn(model, batch)``; without the last a batch is (images, labels) and the loss their cross entropy. The file
-    decides how large its batches are and how they are made: what is asked for here does not change them.
+    decides how large its batches are and how they are made: what is asked for here does not change them. A factory that
+    takes ``rank`` or ``ranks`` is told which of several processes it makes batches for; otherwise all have the same.
     """
 
-    def __init__(self, path: str, factory: str, device: torch.device | str) -> None:
+    def __init__(self, path: str, factory: str, device: torch.device | str, share: Share = ALONE) -> None:
         self.name, self._device = f"{path}:{factory}", device
-        source = call_from_file(path, factory, DataError)
+        source = _made(path, factory, share)
         self._parts = {part: self._checked(part, getattr(source, part, None)) for part in PARTS}
         if self._parts["train_batches"] is None:
             raise DataError(
@@ -93,6 +98,28 @@ class FileData(Data):
         if not isinstance(shape, (tuple, list)) or not all(isinstance(size, int) and size > 0 for size in shape):
             raise DataError(f"{self.name}: input_shape is {shape!r}; give sizes without the batch, such as (3, 32, 32)")
         return tuple(shape)
+
+
+def _made(path: str, factory: str, share: Share) -> Any:
+    """What the factory returns, called with as much of ``rank`` and ``ranks`` as it takes."""
+    module = _import(Path(path), DataError)
+    make = getattr(module, factory, None)
+    if not callable(make):
+        raise DataError(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+    offered = {"rank": share.rank, "ranks": share.ranks}
+    try:
+        return make(**{name: value for name, value in offered.items() if _takes(make, name)})
+    except Exception as error:
+        raise DataError(f"{path}:{factory} failed: {one_line(error)}") from error
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    found = parameters.get(name)
+    return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
 
 class Moved:

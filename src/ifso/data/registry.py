@@ -1,8 +1,10 @@
-"""DATA names: ``digits``, ``cifar10:PATH``, ``cifar100:PATH`` or ``path/file.py:factory``."""
+"""DATA names: ``digits``, ``cifar10:PATH``, ``cifar100:PATH``, ``imagenet:PATH`` or ``path/file.py:factory``."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -11,18 +13,33 @@ from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.devices import usable_device
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
+from ifso.data.imagenet import open_imagenet
 from ifso.data.sets import Data, ImageData, split
+from ifso.data.shares import Share, in_turn
 from ifso.errors import DataError
 
-FORMS = "digits, cifar10:PATH, cifar100:PATH or file.py:factory"
-LATER = ("imagenet", "coco")
+FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH or file.py:factory"
+LATER = ("coco",)
 
 
-def open_data(name: str, *, device: torch.device | str = "cpu", seed: int = 0, validation: float | int = 0) -> Data:
-    """The data set called ``name``, its images on ``device``.
+def open_data(
+    name: str,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    validation: float | int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+    download: bool = False,
+    workers: int | None = None,
+) -> Data:
+    """The data set called ``name``, its batches on ``device``.
 
     ``seed`` fixes the order and the augmentation of every epoch, and which training images are set apart:
     ``validation`` is their share (a float) or their number (an int). The test set is never touched for that.
+
+    Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see :class:`Share`); give
+    all of them the same seed. ``download`` allows CIFAR to be fetched; ``workers`` processes decode images in files.
 
     >>> data = open_data("digits", validation=142)
     >>> len(data.x_train), len(data.x_test), data.num_classes, data.input_shape
@@ -31,24 +48,36 @@ def open_data(name: str, *, device: torch.device | str = "cpu", seed: int = 0, v
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([64, 1, 8, 8]), torch.float32, torch.Size([64]))
     """
-    device = usable_device(device)
+    device, share = usable_device(device), Share(rank, ranks)
     kind, _, path = name.partition(":")
     if name.rpartition(":")[0].endswith(".py"):
-        return _from_file(name, device, validation)
+        return _from_file(name, device, validation, share)
+    if kind == "imagenet" and path:
+        return open_imagenet(path, device=device, seed=seed, validation=validation, share=share, workers=workers)
+    train, test, about = _images(name, share, download)
+    train, held_out = split(train.to(device), validation, seed)
+    return ImageData(name, about.num_classes, train, held_out, test.to(device), about.augmentation, seed, share)
+
+
+class _About(NamedTuple):
+    num_classes: int
+    augmentation: Augmentation
+
+
+def _images(name: str, share: Share, download: bool) -> tuple[Images, Images, _About]:
+    """Training and test images of a set that is held in memory, on the CPU."""
+    kind, _, path = name.partition(":")
+    if name == "digits":
+        return *_digit_images(), _About(10, Augmentation(shift=1, mirror=False))
+    if kind in CIFAR and path:
+        open_it = partial(open_cifar, kind, path, download)
+        images = in_turn(share, open_it) if download else open_it()
+        return *images, _About(CIFAR[kind].num_classes, AUGMENTATION)
     if kind in LATER:
         raise DataError(f"{name!r}: {kind}: is not there yet; use {FORMS}")
-    if kind in CIFAR and path:
-        train, test = open_cifar(kind, path)
-        num_classes, augmentation = CIFAR[kind].num_classes, AUGMENTATION
-    elif name == "digits":
-        train, test = _digit_images()
-        num_classes, augmentation = 10, Augmentation(shift=1, mirror=False)
-    else:
-        close = get_close_matches(kind, ("digits", *CIFAR), n=1)
-        hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
-        raise DataError(f"{name!r} is no data set; write {FORMS}{hint}")
-    train, held_out = split(train.to(device), validation, seed)
-    return ImageData(name, num_classes, train, held_out, test.to(device), augmentation, seed)
+    close = get_close_matches(kind, ("digits", *CIFAR, "imagenet"), n=1)
+    hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
+    raise DataError(f"{name!r} is no data set; write {FORMS}{hint}")
 
 
 def _digit_images() -> tuple[Images, Images]:
@@ -57,8 +86,8 @@ def _digit_images() -> tuple[Images, Images]:
     return Images(data.x_train, data.y_train, middle, one), Images(data.x_test, data.y_test, middle, one)
 
 
-def _from_file(name: str, device: torch.device, validation: float | int) -> FileData:
+def _from_file(name: str, device: torch.device, validation: float | int, share: Share) -> FileData:
     if validation:
         raise DataError(f"{name}: validation={validation} cannot be cut from it; let it have validation_batches")
     path, _, factory = name.rpartition(":")
-    return FileData(path, factory, device)
+    return FileData(path, factory, device, share)

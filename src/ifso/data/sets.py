@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ifso.curvature.losses import LossFn
-from ifso.data.batches import Augmentation, Images, TestBatches, TrainBatches, generator
+from ifso.data.batches import Augmentation, Batch, Images, TestBatches, TrainBatches, generator
+from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
 from ifso.training.losses import cross_entropy
 
@@ -40,6 +41,10 @@ class Data(ABC):
     def example_inputs(self) -> Any:
         """Inputs of a batch of one, to trace a network with."""
 
+    def first_batch(self) -> Any:
+        """A training batch to try a network with; it may be a small one."""
+        return next(iter(self.train_batches()))
+
 
 @dataclass(frozen=True, eq=False)
 class ImageData(Data):
@@ -52,6 +57,7 @@ class ImageData(Data):
     test: Images
     augmentation: Augmentation
     seed: int
+    share: Share = ALONE
 
     @property
     def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -82,25 +88,46 @@ class ImageData(Data):
         """Shuffled batches of (images [N, C, H, W], labels [N]), augmented unless told otherwise."""
         augmentation = self.augmentation if augment else None
         return TrainBatches(
-            self.train, batch_size=batch_size, augmentation=augmentation, drop_last=drop_last, seed=self.seed
+            self.train,
+            batch_size=batch_size,
+            augmentation=augmentation,
+            drop_last=drop_last,
+            seed=self.seed,
+            share=self.share,
         )
 
     def validation_batches(self, batch_size: int = 500) -> TestBatches:
         """What was set apart, in a fixed order and without augmentation."""
         if self.validation is None:
             raise DataError(f"{self.name} was opened without a validation part; use open_data(…, validation=0.1)")
-        return TestBatches(self.validation, batch_size=batch_size)
+        return TestBatches(self.validation, batch_size=batch_size, share=self.share)
 
     def test_batches(self, batch_size: int = 500) -> TestBatches:
         """The test set in its own order, without augmentation."""
-        return TestBatches(self.test, batch_size=batch_size)
+        return TestBatches(self.test, batch_size=batch_size, share=self.share)
 
     def example_inputs(self) -> Tensor:
         """The first test image [1, C, H, W], normalised."""
         return self.test.normalized(self.test.pixels[:1])
 
+    def first_batch(self) -> Batch:
+        """Two training images and their labels, without augmentation."""
+        return self.train.normalized(self.train.pixels[:2]), self.train.labels[:2]
 
-def split(images: Images, validation: float | int, seed: int) -> tuple[Images, Images | None]:
+
+class _Divisible(Protocol):
+    """Samples of which parts can be taken."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, places: Tensor) -> Self:
+        """Those at ``places``."""
+
+
+Samples = TypeVar("Samples", bound=_Divisible)
+
+
+def split(images: Samples, validation: float | int, seed: int) -> tuple[Samples, Samples | None]:
     """Training and validation part; ``validation`` is a share (float) or a number (int) of images, drawn by the seed.
 
     >>> images = Images(torch.zeros(10, 1, 2, 2), torch.arange(10), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
@@ -112,7 +139,7 @@ def split(images: Images, validation: float | int, seed: int) -> tuple[Images, I
     if not count:
         return images, None
     order = torch.randperm(len(images), generator=generator(seed, "validation"))
-    apart, rest = (part.sort().values.to(images.pixels.device) for part in (order[:count], order[count:]))
+    apart, rest = (part.sort().values for part in (order[:count], order[count:]))
     return images.part(rest), images.part(apart)
 
 
