@@ -27,8 +27,10 @@ from ifso.pruning.prune import prune
 from ifso.surgery.files import replacing
 from ifso.surgery.store import load, save
 from ifso.training.evaluation import Accuracy, evaluate
-from ifso.training.fit import Epoch, Sgd, fit
+from ifso.training.fit import fit
+from ifso.training.lane import Epoch, Watch
 from ifso.training.losses import cross_entropy
+from ifso.training.settings import TrainSettings
 
 MODEL, DATA = "ifso:resnet8-digits", "digits"
 KEPT = 0.5
@@ -207,7 +209,7 @@ class _Study:
             model = create_model(MODEL)
         effort = self._effort
         self._say(f"training {MODEL} on {DATA}, {effort.train_epochs} epochs")
-        seconds = self._fit(model, effort.train_epochs, Sgd(effort.train_rate, "one-cycle"))
+        seconds = self._fit(model, effort.train_epochs, effort.train_rate, "one-cycle")
         found = self._tested(model)
         self._say(f"accuracy {found.top1:.2f} %")
         return model, Row("unpruned", 1.0, 1.0, found.top1, found.top1, found.loss, seconds, 0.0)
@@ -235,7 +237,7 @@ class _Study:
         )
         before = self._tested(model).top1
         self._say(f"fine-tuning for {effort.finetune_epochs} epochs")
-        seconds = self._fit(model, effort.finetune_epochs, Sgd(effort.finetune_rate))
+        seconds = self._fit(model, effort.finetune_epochs, effort.finetune_rate, "cosine")
         after = self._tested(model)
         self._say(f"accuracy {before:.2f} %, after fine-tuning {after.top1:.2f} %")
         macs, params = (getattr(result.after, kind) / getattr(result.before, kind) for kind in ("macs", "params"))
@@ -252,11 +254,19 @@ class _Study:
             return create(name)
         return create(name, seed=self._seed * CRITERIA[name] + number)
 
-    def _fit(self, model: nn.Module, epochs: int, sgd: Sgd) -> float:
+    def _fit(self, model: nn.Module, epochs: int, lr: float, schedule: str) -> float:
         """Train; the seconds it took."""
         begun = time.perf_counter()
-        batches = self._data.train_batches(self._effort.batch_size)
-        fit(model, batches, epochs, sgd=sgd, seed=self._seed, on_epoch=self._tell(epochs))
+        settings = TrainSettings(
+            epochs=epochs,
+            batch=self._effort.batch_size,
+            lr=lr,
+            schedule=schedule,
+            nesterov=True,
+            weight_decay=5e-4,
+            seed=self._seed,
+        )
+        fit(model, self._data.train_batches(settings.batch), settings, watch=Watch(on_epoch=self._tell(epochs)))
         return time.perf_counter() - begun
 
     def _tell(self, epochs: int) -> Callable[[Epoch], None]:

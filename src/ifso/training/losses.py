@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ifso.curvature.losses import LossFn
+from ifso.errors import TrainingError
 from ifso.training.modes import eval_mode
 
 
@@ -23,18 +25,88 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def distillation(teacher: nn.Module, *, temperature: float = 4.0, weight: float = 0.9) -> LossFn:
-    """Learn from labels and from a teacher (Hinton et al., 2015), which is asked in eval mode.
+def classification(label_smoothing: float = 0.0) -> LossFn:
+    """The cross entropy to labels of which the share ``label_smoothing`` is spread evenly over all K classes.
 
-    (1 − weight) · cross entropy + weight · T² · KL(teacher ‖ model), both logits divided by the temperature T.
+    (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself.
+
+    >>> batch = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
+    >>> [round(float(classification(smoothing)(nn.Identity(), batch)), 3) for smoothing in (0.0, 0.1)]
+    [0.0, 0.45]
     """
+    if label_smoothing == 0:
+        return cross_entropy
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels = batch
-        with torch.no_grad(), eval_mode(teacher):
-            target = F.log_softmax(teacher(images) / temperature, 1)
-        logits = model(images)
-        soft = F.kl_div(F.log_softmax(logits / temperature, 1), target, reduction="batchmean", log_target=True)
-        return (1 - weight) * F.cross_entropy(logits, labels) + weight * temperature**2 * soft
+        return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
 
     return loss_fn
+
+
+def distillation(
+    teacher: nn.Module, *, temperature: float = 4.0, weight: float = 0.9, label_smoothing: float = 0.0
+) -> LossFn:
+    """Learn from labels and from a teacher (Hinton et al., 2015), which is asked in eval mode.
+
+    (1 − weight) · cross entropy + weight · T² · KL(teacher ‖ model), both logits divided by the temperature T.
+    Without weight the teacher is not asked.
+    """
+
+    def answer(batch: Any) -> Tensor:
+        with torch.no_grad(), eval_mode(teacher):
+            return teacher(batch[0])
+
+    return distillation_from_logits(answer, temperature=temperature, weight=weight, label_smoothing=label_smoothing)
+
+
+def distillation_from_logits(
+    logits_of: Callable[[Any], Tensor],
+    *,
+    temperature: float = 4.0,
+    weight: float = 0.9,
+    label_smoothing: float = 0.0,
+) -> LossFn:
+    """:func:`distillation` with the teacher's logits [N, classes] of a batch given rather than computed.
+
+    A batch may hold more than (images, labels), such as those logits:
+
+    >>> loss_fn = distillation_from_logits(lambda batch: batch[2], temperature=1.0, weight=1.0)
+    >>> even, sure = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 50.0]])
+    >>> round(float(loss_fn(nn.Identity(), (even, torch.tensor([0]), sure))), 4)
+    0.6931
+    """
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        images, labels, *_ = batch
+        given = logits_of(batch) if weight else None
+        logits = model(images)
+        hard = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        if given is None:
+            return hard
+        refuse_other_classes(given, logits)
+        target, answer = (F.log_softmax(_single(each) / temperature, 1) for each in (given.detach(), logits))
+        soft = F.kl_div(answer, target, reduction="batchmean", log_target=True)
+        return (1 - weight) * hard + weight * temperature**2 * soft
+
+    return loss_fn
+
+
+def refuse_other_classes(teacher: Any, student: Any) -> None:
+    """TrainingError unless the teacher's output is a tensor of logits like the student's."""
+    for who, output in (("teacher", teacher), ("network", student)):
+        if not isinstance(output, Tensor) or output.dim() != 2:
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise TrainingError(f"the {who} answers with {shape}; distillation takes logits [N, classes] of both")
+    if teacher.shape[1] != student.shape[1]:
+        raise TrainingError(
+            f"the teacher knows {teacher.shape[1]} classes and the network {student.shape[1]}; "
+            "give a teacher for the same data"
+        )
+    if len(teacher) != len(student):
+        raise TrainingError(f"the teacher's logits are of {len(teacher)} images, the batch has {len(student)}")
+
+
+def _single(logits: Tensor) -> Tensor:
+    """Half-precision logits as float32, before a temperature divides them."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

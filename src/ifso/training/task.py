@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ifso.curvature.losses import LossFn
 from ifso.models import create_model
-from ifso.training.precision import autocast
+from ifso.training.precision import autocast, check_score_precision
 
 
 def network_for(
@@ -26,7 +26,13 @@ def network_for(
 
 
 def loss_in(precision: str, loss_fn: LossFn) -> LossFn:
-    """The loss with the network computing in bfloat16 if ``precision`` is ``"bf16"``, otherwise the loss itself."""
+    """The loss with the network computing in bfloat16 if ``precision`` is ``"bf16"``, otherwise the loss itself.
+
+    >>> loss_in("fp16", lambda model, batch: model(batch).mean())
+    Traceback (most recent call last):
+    ifso.errors.ScoreError: scores cannot be computed in fp16; choose one of float32, tf32, bf16
+    """
+    check_score_precision(precision)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with autocast(precision, next(model.parameters()).device):

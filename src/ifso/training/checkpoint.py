@@ -1,0 +1,144 @@
+"""Where a training can go on after an interruption: one safetensors file that is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.errors import RunError
+from ifso.pruning.checkpoint import located, read_tensor_file, write_tensor_file
+from ifso.pruning.folder import differences
+from ifso.training.settings import TrainSettings
+
+FILE = "training.safetensors"
+RNG = "rng."
+"""Tensors named so are states of random generators, which torch wants on the CPU."""
+
+_SHOWN = 3
+
+
+def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Put this moment of a training in the place of the last one in ``folder``, whole even if the process is killed.
+
+    ``tensors`` from any device, ``facts`` of JSON values; both are stored with a hash.
+    """
+    with located(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in (*folder.glob(f".{FILE}.new"), *folder.glob(".tmp??????")):
+            if stale.is_file():
+                stale.unlink(missing_ok=True)
+    write_tensor_file(folder / FILE, tensors, facts)
+
+
+def load_checkpoint(folder: Path, device: torch.device | str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The tensors, on ``device``, and the facts of the training in ``folder``; None if there is none."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        tensors, facts = read_tensor_file(path)
+        if not isinstance(facts, dict):
+            raise RunError(f"{path}: holds no training")
+    except RunError as error:
+        raise RunError(f"{error}; to train from the beginning, delete the file") from error.__cause__
+    return {name: tensor if name.startswith(RNG) else tensor.to(device) for name, tensor in tensors.items()}, facts
+
+
+@torch.no_grad()
+def fill_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors into those of the same names, in place; nothing is copied unless all of them fit.
+
+    >>> weight = torch.zeros(2)
+    >>> fill_({"weight": weight}, {"weight": torch.ones(3)})
+    Traceback (most recent call last):
+    ifso.errors.RunError: the checkpoint does not fit: weight is float32 [2] and was float32 [3]; resume with the...
+    """
+    refuse_other_tensors(_described(live), _described(stored), "the checkpoint does not fit")
+    for name, tensor in live.items():
+        tensor.copy_(stored[name])
+
+
+def about_model(model: nn.Module) -> dict[str, Any]:
+    """What is stored of a model for :func:`refuse_other_model`: its fingerprint, and what it is made from."""
+    return {"fingerprint": fingerprint(model), "tensors": _described(_state(model))}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of the names, shapes and dtypes of parameters and stored buffers, and not of their values.
+
+    >>> first, second, third = (fingerprint(nn.Linear(2, outputs)) for outputs in (3, 3, 4))
+    >>> first == second, first == third
+    (True, False)
+    """
+    return hashlib.sha256(json.dumps(sorted(_described(_state(model)).items())).encode()).hexdigest()
+
+
+def refuse_other_model(model: nn.Module, before: Mapping[str, Any], where: Path | str) -> None:
+    """RunError that names the first differences if ``before``, from :func:`about_model`, was another model."""
+    if fingerprint(model) == before["fingerprint"]:
+        return
+    now = _described(_state(model))
+    refuse_other_tensors(now, before["tensors"], f"the training in {where} is of another network")
+
+
+def refuse_other_tensors(now: Mapping[str, str], before: Mapping[str, str], what: str) -> None:
+    """RunError that begins with ``what`` if names, shapes or dtypes differ."""
+    found = [
+        f"{name} is {now.get(name, 'not there')} and was {before.get(name, 'not there')}"
+        for name in {**now, **before}
+        if now.get(name) != before.get(name)
+    ]
+    if found:
+        raise RunError(f"{what}: {_first(found)}; resume with the same network, or train in another folder")
+
+
+def refuse_other_settings(now: TrainSettings, before: Mapping[str, Any], where: Path | str) -> None:
+    """RunError that shows how ``now`` differs from the settings ``before``, which were read as JSON."""
+    found = differences(now.as_dict(), before)
+    if found:
+        raise RunError(
+            f"the training in {where} has other settings: {_first(found)}; resume with the same, "
+            "or train in another folder"
+        )
+
+
+def rng_states(device: torch.device | str) -> dict[str, Tensor]:
+    """The states of the random generators that training on ``device`` draws from, as tensors on the CPU."""
+    states = {f"{RNG}cpu": torch.get_rng_state()}
+    if torch.device(device).type == "cuda":
+        states[f"{RNG}cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Put the generators where :func:`rng_states` found them; one that was not in use then stays as it is."""
+    if f"{RNG}cpu" in tensors:
+        torch.set_rng_state(tensors[f"{RNG}cpu"])
+    if torch.device(device).type == "cuda" and f"{RNG}cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{RNG}cuda"], device)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Dtype and shape of each.
+
+    >>> _described({"weight": torch.zeros(2, 3)})
+    {'weight': 'float32 [2, 3]'}
+    """
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors.items()
+    }
+
+
+def _first(found: list[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more

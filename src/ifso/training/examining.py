@@ -1,0 +1,51 @@
+"""Evaluating a network again and again while it is trained: on a GPU as one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.pruning.ranks import several
+from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
+from ifso.training.modes import eval_mode
+from ifso.training.narrow import narrow_layers
+from ifso.training.precision import autocast, tensor_cores
+
+
+class Examiner:
+    """``examiner(model)`` is the accuracy on batches that stay the same, in a precision."""
+
+    def __init__(self, batches: Any, precision: str = "float32") -> None:
+        self._batches, self._precision = batches, precision
+        self._model: nn.Module | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._total = torch.zeros(0)
+
+    def __call__(self, model: nn.Module) -> Accuracy:
+        """The accuracy of ``model``, summed over all processes."""
+        device = next(model.parameters()).device
+        if device.type != "cuda" or several() or not hasattr(self._batches, "images"):
+            with tensor_cores(self._precision), autocast(self._precision, device):
+                return evaluate(model, self._batches, over_ranks=True)
+        if self._graph is None or self._model is not model:
+            self._capture(model)
+        assert self._graph is not None
+        self._graph.replay()
+        return accuracy_of(self._total, len(self._batches.images))
+
+    def _capture(self, model: nn.Module) -> None:
+        """Once as it comes, which refuses labels that do not fit, then as a graph."""
+        with tensor_cores(self._precision), autocast(self._precision, next(model.parameters()).device):
+            evaluate(model, self._batches)
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.no_grad(), eval_mode(model), torch.cuda.graph(graph, stream=stream):
+            self._total = self._sums(model)
+        self._model, self._graph = model, graph
+
+    def _sums(self, model: nn.Module) -> Tensor:
+        device = next(model.parameters()).device
+        with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
+            return torch.stack([sums_of(model(images), labels) for images, labels in self._batches]).sum(0)

@@ -1,0 +1,74 @@
+"""How well a network in training does, and one clear line where a batch does not fit it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.curvature.losses import LossFn, one_line
+from ifso.data.sets import Data
+from ifso.errors import DataError, IfsoError, TrainingError
+from ifso.training.examining import Examiner
+from ifso.training.lane import Measures
+from ifso.training.losses import cross_entropy
+from ifso.training.measuring import _explained, quality
+from ifso.training.settings import TrainSettings
+
+LARGE, SMALL = 2000, 500
+"""Images in a test batch on a GPU, and on a CPU."""
+
+
+def examination(
+    model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool
+) -> Callable[[nn.Module], Measures]:
+    """What tells how well the network does: ``top1``, ``top5`` and ``eval_loss``; of another loss the mean alone.
+
+    Numbers that are not finite are left out.
+    """
+    size = LARGE if next(model.parameters()).is_cuda else SMALL
+    batches = data.validation_batches(size) if validation else data.test_batches(size)
+    examiner = Examiner(batches, settings.precision)
+
+    def measures(network: nn.Module) -> Measures:
+        if data.loss_fn is cross_entropy:
+            with _explained(f"evaluation batches of {data.name}"):
+                found: Any = examiner(network)
+        else:
+            found = quality(network, data, batches, settings.precision, over_ranks=True)
+        values = {"top1": found.top1, "top5": found.top5, "eval_loss": found.loss}
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+    return measures
+
+
+def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
+    """What :func:`examination` says of a network; nothing where a user's data has no test set."""
+    try:
+        measures = examination(model, data, settings, validation=validation)
+    except DataError:
+        if validation:
+            raise
+        return {}
+    return measures(model)
+
+
+def explained(loss_fn: LossFn, name: str) -> LossFn:
+    """The loss, with one clear line where a batch does not fit the network."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        try:
+            return loss_fn(model, batch)
+        except (IfsoError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise
+            raise TrainingError(
+                f"a batch of {name} cannot be learned from ({one_line(error)}); check its images and labels"
+            ) from error
+
+    return loss

@@ -1,0 +1,176 @@
+"""A training run of one network, in pieces small enough to let other networks have their turn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ifso.curvature.losses import LossFn, same_modes
+from ifso.errors import DataError, DivergedError, TrainingError
+from ifso.pruning.ranks import copy_from_first_, mean_over_ranks, rank
+from ifso.training.checkpoint import (
+    RNG,
+    about_model,
+    fill_,
+    load_checkpoint,
+    refuse_other_model,
+    refuse_other_settings,
+    restore_rng,
+    rng_states,
+    save_checkpoint,
+)
+from ifso.training.learner import Learner
+from ifso.training.losses import cross_entropy
+from ifso.training.settings import TrainSettings
+from ifso.training.steps import CapturedSteps, PlainSteps, Steps, capturable
+
+Measures = dict[str, float]
+SAVE_EVERY = 15.0
+"""Seconds between two checkpoints, which are written at the ends of epochs."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch that is over: its number from 1, the mean loss of its batches, the rate it ended with, its seconds.
+
+    ``measures`` are what the network was worth then, such as ``top1``; none where it was not evaluated.
+    """
+
+    number: int
+    loss: float
+    lr: float
+    seconds: float
+    measures: Measures = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How a run is watched: ``evaluate(model)`` after every ``every`` epochs and in each of the last ``final`` ones.
+
+    ``on_epoch`` is told of every epoch; ``folder`` is where the run can go on after an interruption.
+    """
+
+    evaluate: Callable[[nn.Module], Measures] | None = None
+    every: int = 1
+    final: int = 1
+    on_epoch: Callable[[Epoch], None] | None = None
+    folder: Path | None = None
+    save_every: float = SAVE_EVERY
+
+    def due(self, number: int, epochs: int) -> bool:
+        """Is the network evaluated after epoch ``number``, from 1?"""
+        return self.evaluate is not None and (number % self.every == 0 or number > epochs - self.final)
+
+
+class Lane:
+    """``for _ in lane.run(): …`` trains ``model`` in place; ``done`` are its epochs, ``notes`` what went otherwise."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Any,
+        settings: TrainSettings,
+        *,
+        loss_fn: LossFn = cross_entropy,
+        watch: Watch | None = None,
+    ) -> None:
+        self.model, self.settings = model, settings
+        self.done: list[Epoch] = []
+        self.notes: list[str] = []
+        self._batches, self._watch = batches, watch or Watch()
+        self._learner = Learner(model, settings, loss_fn)
+        self._saved = time.monotonic()
+        self._modes = [(module, module.training) for module in model.modules()]
+
+    def run(self) -> Generator[bool]:
+        """All epochs that are left. Yields True after a step and False where it waits for the GPU."""
+        begun = self._resumed()
+        if begun >= self.settings.epochs:
+            self._keep()
+            return
+        try:
+            self.model.train()
+            steps = self._steps()
+            for number in range(begun, self.settings.epochs):
+                yield from self._epoch(steps, number)
+        finally:
+            for module, training in self._modes:
+                module.training = training
+        self._keep()
+
+    def _epoch(self, steps: Steps, number: int) -> Iterator[bool]:
+        started = time.perf_counter()
+        self._learner.total.zero_()
+        yield from steps.epoch(number)
+        if not steps.count:
+            raise DataError("there is nothing to train on: the batches ran out before the first one")
+        loss = float(mean_over_ranks(self._learner.total, steps.count))
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss was {loss} in epoch {number + 1} of training; lower the learning rate ({self.settings.lr})"
+            )
+        seconds = time.perf_counter() - started
+        lr = float(self._learner.optimizer.param_groups[0]["lr"])
+        self.done.append(Epoch(number + 1, loss, lr, seconds, self._measured(number + 1)))
+        self._save()
+        if self._watch.on_epoch is not None:
+            self._watch.on_epoch(self.done[-1])
+
+    def _steps(self) -> Steps:
+        if capturable(self._learner, self._batches):
+            try:
+                return CapturedSteps(self._learner, self._batches, torch.cuda.Stream())
+            except TrainingError as error:
+                self.notes.append(f"{error}; it runs without")
+        return PlainSteps(self._learner, self._batches)
+
+    def _measured(self, number: int) -> Measures:
+        if self._watch.evaluate is None or not self._watch.due(number, self.settings.epochs):
+            return {}
+        with same_modes(self.model), self._learner.kept():
+            copy_from_first_(self.model.buffers())
+            return self._watch.evaluate(self.model)
+
+    def _keep(self) -> None:
+        """The average of the weights, where there is one, is what remains, with the first process's statistics."""
+        if self._learner.ema is not None:
+            self._learner.ema.keep_()
+        copy_from_first_(self.model.buffers())
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self) -> None:
+        folder, now = self._watch.folder, time.monotonic()
+        last = len(self.done) == self.settings.epochs
+        if folder is None or rank() or not (last or now - self._saved >= self._watch.save_every):
+            return
+        facts = {
+            "settings": self.settings.as_dict(),
+            "model": about_model(self.model),
+            "epochs": [asdict(epoch) for epoch in self.done],
+            "scaling": self._learner.scaling(),
+        }
+        save_checkpoint(folder, {**self._learner.state(), **rng_states(self._learner.device)}, facts)
+        self._saved = now
+
+    def _resumed(self) -> int:
+        """How many epochs the checkpoint has behind it."""
+        folder = self._watch.folder
+        found = None if folder is None else load_checkpoint(folder, self._learner.device)
+        if found is None or folder is None:
+            return 0
+        tensors, facts = found
+        refuse_other_model(self.model, facts["model"], folder)
+        refuse_other_settings(self.settings, facts["settings"], folder)
+        fill_(self._learner.state(), {name: value for name, value in tensors.items() if not name.startswith(RNG)})
+        self._learner.set_scaling(facts["scaling"])
+        restore_rng(tensors, self._learner.device)
+        self.done = [Epoch(**epoch) for epoch in facts["epochs"]]
+        return len(self.done)

@@ -1,0 +1,122 @@
+"""One step of training: forward, backward, SGD, moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ifso.curvature.losses import LossFn, checked
+from ifso.errors import TrainingError
+from ifso.pruning.ranks import several
+from ifso.training.averaging import Ema
+from ifso.training.narrow import narrow_layers
+from ifso.training.optimizers import momenta, set_rate_, sgd
+from ifso.training.precision import autocast, scaler, tensor_cores
+from ifso.training.settings import TrainSettings
+
+
+class Learner:
+    """A network with all that a step of training needs and changes.
+
+    Under ``torch.distributed`` gradients are averaged over the processes, and statistics of norms are the first one's.
+    """
+
+    def __init__(self, model: nn.Module, settings: TrainSettings, loss_fn: LossFn) -> None:
+        self.model, self.settings, self._loss_fn = model, settings, loss_fn
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if settings.channels_last:
+            model.to(memory_format=torch.channels_last)
+        on_gpu = self.device.type == "cuda"
+        self.lr: float | Tensor = torch.tensor(settings.lr, device=self.device) if on_gpu else settings.lr
+        self.optimizer = sgd(model, settings, lr=self.lr)
+        self.ema = Ema(model, settings.ema) if settings.ema else None
+        self.total = torch.zeros((), device=self.device)
+        self._scaler = scaler(settings.precision, self.device)
+        self._net = _wrapped(model, settings)
+
+    @property
+    def capturable(self) -> bool:
+        """May a CUDA graph hold the step? Not if it asks other processes or looks at its own result."""
+        return self.device.type == "cuda" and not several() and not self._scaler.is_enabled()
+
+    def learn(self, batch: Any) -> None:
+        """A step on ``batch``, whose loss is added to ``total``."""
+        self.optimizer.zero_grad()
+        with tensor_cores(self.settings.precision):
+            self._differentiate(batch)
+        if self.settings.clip:
+            self._scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        if self.ema is not None:
+            self.ema.update()
+
+    def _differentiate(self, batch: Any) -> None:
+        """Gradients of the mean loss over all micro-batches of ``batch``."""
+        parts, precision = self.settings.accumulate, self.settings.precision
+        for number in range(parts):
+            part = batch if parts == 1 else tree_map(_Part(number, parts), batch)
+            with (
+                autocast(precision, self.device),
+                narrow_layers(precision, self.device),
+                self._in_step(number == parts - 1),
+            ):
+                loss = checked(self._loss_fn(self._net, part)) / parts
+            self._scaler.scale(loss).backward()
+            self.total += loss.detach()
+
+    def set_rate(self, lr: float) -> None:
+        """The learning rate of the next step."""
+        set_rate_(self.optimizer, lr)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a step changes, by name: the tensors themselves."""
+        found = {f"model.{name}": value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        found |= {f"momentum.{name}": value for name, value in momenta(self.model, self.optimizer).items()}
+        if self.ema is not None:
+            found |= {f"ema.{name}": value for name, value in self.ema.state_dict().items()}
+        return found
+
+    def scaling(self) -> dict[str, float]:
+        """How float16 scales the loss at present; empty for other precisions."""
+        return self._scaler.state_dict()
+
+    def set_scaling(self, scaling: Mapping[str, float]) -> None:
+        """Go on as :meth:`scaling` said."""
+        self._scaler.load_state_dict(dict(scaling))
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Within it the model holds what is evaluated and kept: the average, where there is one."""
+        return nullcontext() if self.ema is None else self.ema.applied()
+
+    def _in_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Processes exchange gradients once a step, with the last micro-batch."""
+        return nullcontext() if last or not several() else self._net.no_sync()  # type: ignore[operator]
+
+
+class _Part:
+    """Micro-batch ``number`` of ``parts`` of a tensor; whatever is no tensor stays as it is."""
+
+    def __init__(self, number: int, parts: int) -> None:
+        self._number, self._parts = number, parts
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if len(leaf) % self._parts:
+            raise TrainingError(f"a batch of {len(leaf)} cannot be cut into {self._parts} equal micro-batches")
+        return leaf.chunk(self._parts)[self._number]
+
+
+def _wrapped(model: nn.Module, settings: TrainSettings) -> nn.Module:
+    """What the loss is given to call: the model, compiled, or exchanging gradients with other processes."""
+    if several():
+        places = [next(model.parameters()).device.index] if next(model.parameters()).is_cuda else None
+        model = nn.parallel.DistributedDataParallel(model, device_ids=places)
+    return torch.compile(model) if settings.compile else model  # type: ignore[return-value]

@@ -1,0 +1,72 @@
+"""What a network learns from: batches, with or without what a teacher says, and the loss that goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ifso.curvature.losses import LossFn
+from ifso.data.batches import TrainBatches
+from ifso.data.sets import Data
+from ifso.errors import TrainingError
+from ifso.pruning.ranks import several
+from ifso.training.losses import classification, cross_entropy, distillation, distillation_from_logits
+from ifso.training.settings import TrainSettings
+from ifso.training.teacher import Answers, TaughtBatches, pays
+
+Tables = dict[nn.Module, Answers]
+"""Answers that were asked for already, by the teacher."""
+
+
+def lessons(
+    data: Data,
+    settings: TrainSettings,
+    teacher: nn.Module | None = None,
+    *,
+    ranks: int = 1,
+    tables: Tables | None = None,
+    networks: int = 1,
+    say: Callable[[str], None] | None = None,
+) -> tuple[Any, LossFn]:
+    """Training batches of ``data`` and the loss, as the settings want them.
+
+    A teacher on data held in memory is asked about every variant of every image beforehand, where that is less work;
+    ``tables`` keeps its answers for other networks with the same teacher, ``networks`` of them in all.
+    """
+    if settings.batch % ranks:
+        raise TrainingError(f"a batch of {settings.batch} cannot be shared by {ranks} processes; give a multiple")
+    batches = data.train_batches(settings.batch // ranks)
+    if data.loss_fn is not cross_entropy:
+        return batches, _own_loss(data, settings)
+    if not settings.distill:
+        return batches, classification(settings.label_smoothing)
+    if teacher is None:
+        raise TrainingError("distillation needs a teacher, the network before pruning; give one, or distill=0")
+    options = {
+        "temperature": settings.temperature,
+        "weight": settings.distill,
+        "label_smoothing": settings.label_smoothing,
+    }
+    table = not several() and pays(batches, networks * settings.epochs, data.num_classes or 1000)
+    if not table or not isinstance(batches, TrainBatches):
+        return batches, distillation(teacher, **options)
+    tables = {} if tables is None else tables
+    if teacher not in tables:
+        if say is not None:
+            say("asking the teacher about every variant of every image")
+        tables[teacher] = Answers.of(teacher, batches, settings.precision)
+    return TaughtBatches(batches, tables[teacher]), distillation_from_logits(_third, **options)
+
+
+def _third(batch: Any) -> Any:
+    return batch[2]
+
+
+def _own_loss(data: Data, settings: TrainSettings) -> LossFn:
+    if settings.distill or settings.label_smoothing:
+        raise TrainingError(
+            f"{data.name} has a loss of its own; distillation and label smoothing are for classifiers only"
+        )
+    return data.loss_fn

@@ -1,0 +1,263 @@
+"""What a network is worth and what it takes: accuracy, counted costs, measured time, memory of a training step."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ifso.bench.timing import middle, peak_bytes
+from ifso.costs.counting import Cost, cost
+from ifso.costs.latency import WARM_UP, Latency, measure_latency
+from ifso.curvature.losses import LossFn, WatchedLoss, one_line
+from ifso.data.sets import Data
+from ifso.errors import DataError, IfsoError
+from ifso.graph.slots import named_tensors
+from ifso.graph.tape import map_tensors
+from ifso.graph.tracing import trace
+from ifso.training.evaluation import evaluate
+from ifso.training.losses import cross_entropy
+from ifso.training.precision import autocast, tensor_cores
+
+REPEATS = 15
+ROUNDS = 3
+SECONDS = 30.0
+"""No further round of timing begins after so long a time with one size of batch."""
+
+MOMENTUM = 0.9
+IMAGE_DIMS = 4
+GPU_PEAK = "weights, momentum, batch, and what torch's allocator handed out for the rest"
+CPU_PEAK = "weights, momentum, batch, and all other tensors alive at once, without workspaces of kernels"
+HALF = ("bf16", "fp16")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """On ``samples`` images: shares of right answers in percent and the mean loss.
+
+    Where the data has a loss of its own there are no shares, and ``loss`` is the mean over batches.
+    """
+
+    loss: float
+    samples: int
+    top1: float | None = None
+    top5: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Forward passes on a batch of so many images."""
+
+    batch: int
+    latency: Latency
+
+    @property
+    def throughput(self) -> float:
+        """Images a second."""
+        return self.batch / self.latency.median
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that is known of one network. Bytes: of the activations of one image, and of a training step at its peak."""
+
+    quality: Quality
+    cost: Cost
+    activation_bytes: int
+    timings: tuple[Timing, ...]
+    training_peak: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        timings = [
+            {
+                "batch": timing.batch,
+                "seconds": timing.latency.median,
+                "spread": timing.latency.spread,
+                "runs": len(timing.latency.samples),
+                "images_per_second": timing.throughput,
+                "samples": list(timing.latency.samples),
+            }
+            for timing in self.timings
+        ]
+        return {
+            **asdict(self.quality), **self.cost.as_dict(), "activation_bytes": self.activation_bytes,
+            "latency": timings, "training_peak_bytes": self.training_peak,
+        }  # fmt: skip
+
+
+def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
+    """How well the network does on ``batches`` of the data."""
+    with tensor_cores(precision), autocast(precision, _device(model)), _explained(f"batches of {data.name}"):
+        if data.loss_fn is cross_entropy:
+            found = evaluate(model, batches, over_ranks=over_ranks)
+            return Quality(found.loss, found.samples, found.top1, found.top5)
+        from ifso.pruning.afterwards import mean_loss
+
+        whole = list(batches)
+        return Quality(mean_loss(model, WatchedLoss(data.loss_fn), whole), sum(map(size_of, whole)))
+
+
+def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost, int]:
+    """Costs of one image, and the bytes of its activations: what convolutions and matrix products write.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
+    >>> counted(net, torch.zeros(1, 3, 8, 8), "bf16")[1] == 2 * (8 * 36 + 2)
+    True
+    """
+    inputs = of_batch(example_inputs, 1)
+    found = cost(model, trace(model, inputs))
+    return found, found.activations * (2 if precision in HALF else 4)
+
+
+def of_batch(example_inputs: Any, batch: int) -> Any:
+    """The first of the example inputs, ``batch`` times, in the memory layout that it has.
+
+    >>> of_batch(torch.zeros(1, 3, 8, 8).to(memory_format=torch.channels_last), 4).stride()
+    (192, 1, 24, 3)
+    """
+    return map_tensors(example_inputs, lambda tensor: torch.cat([tensor[:1]] * batch))
+
+
+def laid_out(values: Any, *, channels_last: bool) -> Any:
+    """The same with images [N, C, H, W] in channels-last memory layout, if that is asked for."""
+    if not channels_last:
+        return values
+    return map_tensors(
+        values, lambda tensor: tensor.to(memory_format=torch.channels_last) if tensor.dim() == IMAGE_DIMS else tensor
+    )
+
+
+def timed(
+    models: Mapping[str, nn.Module],
+    example_inputs: Any,
+    batch: int,
+    precision: str,
+    *,
+    repeats: int = REPEATS,
+    seconds: float = SECONDS,
+) -> dict[str, Timing]:
+    """Forward passes of all networks in eval mode, without gradients, and warm.
+
+    They take turns in a few rounds, so that what disturbs the machine disturbs them all. When time is up, the rest of
+    the repeats is left out; the number of samples tells.
+    """
+    if batch < 1 or repeats < 1:
+        raise IfsoError(f"{repeats} repeats with batches of {batch}: give whole numbers from 1 up")
+    inputs, begun = of_batch(example_inputs, batch), time.perf_counter()
+    rounds = min(ROUNDS, repeats)
+    samples: dict[str, tuple[float, ...]] = dict.fromkeys(models, ())
+    for number in range(rounds):
+        if number and time.perf_counter() - begun > seconds:
+            break
+        share = repeats * (number + 1) // rounds - repeats * number // rounds
+        for name, model in models.items():
+            with tensor_cores(precision), autocast(precision, _device(model)), _explained(f"a batch of {batch}"):
+                warm_up = 1 if number else WARM_UP
+                samples[name] += measure_latency(model, inputs, repeats=share, warm_up=warm_up).samples
+    return {name: Timing(batch, Latency(*middle(found), found)) for name, found in samples.items()}
+
+
+def training_peak(model: nn.Module, batch: Any, loss_fn: LossFn, precision: str) -> int:
+    """Bytes that a step of training takes at its peak: forward, backward, and SGD with momentum.
+
+    Weights, buffers, momentum and the batch are counted, and what a second step adds to them. On a GPU that is what
+    the allocator of torch hands out; on the CPU every tensor that is alive, without the workspaces of kernels.
+    The work is done by a copy.
+    """
+    device, model, size = _device(model), copy.deepcopy(model).train(), size_of(batch)
+    watched = WatchedLoss(loss_fn)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise IfsoError("no parameter of the network is to be trained; set requires_grad of some")
+    sgd = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+
+    def step() -> None:
+        sgd.zero_grad(set_to_none=True)
+        with autocast(precision, device):
+            loss = watched(model, batch)
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad(set_to_none=True)
+
+    gpus = [device] if device.type == "cuda" else []
+    with (
+        tensor_cores(precision),
+        torch.random.fork_rng(gpus),
+        _on(device),
+        _explained(f"training on a batch of {size}"),
+    ):
+        step()
+        added = peak_bytes(step, device)
+    momentum = [value for state in sgd.state.values() for value in state.values()]
+    return added + _bytes([*named_tensors(model).values(), *momentum, batch])
+
+
+def hardware(device: torch.device | str) -> dict[str, Any]:
+    """What numbers were measured on."""
+    device = torch.device(device)
+    cpu = _cpu_model()
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "cpu": cpu,
+        "cpu_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_model() -> str:
+    """The name of the processor, as the system tells it."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "") or platform.processor() or platform.machine()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(iter(named_tensors(model).values()), torch.zeros(0, device="cpu")).device
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """One clear line where memory runs out, also if another error tells of it, or where the network fails."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, IfsoError) as error:
+        cause = error.__cause__ if isinstance(error, IfsoError) else error
+        if isinstance(cause, torch.OutOfMemoryError) or "can't allocate memory" in str(cause):
+            raise IfsoError(f"there is not enough memory for {what}; give smaller batches") from error
+        if isinstance(error, IfsoError):
+            raise
+        raise DataError(f"the network fails on {what} ({one_line(error)}); check that they fit together") from error
+
+
+def size_of(batch: Any) -> int:
+    """How many images a batch holds.
+
+    >>> size_of((torch.zeros(6, 3, 8, 8), torch.zeros(6)))
+    6
+    """
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    """Of all memory that the tensors among the values lie in, each place counted once."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,271 @@
+"""Trainings in folders of their own, alone or side by side: what they write, and how they go on when interrupted.
+
+A folder holds ``config.json``, ``metrics.jsonl`` with a line for every epoch and, until the end, a checkpoint; at the
+end ``recipe.json`` and ``model.safetensors`` for :func:`ifso.load`, and ``summary.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ifso import __version__
+from ifso.curvature.losses import LossFn
+from ifso.data.fitting import check_fits
+from ifso.data.sets import Data
+from ifso.errors import DataError, IfsoError, RunError, TrainingError
+from ifso.pruning.checkpoint import located, parsed
+from ifso.pruning.folder import SUMMARY, TRAINING, RunFolder
+from ifso.pruning.ranks import rank, together
+from ifso.surgery.recipe import recipe_of, unchanged
+from ifso.training.checkpoint import FILE
+from ifso.training.crew import Crew
+from ifso.training.fit import own_random_numbers
+from ifso.training.judging import examination, explained
+from ifso.training.lane import SAVE_EVERY, Epoch, Lane, Measures, Watch
+from ifso.training.lessons import Tables, lessons
+from ifso.training.listening import Listener
+from ifso.training.measuring import hardware
+from ifso.training.precision import tensor_cores
+from ifso.training.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network to train in ``folder``, what it learns from, and how.
+
+    It is evaluated on the validation part of the data if ``validation``, else on the test set, after ``every`` epochs
+    and at the end. ``fixed`` must be the same when the training is resumed, ``about`` need not: both go into
+    ``config.json``. ``start`` is what the summary calls the network before training, None if it is not evaluated then;
+    ``before`` are accuracies of others that belong beside it.
+    """
+
+    name: str
+    folder: Path
+    model: nn.Module
+    data: Data
+    settings: TrainSettings
+    teacher: nn.Module | None = None
+    validation: bool = False
+    every: int = 1
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    start: str | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What stands in ``config.json``."""
+        return {"settings": {TRAINING: self.settings.as_dict(), **self.fixed}, "about": dict(self.about)}
+
+
+def train_side_by_side(
+    trainings: Sequence[Training], listener: Listener, *, resume: bool = False, ranks: int = 1
+) -> list[dict[str, Any] | IfsoError]:
+    """Train all of them in turns, none waiting for another; the summary of each, or what it failed with.
+
+    With ``resume`` they go on where they were interrupted. Under ``torch.distributed`` every process calls this with
+    its share of the data; the first one writes. All of them compute in the precision of the first one.
+    """
+    if not trainings:
+        return []
+    for training in trainings:
+        _refuse_unfit(training)
+    outcomes: list[dict[str, Any] | IfsoError] = [TrainingError("not trained")] * len(trainings)
+    crew, tables, models = Crew(), Tables(), [training.model for training in trainings]
+    first = trainings[0].settings
+    with ExitStack() as stack, closing(crew), tensor_cores(first.precision), own_random_numbers(models, first.seed):
+        for number, training in enumerate(trainings):
+            folder = _opened(training, resume)
+            if folder is not None:
+                stack.callback(folder.close)
+                stack.push(partial(_discard_after_error, folder))
+            lane = RunningTraining(training, folder, listener, _lesson(training, listener, tables, ranks))
+            crew.add(lane, partial(_end, outcomes, number, lane))
+        while crew.size:
+            crew.turn()
+    return outcomes
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The summary of a training that has come to its end, else None."""
+    place = folder / SUMMARY
+    if not place.is_file():
+        return None
+    with located(place):
+        summary = parsed(place.read_bytes())
+        if summary is None or "last_top1" not in summary:
+            raise RunError("damaged, or not of a training; delete it and resume the training, which writes it again")
+    return summary
+
+
+class RunningTraining(Lane):
+    """A lane that keeps its folder and tells its listener; at its end ``summary`` says what came out."""
+
+    def __init__(
+        self,
+        training: Training,
+        folder: RunFolder | None,
+        listener: Listener,
+        lesson: tuple[Any, LossFn],
+    ) -> None:
+        batches, loss_fn = lesson
+        self._training, self.folder, self._listener = training, folder, listener
+        self._measures = _measures_of(training, listener)
+        self._length = len(batches) if hasattr(batches, "__len__") else 0
+        self._steps_done, self._before = 0, dict(training.before)
+        self.summary: dict[str, Any] = {}
+        watch = Watch(self._measures, training.every, 1, self._ended, training.folder, SAVE_EVERY)
+        super().__init__(training.model, batches, training.settings, loss_fn=loss_fn, watch=watch)
+
+    def run(self) -> Generator[bool]:
+        """As a lane's; the network is evaluated before and saved afterwards."""
+        if self._training.start is not None and self._measures is not None:
+            self._before |= _top1(self._training.start, self._measures(self.model))
+        try:
+            for stepped in super().run():
+                if stepped:
+                    self._tell_step()
+                yield stepped
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"there is too little memory for a batch of {self.settings.batch}; give a smaller one, accumulate "
+                f"{2 * self.settings.accumulate} micro-batches, or train fewer networks side by side"
+            ) from error
+        for note in self.notes:
+            self._listener.said(f"{self._training.name}: {note}")
+        self._finish()
+
+    def _resumed(self) -> int:
+        """What was written beyond the checkpoint goes."""
+        begun = super()._resumed()
+        if self.folder is not None:
+            self.folder.rewrite(map(_line, self.done))
+        self._listener.started(self._training.name, begun, self.settings.epochs)
+        return begun
+
+    def _tell_step(self) -> None:
+        self._steps_done += 1
+        if self._length:
+            done = len(self.done) + min(self._steps_done / self._length, 1.0)
+            self._listener.stepped(self._training.name, done)
+
+    def _ended(self, epoch: Epoch) -> None:
+        self._steps_done = 0
+        if self.folder is not None:
+            self.folder.append(_line(epoch))
+        self._listener.ended(self._training.name, epoch)
+
+    def _finish(self) -> None:
+        self.summary = self._summary()
+        if self.folder is not None:
+            self.folder.write_model(self.model, recipe_of(self.model) or unchanged(self.model))
+            self.folder.finish(self.summary)
+            remove_checkpoint(self.folder.path)
+
+    def _summary(self) -> dict[str, Any]:
+        training = self._training
+        found = [epoch.measures["top1"] for epoch in self.done if "top1" in epoch.measures]
+        return {
+            "folder": str(training.folder),
+            "data": training.data.name,
+            "split": "validation" if training.validation else "test",
+            "before": self._before,
+            "last_top1": found[-1] if found else None,
+            "best_top1": max(found, default=None),
+            "last": self.done[-1].measures,
+            "epochs": len(self.done),
+            "loss": self.done[-1].loss,
+            "seconds": sum(epoch.seconds for epoch in self.done),
+            "settings": self.settings.as_dict(),
+            "about": dict(training.about),
+            "hardware": hardware(next(self.model.parameters()).device),
+            "torch": str(torch.__version__),
+            "ifso": __version__,
+        }
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """A training that is over needs none."""
+    with located(folder / FILE):
+        (folder / FILE).unlink(missing_ok=True)
+
+
+def _line(epoch: Epoch) -> dict[str, Any]:
+    """A line of ``metrics.jsonl``.
+
+    >>> _line(Epoch(3, 0.5, 0.1, 2.0, {"top1": 90.0}))
+    {'epoch': 3, 'loss': 0.5, 'lr': 0.1, 'seconds': 2.0, 'top1': 90.0}
+    """
+    plain = asdict(epoch)
+    measures = plain.pop("measures")
+    return {"epoch": plain.pop("number"), **plain, **measures}
+
+
+def _top1(name: str, measures: Measures) -> dict[str, float]:
+    return {name: measures["top1"]} if "top1" in measures else {}
+
+
+def _refuse_unfit(training: Training) -> None:
+    if training.settings.epochs < 1:
+        raise TrainingError(f"{training.settings.epochs} epochs train nothing; give 1 or more")
+    for model in (training.model, training.teacher):
+        if model is not None:
+            together(partial(check_fits, model, training.data))
+
+
+def _opened(training: Training, resume: bool) -> RunFolder | None:
+    """The folder, of the first process only."""
+
+    def opened() -> RunFolder | None:
+        if rank():
+            return None
+        way = RunFolder.resume if resume else RunFolder.create
+        return way(training.folder, training.config)
+
+    return together(opened)
+
+
+def _discard_after_error(folder: RunFolder, kind: type[BaseException] | None, *_: object) -> None:
+    """What could not be begun leaves nothing behind; what was interrupted can go on."""
+    if kind is not None and issubclass(kind, Exception):
+        _discard_if_empty(folder)
+
+
+def _discard_if_empty(folder: RunFolder) -> None:
+    if not (folder.path / FILE).exists():
+        folder.discard_if_empty()
+
+
+def _lesson(training: Training, listener: Listener, tables: Tables, ranks: int) -> tuple[Any, LossFn]:
+    """Batches, and the loss."""
+    batches, loss_fn = lessons(
+        training.data, training.settings, training.teacher, ranks=ranks, tables=tables, say=listener.said
+    )
+    return batches, explained(loss_fn, training.data.name)
+
+
+def _measures_of(training: Training, listener: Listener) -> Callable[[nn.Module], Measures] | None:
+    """None, and a word about it, where a user's data has no test set."""
+    try:
+        return examination(training.model, training.data, training.settings, validation=training.validation)
+    except DataError as error:
+        if training.validation:
+            raise
+        listener.said(f"{training.name}: no accuracy will be known, because {error}")
+        return None
+
+
+def _end(
+    outcomes: list[dict[str, Any] | IfsoError], number: int, lane: RunningTraining, failure: IfsoError | None
+) -> None:
+    outcomes[number] = lane.summary if failure is None else failure
+    if failure is not None and lane.folder is not None:
+        _discard_if_empty(lane.folder)

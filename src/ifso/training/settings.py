@@ -1,0 +1,147 @@
+"""How a network is trained or fine-tuned: every choice in one place, and two recipes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ifso.errors import TrainingError
+from ifso.training.precision import check_precision
+
+SCHEDULES = ("step", "cosine", "one-cycle", "constant")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The choices of a training run, checked. The defaults are the paper's for CIFAR.
+
+    ``lr`` is the highest rate; ``milestones`` are the shares of the run at which ``schedule="step"`` multiplies it by
+    ``factor``, ``warm_up`` the epochs in which it rises to ``lr`` first (not with ``"one-cycle"``, which rises by
+    itself). ``decay_all=False`` spares norms and biases the weight decay. ``ema`` is the decay of a moving average
+    of the weights (0: none), which is then what is evaluated and kept. ``accumulate`` micro-batches make a batch.
+    ``distill`` is the weight of what the teacher says (0: labels only), at ``temperature``.
+    """
+
+    epochs: int = 200
+    batch: int = 128
+    lr: float = 0.1
+    schedule: str = "step"
+    milestones: tuple[float, ...] = (0.6, 0.8)
+    factor: float = 0.1
+    warm_up: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 1e-4
+    decay_all: bool = True
+    label_smoothing: float = 0.0
+    ema: float = 0.0
+    clip: float = 0.0
+    accumulate: int = 1
+    distill: float = 0.0
+    temperature: float = 4.0
+    precision: str = "float32"
+    channels_last: bool = False
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_precision(self.precision)
+        if self.schedule not in SCHEDULES:
+            raise TrainingError(f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+        for name, (least, most) in _WHOLE.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise TrainingError(f"{name}={value!r} will not do; give a whole number from {least} to {most}")
+        for name, (low, high, words) in _RANGES.items():
+            if not _is_number(getattr(self, name)) or not low <= getattr(self, name) < high:
+                raise TrainingError(f"{name}={getattr(self, name)!r} will not do; give {words}")
+        for name in ("nesterov", "decay_all", "channels_last", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise TrainingError(f"{name}={getattr(self, name)!r} will not do; give true or false")
+        self._check_schedule()
+        self._check_together()
+
+    def _check_schedule(self) -> None:
+        if not _are_rising_shares(self.milestones):
+            raise TrainingError(
+                f"milestones={self.milestones!r} will not do; give rising shares of the run, such as 0.6, 0.8"
+            )
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        if self.warm_up and self.schedule == "one-cycle":
+            raise TrainingError(f"a warm-up of {self.warm_up:g} epochs before one-cycle, which rises by itself; give 0")
+        if self.warm_up and self.warm_up >= self.epochs:
+            raise TrainingError(f"{self.warm_up:g} epochs of warm-up leave nothing of {self.epochs}; give fewer")
+
+    def _check_together(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise TrainingError("nesterov without momentum will not do; give a momentum, such as 0.9, or no nesterov")
+        if self.batch % self.accumulate:
+            raise TrainingError(f"a batch of {self.batch} cannot be cut into {self.accumulate} equal micro-batches")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**dataclasses.asdict(self), "milestones": list(self.milestones)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_rising_shares(values: object) -> bool:
+    if not isinstance(values, (tuple, list)) or not all(_is_number(value) and 0 < value < 1 for value in values):
+        return False
+    return list(values) == sorted(set(values))
+
+
+_WHOLE: Mapping[str, tuple[int, int]] = {
+    "epochs": (0, 10**9),
+    "batch": (1, 10**9),
+    "accumulate": (1, 10**9),
+    "seed": (0, 2**63 - 1),
+}
+
+_RANGES: Mapping[str, tuple[float, float, str]] = {
+    "lr": (0.0, math.inf, "a rate of 0 or more"),
+    "factor": (0.0, math.inf, "a factor of 0 or more"),
+    "warm_up": (0.0, math.inf, "a number of epochs"),
+    "momentum": (0.0, 1.0, "a number from 0 up to, but not including, 1"),
+    "weight_decay": (0.0, math.inf, "a number of 0 or more"),
+    "label_smoothing": (0.0, 1.0, "a number from 0 up to, but not including, 1"),
+    "ema": (0.0, 1.0, "a decay from 0 (none) up to, but not including, 1"),
+    "clip": (0.0, math.inf, "the largest norm of the gradient, or 0 for none"),
+    "distill": (0.0, math.nextafter(1.0, 2.0), "a weight from 0 to 1"),
+    "temperature": (1e-6, math.inf, "a temperature of 1e-6 or more"),
+}
+
+RECIPES: Mapping[str, TrainSettings] = {
+    "paper": TrainSettings(),
+    "ours": TrainSettings(
+        epochs=100,
+        schedule="one-cycle",
+        nesterov=True,
+        weight_decay=5e-4,
+        decay_all=False,
+        distill=0.9,
+        temperature=4.0,
+    ),
+}
+"""``paper``: 200 epochs at 0.1, divided by ten at 60 and 80 % of them. ``ours``: chosen on a validation split."""
+
+
+def recipe_of(name: str, **changes: Any) -> TrainSettings:
+    """The recipe of that name with ``changes``.
+
+    >>> recipe_of("paper", epochs=20).milestones
+    (0.6, 0.8)
+    """
+    if name not in RECIPES:
+        raise TrainingError(f"recipe {name!r} is unknown; choose one of {', '.join(RECIPES)}")
+    known = {field.name for field in dataclasses.fields(TrainSettings)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise TrainingError(f"training has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return dataclasses.replace(RECIPES[name], **changes)

@@ -1,0 +1,146 @@
+"""The steps of an epoch: batch after batch, or each of them one CUDA graph that fetches its batch itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ifso.curvature.losses import one_line
+from ifso.errors import TrainingError
+from ifso.pruning.replay import _free_generator
+from ifso.training.learner import Learner
+from ifso.training.schedule import rate, rates
+
+WARM_UP = 3
+AHEAD = 6
+"""Steps of a network that may wait on the GPU: enough to keep it busy, few enough to give other networks their turn."""
+
+
+class Steps(Protocol):
+    """``epoch(number)`` takes a step at each ``next()``; False says that it only waits. ``count`` steps are done."""
+
+    count: int
+
+    def epoch(self, number: int) -> Iterator[bool]:
+        """The steps of epoch ``number`` from 0."""
+        ...
+
+
+class PlainSteps:
+    """Every batch of an epoch, one after another. Without a length the rate changes once an epoch."""
+
+    def __init__(self, learner: Learner, batches: Any) -> None:
+        self._learner, self._batches, self.count = learner, batches, 0
+
+    def epoch(self, number: int) -> Iterator[bool]:
+        """Batches with ``set_epoch`` are told the number."""
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(number)
+        settings, self.count = self._learner.settings, 0
+        steps = len(self._batches) if hasattr(self._batches, "__len__") else 1
+        for batch in self._batches:
+            done = number + min(self.count / steps, 1.0)
+            self._learner.set_rate(rate(settings, done / settings.epochs))
+            self._learner.learn(batch)
+            self.count += 1
+            yield True
+
+
+class CapturedSteps:
+    """A step as a CUDA graph on a stream of its own: it gathers and augments its batch, learns, and counts on.
+
+    What is captured must not change: weights, momenta and averages are written in place, here and in checkpoints.
+    """
+
+    def __init__(self, learner: Learner, batches: Any, stream: torch.cuda.Stream) -> None:
+        self._learner, self._batches, self._stream = learner, batches, stream
+        self._steps, self.count = len(batches), 0
+        order, moves = batches.plan(0)
+        self._order, self._moves = order.clone(), None if moves is None else moves.clone()
+        self._size = len(order) // self._steps
+        table = [*rates(learner.settings, self._steps), 0.0]
+        self._rates = torch.tensor(table, dtype=torch.float32, device=learner.device)
+        self._within, self._overall = (torch.zeros(1, dtype=torch.int64, device=learner.device) for _ in range(2))
+        self._lanes = torch.arange(self._size, device=learner.device)
+        self._graph = self._captured()
+
+    def epoch(self, number: int) -> Iterator[bool]:
+        """Each step is put on the stream; False while the GPU has enough to do."""
+        waiting: deque[torch.cuda.Event] = deque()
+        self._begin(number)
+        for step in range(1, self._steps + 1):
+            while len(waiting) >= AHEAD and not waiting[0].query():
+                yield False
+            if len(waiting) >= AHEAD:
+                waiting.popleft()
+            with torch.cuda.stream(self._stream):
+                self._graph.replay()
+                waiting.append(self._stream.record_event())
+            self.count = step
+            yield True
+        while waiting and not waiting[-1].query():
+            yield False
+
+    def _begin(self, number: int) -> None:
+        order, moves = self._batches.plan(number)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream())
+            for held in (order, moves):
+                if held is not None:
+                    held.record_stream(self._stream)
+            self._order.copy_(order)
+            if self._moves is not None:
+                self._moves.copy_(moves)
+            self._within.zero_()
+            self._overall.fill_(number * self._steps)
+
+    def _work(self) -> None:
+        places = self._within * self._size + self._lanes
+        moves = None if self._moves is None else self._moves[places]
+        assert isinstance(self._learner.lr, Tensor)
+        self._learner.lr.copy_(self._rates.index_select(0, self._overall).squeeze(0))
+        self._learner.learn(self._batches.make(self._order[places], moves))
+        self._within += 1
+        self._overall += 1
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The graph; the steps that warm up for it are undone, and the numbers they drew can be drawn again."""
+        changed = [*self._learner.state().values(), self._within, self._overall, self._learner.total]
+        before = [tensor.detach().clone() for tensor in changed]
+        random = torch.cuda.get_rng_state(self._learner.device)
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP):
+                self._work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._work()
+        except (RuntimeError, NotImplementedError) as error:
+            torch.cuda.set_stream(outside)
+            torch.cuda.synchronize()
+            _free_generator()
+            raise TrainingError(f"the step cannot be captured as a CUDA graph ({one_line(error)})") from error
+        finally:
+            _put_back(changed, before)
+            torch.cuda.set_rng_state(random, self._learner.device)
+        torch.cuda.synchronize()
+        return graph
+
+
+def capturable(learner: Learner, batches: Any) -> bool:
+    """Does the batch come from tensors on the GPU, always of one size, and may the step be captured?"""
+    held = hasattr(batches, "plan") and hasattr(batches, "make") and getattr(batches, "drop_last", False)
+    return held and learner.capturable
+
+
+@torch.no_grad()
+def _put_back(changed: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    for tensor, value in zip(changed, before, strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,247 @@
+"""Convolutions of few channels: kernels against float64, run by Triton's interpreter, and when they are taken."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ifso.training.narrow import NarrowConvolutions, _suits, available, narrow_layers
+from ifso.training.precision import autocast
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+CASES = (
+    # samples, channels, height, width, out channels, side, stride, padding
+    (2, 5, 7, 6, 9, 3, 1, 1),
+    (3, 16, 8, 8, 16, 3, 1, 1),
+    (2, 3, 9, 10, 17, 3, 2, 1),
+    (2, 6, 7, 7, 5, 3, 1, 0),
+    (2, 6, 7, 8, 5, 3, 3, 2),
+    (1, 1, 19, 17, 1, 3, 1, 1),
+    (2, 33, 5, 4, 7, 1, 1, 0),
+    (2, 12, 6, 7, 20, 1, 2, 0),
+    (2, 3, 4, 5, 4, 1, 1, 1),
+    (1, 4, 11, 10, 6, 5, 1, 2),
+    (2, 4, 9, 8, 6, 5, 2, 0),
+    (2, 5, 6, 6, 7, 2, 1, 1),
+    (1, 64, 13, 12, 64, 3, 1, 1),
+    (2, 47, 6, 9, 31, 3, 2, 1),
+)
+
+INTERPRETED = """
+import json, sys
+import torch
+import torch.nn.functional as F
+from ifso.training.kernels import convolution, input_gradient
+from ifso.training.narrow import _Convolution
+
+torch.set_num_threads(1)
+
+def off(found, wanted):
+    assert found.shape == wanted.shape and found.dtype == torch.float32
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+results = []
+for samples, channels, height, width, outs, side, stride, padding in json.loads(sys.argv[1]):
+    torch.manual_seed(0)
+    x = torch.randn(samples, channels, height, width).to(memory_format=torch.channels_last)
+    plain = torch.randn(outs, channels, side, side)
+    truth = x.double().requires_grad_(), plain.double().requires_grad_()
+    y = F.conv2d(*truth, None, stride, padding)
+    dy = torch.randn(y.shape).to(memory_format=torch.channels_last)
+    dx, dw = torch.autograd.grad(y, truth, dy.double())
+    leaves = x.clone(memory_format=torch.contiguous_format).requires_grad_(), plain.requires_grad_()
+    found = _Convolution.apply(*leaves, stride, padding)
+    gradients = torch.autograd.grad(found, leaves, dy.contiguous())
+    errors = {"y": off(found, y), "dx": off(gradients[0], dx), "dw": off(gradients[1], dw)}
+    weight = plain.detach().contiguous(memory_format=torch.channels_last)
+    errors["y, channels last"] = off(convolution(x, weight, stride, padding), y)
+    if stride == 1:
+        errors["dx, channels last"] = off(input_gradient(dy, weight, padding), dx)
+    results.append(errors)
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Relative errors of every case, by what was computed. Float32 throughout: the interpreter has no bfloat16."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, json.dumps(CASES)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_give_what_float64_gives(interpreted, case):
+    errors = interpreted[CASES.index(case)]
+    assert len(errors) == (5 if case[6] == 1 else 4)
+    assert max(errors.values()) < 2e-6, errors
+
+
+@needs_triton
+class TestWhenTheyAreTaken:
+    @pytest.fixture(autouse=True)
+    def _bfloat16_on_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+
+    def layer(self, **changes):
+        x = {"is_cuda": True, "shape": (8, 16, 32, 32), "dtype": torch.float32, "dim": lambda: 4}
+        weight = {"shape": (16, 16, 3, 3), "dtype": torch.float32, "requires_grad": True}
+        for name, value in changes.items():
+            kind, _, key = name.partition("_")
+            if kind in {"x", "weight"}:
+                (x if kind == "x" else weight)[key] = value
+        geometry = [changes.get(name, (1, 1)) for name in ("stride", "padding", "dilation")]
+        return _suits(SimpleNamespace(**x), SimpleNamespace(**weight), *geometry, changes.get("groups", 1))
+
+    def test_for_small_square_layers(self):
+        assert self.layer()
+        assert self.layer(stride=(2, 2), padding=(0, 0), weight_shape=(64, 64, 1, 1))
+        assert self.layer(x_dtype=torch.bfloat16)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"x_is_cuda": False},
+            {"groups": 16},
+            {"dilation": (2, 2)},
+            {"stride": (2, 1)},
+            {"padding": (1, 0)},
+            {"padding": "same"},
+            {"weight_shape": (16, 16, 3, 1)},
+            {"weight_shape": (65, 16, 3, 3)},
+            {"weight_shape": (16, 65, 3, 3)},
+            {"weight_requires_grad": False},
+            {"x_dtype": torch.float64},
+            {"weight_dtype": torch.float64},
+            {"x_dim": lambda: 3},
+            {"x_shape": (0, 16, 32, 32)},
+            {"x_shape": (2**15, 16, 32, 32)},
+        ],
+        ids=str,
+    )
+    def test_for_no_others(self, change):
+        assert not self.layer(**change)
+
+    def test_not_without_bfloat16(self, monkeypatch):
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
+        assert not self.layer()
+        monkeypatch.undo()
+        assert not self.layer()
+
+
+def layers():
+    return {
+        "square": nn.Conv2d(8, 12, 3, padding=1),
+        "groups": nn.Conv2d(8, 8, 3, groups=4),
+        "dilation": nn.Conv2d(8, 8, 3, dilation=2),
+        "same": nn.Conv2d(8, 8, 3, padding="same"),
+        "mirrored": nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_on_a_cpu_everything_is_left_alone(precision):
+    torch.manual_seed(0)
+    for layer in layers().values():
+        x, found = torch.randn(2, 8, 9, 9), []
+        for within in (False, True):
+            with autocast(precision, "cpu"), NarrowConvolutions() if within else autocast(precision, "cpu"):
+                y = layer(x)
+            (gradient,) = torch.autograd.grad(y.float().square().sum(), layer.weight)
+            assert type(y.grad_fn).__name__ != "_ConvolutionBackward"
+            found.append((y, gradient))
+        assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_where_they_can_be_had():
+    assert available() == (importlib.util.find_spec("triton") is not None)
+    for precision, device, fits in (
+        ("bf16", "cuda", available()), ("bf16", "cpu", False), ("fp16", "cuda", False), ("float32", "cuda", False)
+    ):  # fmt: skip
+        found = narrow_layers(precision, torch.device(device))
+        assert isinstance(found, NarrowConvolutions) is fits, (precision, device)
+
+
+# ----------------------------------------------------------------------------------------------------- on a GPU
+
+
+def off(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@gpu
+@needs_triton
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_in_bfloat16_they_are_as_good_as_the_plain_layers(case, bias):
+    """Errors against float64 of the layer and of all its gradients, next to those of torch's own layer."""
+    samples, channels, height, width, outs, side, stride, padding = case
+    torch.manual_seed(0)
+    layer = nn.Conv2d(channels, outs, side, stride, padding, bias=bias).cuda()
+    x = torch.randn(samples, channels, height, width, device="cuda", requires_grad=True)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, *layer.parameters())]
+    y = F.conv2d(exact[0], exact[1], exact[2] if bias else None, stride, padding)
+    dy = torch.randn(y.shape, device="cuda")
+    wanted = [y, *torch.autograd.grad(y, exact, dy.double())]
+    errors = []
+    for narrow in (True, False):
+        with autocast("bf16", "cuda"), NarrowConvolutions() if narrow else autocast("bf16", "cuda"):
+            y = layer(x)
+        assert y.dtype == torch.bfloat16
+        if not bias:
+            assert (type(y.grad_fn).__name__ == "_ConvolutionBackward") is narrow
+        found = [y, *torch.autograd.grad(y, (x, *layer.parameters()), dy.bfloat16())]
+        assert all(tensor.dtype == torch.float32 for tensor in found[1:])
+        errors.append([off(one, two) for one, two in zip(found, wanted, strict=True)])
+    for ours, plain in zip(*errors, strict=True):
+        assert ours < 1.5 * plain + 1e-3
+        assert ours < 2e-2
+
+
+@gpu
+@needs_triton
+def test_on_a_gpu_other_layers_are_left_alone():
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 9, 9, device="cuda")
+    for name, layer in layers().items():
+        layer.cuda()
+        for precision, taken in (("bf16", name in {"square", "mirrored"}), ("fp16", False), ("float32", False)):
+            names = []
+            with autocast(precision, "cuda"), NarrowConvolutions():
+                node = layer(x).grad_fn
+            while node is not None:
+                names.append(type(node).__name__)
+                node = node.next_functions[0][0] if node.next_functions else None
+            assert ("_ConvolutionBackward" in names) is taken, (name, precision)
+
+
+@gpu
+@needs_triton
+def test_results_repeat_bit_for_bit():
+    from ifso.training.kernels import convolution, input_gradient, weight_gradient
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 16, 32, 32, device="cuda").bfloat16().to(memory_format=torch.channels_last)
+    weight = torch.randn(16, 16, 3, 3, device="cuda")
+    found = [
+        (convolution(x, weight, 1, 1), input_gradient(x, weight, 1), weight_gradient(x, x, 3, 1, 1)) for _ in range(3)
+    ]
+    assert all(torch.equal(one, two) for other in found[1:] for one, two in zip(found[0], other, strict=True))
