@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ifso.data.sets import Data
 
 DESCRIPTION = "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half."
+DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH or file.py:factory"
 BATCH = 128
 
 
@@ -43,9 +44,12 @@ def add_parser(commands: Any) -> None:
 def _add_task(group: Any) -> None:
     group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     group.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
-    group.add_argument("--data", metavar="DATA", help="digits, cifar10:PATH, cifar100:PATH or file.py:factory")
+    group.add_argument("--data", metavar="DATA", help=DATA)
+    group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
     group.add_argument("--input", type=shape, metavar="1,3,32,32", help="shape of the input (that of the data)")
-    group.add_argument("--batch", type=int, metavar="N", help=f"samples in a batch ({BATCH})")
+    group.add_argument(
+        "--batch", type=int, metavar="N", help=f"samples in a batch, of each rank under torchrun ({BATCH})"
+    )
     group.add_argument("--ignore", nargs="+", action="extend", metavar="NAME", help="modules to leave alone")
 
 
@@ -71,6 +75,7 @@ def _add_method(group: Any) -> None:
     group.add_argument("--schedule", metavar="NAME", help="incremental, one-shot or mixed:SHARE (incremental)")
     group.add_argument("--normalize", metavar="NAME", help="what scores are divided by (sqrt-memory)")
     group.add_argument("--accumulate", type=int, metavar="K", help="scores and steps before a removal (10)")
+    group.add_argument("--accumulation", metavar="NAME", help="sum of these scores, or last: only the K-th (sum)")
     group.add_argument("--batches-per-score", type=int, metavar="N", help="batches of one score (2)")
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (1)")
     group.add_argument("--round-to", type=int, metavar="N", help="channels of pruned layers are a multiple of this")
@@ -116,7 +121,7 @@ def _watched(settings: dict[str, Any], args: argparse.Namespace, place: Place) -
 
 
 def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> Any:
-    """Open the data, make the model and prune it. Every rank has the same model, and batches of its own."""
+    """Open the data, make the model and prune it. Every rank has the same model, and its part of the joint batches."""
     import torch
 
     import ifso
@@ -133,7 +138,14 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
     torch.manual_seed(seed)
     precision = settings.get("precision", "float32")
     with tensor_cores(precision), progress(*others) if place.speaks else nullcontext(Silent()) as listener:
-        data = open_data(settings["data"], device=place.device, seed=seed + place.rank)
+        data = open_data(
+            settings["data"],
+            device=place.device,
+            seed=seed,
+            rank=place.rank,
+            ranks=place.ranks,
+            download=args.download,
+        )
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
         model = network_for(settings["model"], data.num_classes, device=place.device, **given)
         return ifso.prune(
@@ -191,7 +203,7 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
 
     def accuracy(model: nn.Module) -> dict[str, float]:
         with autocast(precision, next(model.parameters()).device):
-            found = evaluate(model, batches)
+            found = evaluate(model, batches, over_ranks=True)
         return {"accuracy": found.top1, "test_loss": found.loss}
 
     return accuracy
@@ -208,9 +220,9 @@ class _Help(argparse.Action):
         from ifso.criteria.registry import names
         from ifso.pruning.normalizing import NORMALIZERS
         from ifso.pruning.settings import PRESETS
-        from ifso.training.precision import PRECISIONS
+        from ifso.training.precision import SCORE_PRECISIONS
 
-        lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": PRECISIONS}
+        lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": SCORE_PRECISIONS}
         parser.epilog = " ".join(f"--{option}: {', '.join(choices)}." for option, choices in lists.items())
         parser.print_help()
         parser.exit()

@@ -14,8 +14,8 @@ from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
 PASSED_ON = (
-    "preset", "normalize", "accumulate", "batches_per_score", "units_per_step", "round_to", "min_units", "ignore",
-    "seed", "recalibrate", "weight_update",
+    "preset", "normalize", "accumulate", "accumulation", "batches_per_score", "units_per_step", "round_to", "min_units",
+    "ignore", "seed", "recalibrate", "weight_update",
 )  # fmt: skip
 """Options that ``ifso.prune`` has under the same name."""
 
@@ -37,9 +37,9 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, as JSON values, with those of the run in ``--out`` if that is resumed."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) not in (None, [])}
     given = json.loads(json.dumps(given))
-    stored = _stored(args.out) if args.resume else {}
+    stored = stored_options(args.out, OPTIONS, "ifso prune") if args.resume else {}
     if stored:
-        _refuse_others(given, stored, args.out)
+        refuse_others(given, stored, args.out)
     settings = {**stored, **given}
     for name in ("model", "data"):
         if name not in settings:
@@ -50,23 +50,23 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _stored(run: Path) -> dict[str, Any]:
-    """The options that a run was started with."""
+def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
+    """The options of these names that ``command`` started a run with."""
     config = run / "config.json"
     try:
         document = json.loads(config.read_text(encoding="utf-8"))
         arguments = document["about"]["arguments"]
-        return {name: value for name, value in arguments.items() if name in OPTIONS}
+        return {name: value for name, value in arguments.items() if name in names}
     except FileNotFoundError:
         raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{config} does not say how ifso prune was called ({type(error).__name__}); "
+            f"{config} does not say how {command} was called ({type(error).__name__}); "
             "resume the run in Python, or start it in another folder"
         ) from error
 
 
-def _refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
+def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
     """Files may have moved, so that only their names are compared."""
     from ifso.pruning.folder import differences
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """The number of this process, and where it computes."""
+    """The number of this process out of ``ranks``, and where it computes."""
 
     rank: int
     device: str
+    ranks: int = 1
 
     @property
     def speaks(self) -> bool:
@@ -36,7 +37,7 @@ def joined(device: str) -> Iterator[Place]:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    yield Place(dist.get_rank(), device)
+    yield Place(dist.get_rank(), device, dist.get_world_size())
     dist.barrier()  # nobody leaves while another still needs the group
 
 

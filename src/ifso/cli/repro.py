@@ -1,4 +1,4 @@
-"""``ifso repro``: runs a study of the paper again and says what came out."""
+"""``ifso repro``: studies of the paper, run again. Figure 1 is here, those of whole networks in ``repro_runs``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ifso.errors import IfsoError
 if TYPE_CHECKING:
     from rich.table import Table
 
-STUDIES = ("figure1",)
+FIGURE1 = "figure1"
 COLUMNS = {
     "spearman": "Spearman",
     "spearman_equal_size": "equal size",
@@ -32,46 +32,121 @@ CAPTION = (
 )
 
 
+DESCRIPTION = (
+    "Run studies of the paper again, or what is left of them: table1 … table6, normalization, inverse, figure1, "
+    "figure5 … figure8, or single rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed). "
+    "What was interrupted goes on when the same command is given again."
+)
+ONLY_FIGURE1 = ("networks", "masks", "renew")
+NOT_FIGURE1 = (
+    "table", "markdown", "list", "weights", "criteria", "recipes", "epochs", "units_per_step", "prune", "one_pruning",
+    "validation", "device", "precision", "prune_precision", "channels_last", "compile", "lanes",
+)  # fmt: skip
+
+
 def add_parser(commands: Any) -> None:
-    """Register the command."""
-    parser = commands.add_parser("repro", help="run a study of the paper again")
-    parser.add_argument("study", metavar="FIGURE", help=f"one of: {', '.join(STUDIES)}")
-    parser.add_argument("--smoke", action="store_true", help="everything at a reduced size, in a minute")
-    parser.add_argument("--data", metavar="cifar10:PATH.npz", help="adds a ResNet on images of CIFAR-10")
-    parser.add_argument("--out", type=Path, default=Path("ifso-figure1"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, metavar="N", help="networks of each kind (2; 1 with --smoke)")
-    parser.add_argument("--networks", nargs="+", metavar="NAME", help="only these networks of the study")
-    parser.add_argument("--masks", type=int, metavar="N", help="masks for each network (60; 14 with --smoke)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes of one thread each (one for each core)")
-    parser.add_argument("--resume", action="store_true", help="continue what an interrupted run left in --out")
-    parser.add_argument("--renew", action="store_true", help="as --resume, but scores and estimates are computed again")
+    """Register the command. What is not given is None, so that each study has its own defaults."""
+    parser = commands.add_parser("repro", help="run studies of the paper again", description=DESCRIPTION)
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help="tables, figures or rows")
+    parser.add_argument("--smoke", action="store_true", help="everything at a reduced size, a row in about a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_what(parser.add_argument_group("what is run"))
+    _add_where(parser.add_argument_group("where and how"))
+    _add_shown(parser.add_argument_group("instead of running"))
+    _add_figure1(parser.add_argument_group("only for figure1"))
     parser.set_defaults(run=run)
 
 
+def _add_what(group: Any) -> None:
+    group.add_argument(
+        "--data", action="append", metavar="NAME:PATH", help="cifar10:PATH, cifar100:PATH or imagenet:PATH; repeat it"
+    )
+    group.add_argument("--weights", type=Path, metavar="DIR", help="folder of weights that are given, not trained")
+    group.add_argument("--seeds", type=int, metavar="N", help="runs of each kind (as the study says; 1 with --smoke)")
+    group.add_argument("--criteria", nargs="+", metavar="NAME", help="only these")
+    group.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: paper, ours")
+    group.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning (as the recipe says)")
+    group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (as the row says)")
+    group.add_argument("--prune", action="append", metavar="KEY=VALUE", help="another setting of all prunings; repeat")
+    group.add_argument("--one-pruning", action="store_true", help="all seeds fine-tune the pruning of seed 0")
+    group.add_argument(
+        "--validation", type=int, metavar="N", help="measure on N training images that are held out: for choices"
+    )
+
+
+def _add_where(group: Any) -> None:
+    group.add_argument("--out", type=Path, metavar="DIR", help=f"default: repro ({FIGURE1}: ifso-{FIGURE1})")
+    group.add_argument("--device", metavar="NAME", help="cpu or cuda (cpu); under torchrun each rank has its own GPU")
+    group.add_argument("--precision", metavar="NAME", help="of training (float32; bf16 on cuda)")
+    group.add_argument("--prune-precision", metavar="NAME", help="of pruning (float32)")
+    group.add_argument(
+        "--channels-last", action=argparse.BooleanOptionalAction, default=None, help="memory layout (on cuda: yes)"
+    )
+    group.add_argument("--compile", action="store_true", default=None, help="train with torch.compile")
+    group.add_argument("--lanes", type=int, metavar="N", help="networks trained side by side (1; 8 on cuda)")
+    group.add_argument("--workers", type=int, metavar="N", help=f"processes that prune (1; {FIGURE1}: all cores)")
+
+
+def _add_shown(group: Any) -> None:
+    group.add_argument("--table", action="store_true", help="show the tables of what is in DIR/results")
+    group.add_argument("--markdown", type=Path, metavar="FILE", help="with --table: write them into a file")
+    group.add_argument("--list", action="store_true", help="show what would be run and how far it is")
+
+
+def _add_figure1(group: Any) -> None:
+    group.add_argument("--networks", nargs="+", metavar="NAME", help="only these networks of the study")
+    group.add_argument("--masks", type=int, metavar="N", help="masks for each network (60; 14 with --smoke)")
+    group.add_argument("--resume", action="store_true", help="go on in --out (the other studies always do)")
+    group.add_argument("--renew", action="store_true", help="as --resume, but scores and estimates are computed again")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the study, write figure1.json and figure1.svg, and print the tables."""
-    if args.study not in STUDIES:
-        raise IfsoError(f"no study {args.study!r}; choose one of {', '.join(STUDIES)}")
+    """Run the studies, or show what there is."""
     if args.workers is not None and args.workers < 1:
         raise IfsoError(f"--workers {args.workers}: give 1 or more")
+    if FIGURE1 in args.studies:
+        _refuse(args, NOT_FIGURE1, f"{FIGURE1} has no")
+        if len(args.studies) > 1:
+            raise IfsoError(f"{FIGURE1} is a study of its own kind; run it apart from {_others(args.studies)}")
+        return _figure1(args)
+    _refuse(args, ONLY_FIGURE1, f"only {FIGURE1} has")
+    from ifso.cli import repro_runs
+
+    return repro_runs.run(args)
+
+
+def _refuse(args: argparse.Namespace, options: tuple[str, ...], words: str) -> None:
+    for name in options:
+        if getattr(args, name) not in (None, False):
+            raise IfsoError(f"{words} --{name.replace('_', '-')}; leave it out")
+
+
+def _others(studies: list[str]) -> str:
+    return ", ".join(name for name in studies if name != FIGURE1)
+
+
+def _figure1(args: argparse.Namespace) -> int:
+    """Run the study of small networks, write figure1.json and figure1.svg, and print the tables."""
     from ifso.repro.figure1 import figure1, write
     from ifso.repro.images import checksum, data_path
     from ifso.repro.scatter import PlotUnavailable, draw
     from ifso.repro.settings import choose
 
-    path = None if args.data is None else data_path(args.data)
+    if args.data is not None and len(args.data) > 1:
+        raise IfsoError(f"{FIGURE1} takes one --data; {len(args.data)} were given")
+    out = args.out or Path(f"ifso-{FIGURE1}")
+    path = None if args.data is None else data_path(args.data[0])
     name = None if path is None else f"cifar10:{path.name}, sha256 {checksum(path)}"
     settings = choose(smoke=args.smoke, seeds=args.seeds, networks=args.networks, masks=args.masks, data=name)
     workers = args.workers or os.cpu_count() or 1
     document = {
         "command": _command(args, path),
-        **figure1(settings, path, args.out, resume=args.resume, workers=workers, renew=args.renew),
+        **figure1(settings, path, out, resume=args.resume, workers=workers, renew=args.renew),
     }
-    written = [str(write(document, args.out))]
+    written = [str(write(document, out))]
     try:
-        draw(document, args.out / "figure1.svg")
-        written.append(str(args.out / "figure1.svg"))
+        draw(document, out / "figure1.svg")
+        written.append(str(out / "figure1.svg"))
     except PlotUnavailable as error:
         print(f"ifso: {error}", file=sys.stderr)
     if args.json:
@@ -83,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace, data: Path | None) -> str:
     """The command that gives this result, with names of files only."""
-    words = ["ifso", "repro", args.study]
+    words = ["ifso", "repro", FIGURE1]
     words += ["--smoke"] if args.smoke else []
     words += ["--data", f"cifar10:{data.name}"] if data else []
     for option in ("seeds", "masks"):

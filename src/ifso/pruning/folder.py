@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,8 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+TRAINING = "training"
+"""The name of the settings that tell a training from a pruning."""
 
 KEPT_CHECKPOINTS = 2
 
@@ -182,7 +184,11 @@ class RunFolder:
     def rewind(self, removals: int) -> None:
         """Keep the whole lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, and nothing else."""
         lines, _ = self.metrics()
-        self._write(METRICS, b"".join(json_line(line) for line in lines if 0 <= _removal(line) <= removals))
+        self.rewrite([line for line in lines if 0 <= _removal(line) <= removals])
+
+    def rewrite(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Let ``metrics.jsonl`` hold these lines and nothing else."""
+        self._write(METRICS, b"".join(json_line(line) for line in lines))
 
     # ------------------------------------------------------------------------------------------------ other files
 
@@ -280,14 +286,19 @@ def _refuse_taken(path: Path) -> None:
             raise RunError("is no folder; give another place for the run")
         inside = {entry.name for entry in path.iterdir()} - {LOCK, provisional(path / CONFIG).name}
     if CONFIG in inside and _is_run(path / CONFIG):
-        removals = max((_removal(line) for line in read_lines(path / METRICS)[0]), default=0)
         state = "finished" if (path / SUMMARY).is_file() else "unfinished"
         raise RunError(
-            f"{path} already holds a run ({removals} removals, {state}); "
+            f"{path} already holds a run ({_done(path)}, {state}); "
             "resume it (resume=…, --resume) or give another folder"
         )
     if inside:
         raise RunError(f"{path} is not empty and no run folder; give another")
+
+
+def _done(path: Path) -> str:
+    """How far the run in a folder has come, in removals or, if a network is trained in it, in epochs."""
+    kind = "epoch" if TRAINING in _read_config(path / CONFIG)["settings"] else "removal"
+    return f"{max((_number(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
 
 
 def _is_run(path: Path) -> bool:
@@ -325,5 +336,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _removal(line: Mapping[str, Any]) -> int:
     """Which removal a line is about; -1 if about none."""
-    number = line.get("removal")
+    return _number(line, "removal")
+
+
+def _number(line: Mapping[str, Any], kind: str) -> int:
+    number = line.get(kind)
     return number if isinstance(number, int) and not isinstance(number, bool) else -1

@@ -53,6 +53,7 @@ def prune(
     schedule: Schedule = "incremental",
     normalize: str = "sqrt-memory",
     accumulate: int = 10,
+    accumulation: str = "sum",
     batches_per_score: int = 2,
     units_per_step: int = 1,
     round_to: int | None = None,
@@ -89,7 +90,8 @@ def prune(
         schedule: ``"incremental"``, ``"one-shot"`` (no steps of the optimizer, everything goes at once) or
             ``ifso.Mixed(0.75)``.
         normalize: ``"sqrt-memory"`` (the paper), ``"memory"``, ``"none"``, ``"macs"`` or ``"latency"``.
-        accumulate: k, scores added up before a removal.
+        accumulate: k, scores (each followed by a step) before a removal.
+        accumulation: ``"sum"`` adds the k scores up, with ``"last"`` only the k-th counts (Fig. 8 of the paper).
         batches_per_score: b, proxy batches for one score.
         units_per_step: removals after each k scores.
         round_to: layers keep multiples of so many channels.
@@ -120,7 +122,7 @@ def prune(
     chosen = preset_of(preset)
     settings = Settings(
         budget=budget, criterion=criterion_of(criterion or chosen["criterion"]), schedule=schedule,
-        normalize=normalize, accumulate=accumulate, batches_per_score=batches_per_score,
+        normalize=normalize, accumulate=accumulate, accumulation=accumulation, batches_per_score=batches_per_score,
         units_per_step=units_per_step, round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
         train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip

@@ -187,9 +187,11 @@ class Run:
                 self.write_checkpoint()
 
     def _collect(self, train: bool) -> tuple[Tensor, float]:
-        """Scores [original units] and the mean loss of ``accumulate`` rounds."""
+        """Scores [original units], of all rounds or of the last, and the mean loss of ``accumulate`` rounds."""
         needed = self.settings.accumulate if self.worker.criterion.needs_batches or train else 1
-        for _ in range(needed):
+        for number in range(needed):
+            if self.settings.accumulation == "last" and number == needed - 1:
+                self.worker.forget_scores()
             batches = together(lambda: [next(self.stream) for _ in range(self.settings.batches_per_score)])
             torch.manual_seed(_mixed(self.settings.seed, self.progress.rounds))
             self.worker.round(batches, train=train)

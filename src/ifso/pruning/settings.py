@@ -26,6 +26,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """What a preset stands for where nothing else is said: the formula of the paper, or what its authors' program does."""
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
+ACCUMULATIONS = ("sum", "last")
+"""What counts of the scores before a removal: all of them, or only the last."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Settings:
     schedule: Schedule = "incremental"
     normalize: str = "sqrt-memory"
     accumulate: int = 10
+    accumulation: str = "sum"
     batches_per_score: int = 2
     units_per_step: int = 1
     round_to: int | None = None
@@ -53,6 +56,9 @@ class Settings:
         if not isinstance(self.budget, Budget):
             raise BudgetError(f"budget is {self.budget!r}; give ifso.Budget(macs=0.5), the share kept")
         check_normalizer(self.normalize)
+        if self.accumulation not in ACCUMULATIONS:
+            names = " or ".join(map(repr, ACCUMULATIONS))
+            raise BudgetError(f"accumulation={self.accumulation!r} is unknown; choose {names}")
         for name, least in (("accumulate", 1), ("batches_per_score", 1), ("units_per_step", 1), ("seed", 0),
                             ("recalibrate", 0), ("weight_update", 0)):  # fmt: skip
             value = getattr(self, name)
@@ -68,8 +74,13 @@ class Settings:
         return self.budget.latency is not None or self.normalize == "latency"
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, for ``config.json``."""
+        """As plain values, for ``config.json``.
+
+        The usual ``accumulation`` is not among them, so that runs from before there was another go on.
+        """
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.accumulation == "sum":
+            del plain["accumulation"]
         options = {key: _plain(value) for key, value in vars(self.criterion).items()}
         schedule = f"mixed:{self.schedule.incremental:g}" if isinstance(self.schedule, Mixed) else self.schedule
         named = {"budget": self.budget.targets, "criterion": {"name": self.criterion.name, **options}}

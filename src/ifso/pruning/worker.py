@@ -110,6 +110,11 @@ class Worker:
         self._counts[0] += len(batches)
         self._counts[1] += 1
 
+    def forget_scores(self) -> None:
+        """What was scored since last time does not count; losses do."""
+        self._scores.zero_()
+        self._counts[0] = 0
+
     def collect(self) -> tuple[Tensor, float]:
         """The mean score of every original unit since last time, and the mean loss, over all ranks.
 

@@ -1,0 +1,283 @@
+"""``ifso eval``: accuracy, costs, speed and memory of a network, or of those of a run before and after."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.eval_report import STAGES, Report, shown, write
+from ifso.cli.opening import FINETUNE, OpenedRun, open_run
+from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.cli.ranks import Place, joined, leave
+from ifso.errors import IfsoError, RunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ifso.data import Data
+    from ifso.training.measuring import Measured, Quality
+
+DESCRIPTION = "Measure the networks of a run (unpruned, pruned, fine-tuned), or one network with --model and --data."
+ALONE = "network"
+BATCH, TRAIN_BATCH, LATENCY_BATCHES = 500, 128, (1, 128)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("eval", help="measure accuracy, costs, speed and memory", description=DESCRIPTION)
+    _add_task(parser.add_argument_group("what is measured"))
+    _add_measuring(parser.add_argument_group("where and how"))
+    parser.set_defaults(run=run)
+
+
+def _add_task(group: Any) -> None:
+    group.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
+    group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
+    group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
+    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
+    group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
+    group.add_argument(
+        "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
+    )
+    group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
+    group.add_argument(
+        "--validation", type=_share, metavar="SHARE", help="of the training set, or number of images, set apart"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="that these were drawn with (that of the run)")
+
+
+def _add_measuring(group: Any) -> None:
+    group.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (cpu)")
+    group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
+    group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
+    group.add_argument("--batch", type=_positive, default=BATCH, metavar="N", help=f"images at a time ({BATCH})")
+    group.add_argument(
+        "--latency-batch", action="append", type=_positive, metavar="N", help="images to time; repeat it (1 and 128)"
+    )
+    group.add_argument("--repeats", type=_positive, default=15, metavar="N", help="timed runs of each (15)")
+    group.add_argument(
+        "--train-batch", type=_positive, default=TRAIN_BATCH, metavar="N", help=f"of the training step ({TRAIN_BATCH})"
+    )
+    group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU (as many as torch takes)")
+    group.add_argument("--json", action="store_true", help="print one JSON document")
+    group.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document into a file, too")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a whole number from 1 up")
+    return int(text)
+
+
+def _share(text: str) -> float | int:
+    """A share such as 0.1 or a number of images such as 5000.
+
+    >>> _share("0.1"), _share("5000")
+    (0.1, 5000)
+    """
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share such as 0.1 and no number of images") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    _refuse_unclear(args)
+    with chatter_to_stderr(), _threads(args.threads), joined(args.device) as place:
+        report = _measure(args, place)
+    if report is not None:
+        if args.out is not None:
+            write(args.out, report.as_json())
+        if args.json:
+            print_json(report.as_json())
+        else:
+            console().print(*shown(report), sep="\n")
+    return leave(0)
+
+
+def _refuse_unclear(args: argparse.Namespace) -> None:
+    from ifso.training.precision import check_precision
+
+    if args.folder is None and (args.model is None or args.data is None):
+        raise IfsoError("give a RUN folder, or a network with --model and --data; ifso eval --help says what they are")
+    if args.folder is None and args.only:
+        raise IfsoError("--only chooses among the networks of a RUN; leave it out, or give the folder of a run")
+    if args.validation is not None and args.split != "validation":
+        raise IfsoError("--validation sets images apart for --split validation; give both or neither")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise IfsoError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or give another file")
+    check_precision(args.precision)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(args: argparse.Namespace, place: Place) -> Report | None:
+    """Every rank evaluates its part of the images; the first one does the rest, and gives the report."""
+    from ifso.data.fitting import check_fits
+    from ifso.training.measuring import laid_out, quality, size_of
+
+    tell = say if place.speaks else _silent
+    run = None if args.folder is None else open_run(args.folder, model=args.model)
+    data = _data(args, run, place)
+    models, notes = _networks(args, run, data, place.device)
+    batch = laid_out(next(iter(data.train_batches(args.train_batch))), channels_last=args.channels_last)
+    qualities = {}
+    for name, model in models.items():
+        tell(f"evaluating {f'the {name} network' if run else args.model} on {args.split} images of {data.name}")
+        check_fits(model, data)
+        batches = _batches(args, data)
+        qualities[name] = quality(model, data, batches, args.precision, over_ranks=True)
+    if not place.speaks:
+        return None
+    tell("counting costs, measuring time and memory")
+    about = {**_about(args, run, data, place.device), "train_batch": size_of(batch)}
+    return Report(_measured(args, models, data, qualities, batch), about, tuple(notes))
+
+
+def _silent(line: str) -> None:
+    """What other ranks say."""
+
+
+def _data(args: argparse.Namespace, run: OpenedRun | None, place: Place) -> Data:
+    from ifso.data import open_data
+
+    options: dict[str, Any] = {"device": place.device, "validation": args.validation or 0, "download": args.download}
+    if _ranks() > 1:
+        options.update(rank=place.rank, ranks=_ranks())
+    if run is None:
+        return open_data(args.data, seed=args.seed or 0, **options)
+    return run.open_data(data=args.data, seed=args.seed, **options)
+
+
+def _ranks() -> int:
+    """How many processes evaluate together."""
+    import torch.distributed as dist
+
+    from ifso.pruning.ranks import several
+
+    return dist.get_world_size() if several() else 1
+
+
+def _batches(args: argparse.Namespace, data: Data) -> Any:
+    from ifso.data.from_file import FileData
+
+    if args.split == "test":
+        return data.test_batches(args.batch)
+    if args.validation is None and not isinstance(data, FileData):
+        raise IfsoError("--split validation: say with --validation how much of the training set was set apart")
+    return data.validation_batches(args.batch)
+
+
+def _networks(
+    args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """Those that there are, and notes on those that there are not."""
+    import torch
+
+    from ifso.training.task import network_for
+
+    if run is None:
+        torch.manual_seed(args.seed or 0)
+        own = args.model.rpartition(":")[0].endswith(".py")
+        model = network_for(args.model, data.num_classes, weights=args.weights, device=device)
+        notes = [] if args.weights or own else ["The weights are random: none were given with --weights."]
+        return {ALONE: _laid(model, args)}, notes
+    found: dict[str, nn.Module] = {}
+    notes = []
+    for name, open_network in _stages(args, run, data, device).items():
+        opened, why = open_network()
+        if opened is not None:
+            found[name] = _laid(opened, args)
+        elif args.only:
+            raise IfsoError(f"--only {name}: {why}")
+        else:
+            notes.append(f"No {name} network: {why}.")
+    return found, notes
+
+
+def _stages(
+    args: argparse.Namespace, run: OpenedRun, data: Data, device: str
+) -> dict[str, Callable[[], tuple[nn.Module | None, str]]]:
+    """By the names that are asked for: what gives the network, or None and why there is none."""
+
+    def unpruned() -> tuple[nn.Module | None, str]:
+        try:
+            return run.original(device=device, weights=args.weights, data=data), ""
+        except RunError as error:
+            if args.weights or args.only:
+                raise
+            if "data" in run.arguments:
+                raise RunError(f"{error}, or measure the rest: --only pruned") from error
+            return None, str(error)
+
+    def finetuned() -> tuple[nn.Module | None, str]:
+        why = {"none": "was not run", "unfinished": "is not finished"}.get(run.finetuning, "")
+        return run.finetuned(device, data=data), f"the fine-tuning in {run.folder / FINETUNE} {why}"
+
+    ways = (unpruned, lambda: (run.pruned(device, data=data), ""), finetuned)
+    return {name: way for name, way in zip(STAGES, ways, strict=True) if not args.only or name in args.only}
+
+
+def _laid(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    import torch
+
+    return model.to(memory_format=torch.channels_last) if args.channels_last else model
+
+
+def _measured(
+    args: argparse.Namespace,
+    models: Mapping[str, nn.Module],
+    data: Data,
+    qualities: Mapping[str, Quality],
+    train_batch: Any,
+) -> dict[str, Measured]:
+    from ifso.training.measuring import Measured, counted, laid_out, timed, training_peak
+
+    example, batches = laid_out(data.example_inputs(), channels_last=args.channels_last), args.latency_batch
+    timings = [
+        timed(models, example, batch, args.precision, repeats=args.repeats) for batch in batches or LATENCY_BATCHES
+    ]
+    return {
+        name: Measured(
+            qualities[name],
+            *counted(model, example, args.precision),
+            tuple(found[name] for found in timings),
+            training_peak(model, train_batch, data.loss_fn, args.precision),
+        )
+        for name, model in models.items()
+    }
+
+
+def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> dict[str, Any]:
+    """On what and how it was measured."""
+    import torch
+
+    from ifso import __version__
+    from ifso.training.measuring import hardware
+
+    return {
+        "run": None if run is None else str(run.folder),
+        "model": args.model or (run.arguments["model"] if run else None),
+        "data": data.name,
+        "split": args.split,
+        "precision": args.precision,
+        "channels_last": args.channels_last,
+        "ranks": _ranks(),
+        "hardware": hardware(device),
+        "torch": str(torch.__version__),
+        "ifso": __version__,
+    }

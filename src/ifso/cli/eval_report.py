@@ -1,0 +1,142 @@
+"""What ``ifso eval`` shows: a table with a column for each network, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.output import amount
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from ifso.training.measuring import Measured, Timing
+
+STAGES = ("unpruned", "pruned", "fine-tuned")
+COSTS = {"macs": "MACs", "params": "parameters"}
+SHARES = ("macs", "conv_macs", "params", "activations")
+NOT_THERE = "—"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured, by the name of the network; ``about`` says on what and how, ``notes`` what is left out."""
+
+    measured: dict[str, Measured]
+    about: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        from ifso.pruning.checkpoint import finite
+
+        networks = {name: {**found.as_dict(), **self.shares(found)} for name, found in self.measured.items()}
+        return finite({**self.about, "networks": networks, "notes": list(self.notes)})
+
+    def shares(self, found: Measured) -> dict[str, float]:
+        """What is left of the costs of the unpruned network, if that was measured."""
+        whole = self.measured.get(STAGES[0])
+        if whole is None:
+            return {}
+        return {f"{kind}_share": getattr(found.cost, kind) / max(getattr(whole.cost, kind), 1) for kind in SHARES}
+
+
+def shown(report: Report) -> list[RenderableType]:
+    """What is printed."""
+    about, some = report.about, next(iter(report.measured.values()))
+    title = f"{about['model']} on {some.quality.samples:,} {about['split']} images of {about['data']}"
+    return [title, _table(report), *_remarks(report)]
+
+
+def _table(report: Report) -> Table:
+    """One row for each number, one column for each network."""
+    from rich.table import Table
+
+    found = Table()
+    found.add_column("")
+    for name in report.measured:
+        found.add_column(name, justify="right")
+    for label, cells in _rows(report):
+        found.add_row(label, *cells)
+    return found
+
+
+def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
+    networks = list(report.measured.values())
+    yield "top-1", [_percent(found.quality.top1) for found in networks]
+    yield "top-5", [_percent(found.quality.top5) for found in networks]
+    yield "loss", [f"{found.quality.loss:.4f}" for found in networks]
+    for kind, label in COSTS.items():
+        yield label, [amount(getattr(found.cost, kind)) + _share(report, found, kind) for found in networks]
+    memory = [_bytes(found.activation_bytes) + _share(report, found, "activations") for found in networks]
+    yield "activations of one image", memory
+    for place, timing in enumerate(networks[0].timings):
+        timings = [found.timings[place] for found in networks]
+        yield f"latency, batch {timing.batch}", [_latency(timing) for timing in timings]
+        if timing.batch > 1:
+            speeds = [_speed(timing.throughput) for timing in timings]
+            yield f"throughput, batch {timing.batch}", speeds
+    label = f"peak of a training step, batch {report.about['train_batch']}"
+    yield label, [_bytes(found.training_peak) for found in networks]
+
+
+def _remarks(report: Report) -> list[str]:
+    """How it was measured, and what is missing."""
+    from ifso.training.measuring import CPU_PEAK, GPU_PEAK
+
+    about, hardware = report.about, report.about["hardware"]
+    on_gpu = hardware["device"] != hardware["cpu"]
+    threads = "" if on_gpu else f", {hardware['threads']} thread{'' if hardware['threads'] == 1 else 's'}"
+    layout = ", channels-last" if about["channels_last"] else ""
+    counts = sorted({len(timing.latency.samples) for found in report.measured.values() for timing in found.timings})
+    runs = " or ".join(map(str, counts))
+    return [
+        f"Measured on {hardware['device']}{threads}, with torch {about['torch']}, {about['precision']}{layout}.",
+        f"Latency: median of {runs} warm runs ± half the width of their middle half.",
+        f"Peak of a training step: {GPU_PEAK if on_gpu else CPU_PEAK}.",
+        *report.notes,
+    ]
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """The JSON document as a file, as a whole or not at all."""
+    from ifso.surgery.files import replacing
+
+    try:
+        with replacing(path) as new:
+            new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise IfsoError(f"{path} cannot be written: {error.strerror or error}; give another --out") from error
+
+
+def _percent(share: float | None) -> str:
+    return NOT_THERE if share is None else f"{share:.2f} %"
+
+
+def _share(report: Report, found: Measured, kind: str) -> str:
+    shares = report.shares(found)
+    return f" ({shares[f'{kind}_share']:.1%})" if shares and len(report.measured) > 1 else ""
+
+
+def _bytes(count: int) -> str:
+    return f"{amount(count)}B" if count >= 1000 else f"{count} B"
+
+
+def _speed(throughput: float) -> str:
+    """Images a second.
+
+    >>> _speed(12345.6), _speed(2.345)
+    ('12,346 images/s', '2.3 images/s')
+    """
+    return f"{throughput:,.0f} images/s" if throughput >= 10 else f"{throughput:.1f} images/s"
+
+
+def _latency(timing: Timing) -> str:
+    """In milliseconds."""
+    return f"{timing.latency.median * 1e3:.2f} ms ± {timing.latency.spread * 5e2:.2f}"

@@ -1,0 +1,235 @@
+"""``ifso finetune``: trains the pruned networks of runs, several side by side, with or without their teachers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.opening import FINETUNE, OpenedRun, open_run
+from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.prune_settings import _without_folders
+from ifso.cli.ranks import Place, joined, leave
+from ifso.cli.train_options import add_data, add_recipe, add_running, gather, one_of, opening, settings_of
+from ifso.cli.train_progress import training_progress
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from ifso.data import Data
+    from ifso.training.runs import Training
+    from ifso.training.settings import TrainSettings
+
+    Outcome = dict[str, Any] | IfsoError
+
+DESCRIPTION = (
+    "Fine-tune the pruned network of a run, or those of several side by side, into RUN/finetune. "
+    "What is not given is as in the recipe. Under torchrun, one run is trained by all ranks."
+)
+DISTILL = 0.9
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("finetune", help="fine-tune pruned networks", description=DESCRIPTION)
+    _add_task(parser.add_argument_group("what is fine-tuned"))
+    how = parser.add_argument_group("how it is trained")
+    add_recipe(how)
+    how.add_argument(
+        "--distill", nargs="?", type=_weight, const=DISTILL, metavar="WEIGHT",
+        help=f"learn from the unpruned network, too, with this weight ({DISTILL}; 0 without --distill, 0.9 in ours)",
+    )  # fmt: skip
+    how.add_argument("--temperature", type=float, metavar="T", help="that softens what the teacher says (4)")
+    how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (that of the run)")
+    add_running(parser.add_argument_group("where and how it runs"))
+    parser.set_defaults(run=run)
+
+
+def _add_task(group: Any) -> None:
+    group.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
+    group.add_argument("--out", type=Path, metavar="DIR", help="another folder than RUN/finetune, for one run")
+    group.add_argument("--model", metavar="MODEL", help="if its file has moved, or the run does not tell it")
+    group.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
+    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
+    add_data(group)
+
+
+def _weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no weight; write --distill after the runs, or --distill=0.9"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One of the runs, where its fine-tuning goes, and how it is done."""
+
+    run: OpenedRun
+    folder: Path
+    options: Mapping[str, Any]
+    settings: TrainSettings
+
+    def changed(self, name: str) -> str | None:
+        """An option, if it is another than that of the run."""
+        value = self.options.get(name)
+        return None if value == self.run.arguments.get(name) else value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fine-tune, and print what came out."""
+    _refuse_unclear(args)
+    plans = [_plan(args, folder) for folder in args.runs]
+    options = [plan.options for plan in plans]
+    one_of(options, "precision", "float32")
+    with joined(one_of(options, "device", "cpu")) as place:
+        outcomes = _watched(args, plans, place)
+    failures = {
+        str(plan.folder): each for plan, each in zip(plans, outcomes, strict=True) if isinstance(each, IfsoError)
+    }
+    if failures and len(outcomes) == 1:
+        raise next(iter(failures.values()))
+    if place.speaks:
+        _show(args, [each for each in outcomes if isinstance(each, dict)], failures)
+    return leave(max((failure.exit_status for failure in failures.values()), default=0))
+
+
+def _refuse_unclear(args: argparse.Namespace) -> None:
+    if len({folder.resolve() for folder in args.runs}) < len(args.runs):
+        raise IfsoError("the same RUN is given twice; give each one once")
+    if len(args.runs) > 1 and args.out is not None:
+        raise IfsoError("--out is for one RUN; leave it out, and each is fine-tuned into RUN/finetune")
+    if len(args.runs) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise IfsoError("under torchrun all ranks train one network; give one RUN, or run without torchrun")
+
+
+def _plan(args: argparse.Namespace, folder: Path) -> _Plan:
+    run, place = open_run(folder, model=args.model), args.out or folder / FINETUNE
+    known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
+    options = gather(args, place, known, "ifso finetune")
+    run = replace(run, arguments={**run.arguments, **{name: options[name] for name in ("model",) if name in options}})
+    return _Plan(run, place, options, settings_of(options))
+
+
+def _watched(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) -> list[Outcome]:
+    """What came out of each; after Ctrl-C the command that goes on is shown."""
+    try:
+        with chatter_to_stderr():
+            return _finetune(args, plans, place)
+    except KeyboardInterrupt:
+        if place.speaks and all((plan.folder / "config.json").is_file() for plan in plans):
+            out = [] if args.out is None else ["--out", str(args.out)]
+            command = ["ifso", "finetune", "--resume", *out, *map(str, args.runs)]
+            print(f"to go on: {shlex.join(command)}", file=sys.stderr)
+        raise
+
+
+def _finetune(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) -> list[Outcome]:
+    from ifso.training.listening import Silent
+    from ifso.training.runs import finished, remove_checkpoint, train_side_by_side
+
+    done: dict[int, Outcome] = {}
+    for number, plan in enumerate(plans):
+        summary = finished(plan.folder) if args.resume else None
+        if summary is not None:
+            done[number] = summary
+            if place.speaks:
+                remove_checkpoint(plan.folder)
+    left = [number for number in range(len(plans)) if number not in done]
+    workshop = _Workshop(args, place)
+    with training_progress("finetune") if place.speaks else nullcontext(Silent()) as listener:
+        trainings = [workshop.training(plans[number]) for number in left]
+        found = train_side_by_side(trainings, listener, resume=args.resume, ranks=place.ranks)
+    done.update(zip(left, found, strict=True))
+    return [done[number] for number in range(len(plans))]
+
+
+class _Workshop:
+    """Opens data and unpruned networks once for all runs that share them."""
+
+    def __init__(self, args: argparse.Namespace, place: Place) -> None:
+        self._args, self._place = args, place
+        self._data: dict[Any, Data] = {}
+        self._teachers: dict[Any, tuple[nn.Module, float | None]] = {}
+
+    def training(self, plan: _Plan) -> Training:
+        """All that it takes to fine-tune the network of a run."""
+        from ifso.surgery.recipe import digest_of
+        from ifso.training.runs import Training
+
+        data, validation = self._opened(plan), bool(plan.options.get("validation"))
+        model = plan.run.pruned(self._place.device, data=data)
+        teacher, top1 = self._teacher(plan, data) if plan.settings.distill else (None, None)
+        fixed = {
+            "weights": digest_of(model),
+            "data": _without_folders(data.name),
+            "validation": plan.options.get("validation", 0),
+        }
+        return Training(
+            name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
+            teacher=teacher, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
+            about={"run": str(plan.run.folder), "arguments": dict(plan.options)}, start="pruned",
+            before={} if top1 is None else {"unpruned": top1},
+        )  # fmt: skip
+
+    def _opened(self, plan: _Plan) -> Data:
+        options = opening(plan.options, plan.settings, self._place, download=self._args.download)
+        near = plan.run.folder.resolve().parent
+        key = plan.options.get("data"), near, options["seed"], options["validation"]
+        if key not in self._data:
+            self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
+        return self._data[key]
+
+    def _teacher(self, plan: _Plan, data: Data) -> tuple[nn.Module, float | None]:
+        """The unpruned network of a run, and its accuracy."""
+        import torch
+
+        from ifso.training.judging import measured
+
+        arguments = plan.run.arguments
+        key = plan.run.digest, arguments.get("model"), plan.options.get("weights"), id(data)
+        if key not in self._teachers:
+            model = plan.run.original(device=self._place.device, weights=plan.changed("weights"), data=data)
+            if plan.settings.channels_last:
+                model = model.to(memory_format=torch.channels_last)
+            validation = bool(plan.options.get("validation"))
+            self._teachers[key] = model, measured(model, data, plan.settings, validation=validation).get("top1")
+        return self._teachers[key]
+
+
+def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failures: Mapping[str, IfsoError]) -> None:
+    if args.json:
+        words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
+        print_json({"runs": list(summaries), "failures": words})
+    elif summaries:
+        console().print(table(summaries))
+    for folder, failure in failures.items():
+        print(f"ifso: error: {folder}: {' '.join(str(failure).split())}", file=sys.stderr)
+
+
+def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each network that was trained."""
+    from rich.table import Table
+
+    splits = sorted({summary["split"] for summary in summaries})
+    stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
+    title = f"Accuracy in per cent on {' and '.join(splits)} images"
+    found = Table(title=title, title_justify="left")
+    found.add_column("folder", overflow="fold")
+    for heading in (*stages, "last epoch", "best epoch", "epochs", "seconds"):
+        found.add_column(heading, justify="right")
+    for summary in summaries:
+        accuracies = [*(summary["before"].get(stage) for stage in stages), summary["last_top1"], summary["best_top1"]]
+        cells = ["–" if value is None else f"{value:.2f}" for value in accuracies]
+        found.add_row(summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}")
+    return found

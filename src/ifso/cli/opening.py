@@ -1,0 +1,174 @@
+"""A run folder opened again by the commands that come after ``ifso prune``: its data and its networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ifso.data import Data
+
+FINETUNE = "finetune"
+"""The folder within a run in which ``ifso finetune`` works."""
+
+LEVELS = 3
+"""How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A finished pruning run.
+
+    ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
+    ``digest`` tells the weights that the run began with from others; None where only a network was saved.
+    """
+
+    folder: Path
+    arguments: Mapping[str, Any]
+    digest: str | None = None
+
+    @property
+    def finetuning(self) -> str:
+        """``"none"``, ``"unfinished"`` or ``"finished"``."""
+        from ifso.pruning.folder import CONFIG, SUMMARY
+
+        place = self.folder / FINETUNE
+        if (place / SUMMARY).is_file():
+            return "finished"
+        return "unfinished" if (place / CONFIG).exists() else "none"
+
+    def open_data(
+        self,
+        *,
+        device: Any = "cpu",
+        data: str | None = None,
+        seed: int | None = None,
+        validation: float | int = 0,
+        **options: Any,
+    ) -> Data:
+        """The data of the run, or ``data`` in its place; ``options`` are those of :func:`ifso.data.open_data`."""
+        from ifso.data import open_data
+
+        seed = self.arguments.get("seed", 0) if seed is None else seed
+        name = self._there("data") if data is None else data
+        return open_data(name, device=device, seed=seed, validation=validation, **options)
+
+    def original(self, *, device: Any = "cpu", weights: str | None = None, data: Data | None = None) -> nn.Module:
+        """The network before pruning, with the weights that the run began with; ``weights`` says where they are now.
+
+        ``data`` saves opening that of the run, which says how many classes there are.
+        """
+        from ifso.surgery.recipe import digest_of
+
+        if weights is None and "weights" in self.arguments:
+            weights = self._there("weights")
+        if weights is None and self.digest is None:
+            raise RunError(f"{self.folder} does not tell the weights before pruning; give them with --weights")
+        model = self._network(data, weights).to(device)
+        if self.digest not in (None, digest_of(model)):
+            which = f"{weights} does not hold" if weights else f"{self.arguments['model']} does not come with"
+            raise RunError(f"{which} the weights that the run in {self.folder} began with; give those with --weights")
+        return model
+
+    def pruned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module:
+        """The network as ``ifso prune`` left it."""
+        return self._loaded(self.folder, device, data)
+
+    def finetuned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module | None:
+        """The network after ``ifso finetune``, or None if that was not done or has not come to its end."""
+        return self._loaded(self.folder / FINETUNE, device, data) if self.finetuning == "finished" else None
+
+    def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
+        from ifso.surgery.store import load
+
+        return load(folder, self._network(data, None).to(device))
+
+    def _network(self, data: Data | None, weights: str | None) -> nn.Module:
+        """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives."""
+        import torch
+
+        from ifso.training.task import network_for
+
+        name = self._there("model")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.arguments.get("seed", 0))
+            classes = (self.open_data() if data is None else data).num_classes
+            return network_for(name, classes, weights=weights)
+
+    def _there(self, option: str) -> str:
+        """The value of an option, with a path that leads there from here."""
+        if not isinstance(self.arguments.get(option), str):
+            raise RunError(f"{self.folder} does not say which {option} it was made with; give --{option}")
+        value = self.arguments[option]
+        before, path, after = _parts(option, value)
+        if path is None:
+            return value
+        places = list(self._places(path))
+        for place in places:
+            if place.exists():
+                return f"{before}{place}{after}"
+        tried = ", ".join(map(str, places))
+        raise RunError(
+            f"the run in {self.folder} was made with --{option} {value}, which is not there any more (tried {tried}); "
+            f"say with --{option} where it is now"
+        )
+
+    def _places(self, path: str) -> Iterator[Path]:
+        """Where a path of the run may lead: from here, or from one of the folders that the run lies in."""
+        yield Path(path)
+        if not Path(path).is_absolute():
+            yield from (parent / path for parent in self.folder.resolve().parents[:LEVELS])
+
+
+def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
+    """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
+
+    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments.
+    """
+    from ifso.pruning.folder import CONFIG, SUMMARY, _read_config
+    from ifso.surgery.store import RECIPE
+
+    given = {} if model is None else {"model": model}
+    if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
+        raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
+    if not (folder / CONFIG).is_file() and (folder / RECIPE).is_file():
+        return OpenedRun(folder, given)
+    if not (folder / CONFIG).is_file():
+        raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
+    config = _read_config(folder / CONFIG)
+    arguments = _arguments(config)
+    if not (folder / SUMMARY).is_file():
+        how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
+        raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
+    return OpenedRun(folder, {**arguments, **given}, config["settings"].get("weights"))
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    about = config.get("about")
+    arguments = about.get("arguments") if isinstance(about, dict) else None
+    return dict(arguments) if isinstance(arguments, dict) else {}
+
+
+def _parts(option: str, value: str) -> tuple[str, str | None, str]:
+    """The path in a value, and what stands before and after it.
+
+    >>> _parts("data", "cifar10:sets/cifar.npz"), _parts("model", "nets/small.py:make")
+    (('cifar10:', 'sets/cifar.npz', ''), ('', 'nets/small.py', ':make'))
+    >>> _parts("model", "ifso:resnet32"), _parts("data", "digits")
+    (('', None, 'ifso:resnet32'), ('', None, 'digits'))
+    """
+    if option == "weights":
+        return "", value, ""
+    path, _, name = value.rpartition(":")
+    if path.endswith(".py"):
+        return "", path, f":{name}"
+    kind, colon, path = value.partition(":")
+    if option == "data" and path:
+        return f"{kind}{colon}", path, ""
+    return "", None, value

@@ -1,0 +1,102 @@
+"""``ifso train``: a network from scratch, or from weights, for ``ifso prune`` to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from ifso.cli.finetune import table
+from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.prune import DATA
+from ifso.cli.prune_settings import _without_folders
+from ifso.cli.ranks import Place, joined, leave
+from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of
+from ifso.cli.train_progress import training_progress
+from ifso.errors import IfsoError
+
+DESCRIPTION = (
+    "Train a network; DIR/model.safetensors is then what ifso prune takes as --weights. "
+    "What is not given is as in the recipe. Under torchrun, all ranks train it together."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("train", help="train a network to be pruned", description=DESCRIPTION)
+    task = parser.add_argument_group("what is trained")
+    task.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
+    task.add_argument("--weights", metavar="FILE", help="to begin with (random ones otherwise)")
+    task.add_argument("--data", metavar="DATA", help=DATA)
+    task.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the training")
+    add_data(task)
+    how = parser.add_argument_group("how it is trained")
+    add_recipe(how)
+    how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (0)")
+    add_running(parser.add_argument_group("where and how it runs"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and print what came out."""
+    options = gather(args, args.out, {"distill": 0.0}, "ifso train")
+    for name in ("model", "data"):
+        if name not in options:
+            raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")
+    with joined(options["device"]) as place:
+        summary = _watched(args, options, place)
+    if place.speaks and args.json:
+        print_json(summary)
+    elif place.speaks:
+        console().print(table([summary]))
+        print(f"weights: {args.out / 'model.safetensors'}")
+    return leave(0)
+
+
+def _watched(args: argparse.Namespace, options: dict[str, Any], place: Place) -> dict[str, Any]:
+    """The summary; after Ctrl-C the command that goes on is shown."""
+    try:
+        with chatter_to_stderr():
+            return _train(args, options, place)
+    except KeyboardInterrupt:
+        if place.speaks and (args.out / "config.json").is_file():
+            print(f"to go on: {shlex.join(['ifso', 'train', '--resume', '--out', str(args.out)])}", file=sys.stderr)
+        raise
+
+
+def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> dict[str, Any]:
+    import torch
+
+    from ifso.data import open_data
+    from ifso.training.listening import Silent
+    from ifso.training.runs import Training, finished, train_side_by_side
+    from ifso.training.task import network_for
+
+    settings = settings_of(options)
+    summary = finished(args.out) if args.resume else None
+    if summary is not None:
+        return summary
+    with training_progress("train") if place.speaks else nullcontext(Silent()) as listener:
+        data = open_data(options["data"], **opening(options, settings, place, download=args.download))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            weights = options.get("weights")
+            model = network_for(options["model"], data.num_classes, weights=weights, device=place.device)
+        validation = options.get("validation", 0)
+        fixed = {
+            "model": _without_folders(options["model"]),
+            "data": _without_folders(data.name),
+            "validation": validation,
+        }
+        training = Training(
+            name=options["model"], folder=args.out, model=model, data=data, settings=settings,
+            validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
+            about={"arguments": options}, start="weights given" if weights else None,
+        )  # fmt: skip
+        outcome = train_side_by_side([training], listener, resume=args.resume, ranks=place.ranks)[0]
+    if isinstance(outcome, IfsoError):
+        raise outcome
+    return outcome

@@ -1,0 +1,216 @@
+"""``ifso finetune``: pruned networks of runs, trained alone, side by side or by several processes, and gone on with."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ifso.cli.main import main
+from ifso.cli.opening import open_run
+from ifso.cli.train_progress import PlainProgress
+from ifso.data import open_data
+from ifso.training import runs
+from ifso.training.evaluation import evaluate
+from ifso.training.fit import fit
+from ifso.training.lessons import lessons
+from ifso.training.settings import recipe_of
+
+NET = """
+from torch import nn
+
+def make():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Flatten(), nn.Linear(128, 10),
+    )
+"""
+PRUNING = "--macs 0.7 --criterion magnitude --schedule one-shot --recalibrate 0 --seed 3"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A network that was trained and pruned twice."""
+    project = tmp_path_factory.mktemp("project")
+    (project / "net.py").write_text(NET)
+    task = ["--model", f"{project}/net.py:make", "--data", "digits"]
+    assert main(["train", *task, "--epochs", "2", "--out", f"{project}/base"]) == 0
+    for name, macs in (("a", "0.7"), ("b", "0.5")):
+        pruning = [*PRUNING.replace("0.7", macs).split(), "--weights", f"{project}/base/model.safetensors"]
+        assert main(["prune", *task, *pruning, "--out", f"{project}/{name}"]) == 0
+    return project
+
+
+@pytest.fixture
+def project(made, tmp_path):
+    """A copy that may be spoiled; its runs name the files of the first."""
+    return Path(shutil.copytree(made, tmp_path / "project"))
+
+
+def finetuned(argv, capsys):
+    capsys.readouterr()
+    assert main(["finetune", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["runs"]
+
+
+def interrupt_at(monkeypatch, done):
+    original = PlainProgress.stepped
+
+    def stepped(self, name, share):
+        original(self, name, share)
+        if share >= done:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(PlainProgress, "stepped", stepped)
+
+
+def stored(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+class TestFinetuned:
+    @pytest.mark.parametrize(
+        ("options", "settings"),
+        [
+            ("--epochs 2", recipe_of("paper", epochs=2, seed=3)),
+            ("--epochs 2 --distill", recipe_of("paper", epochs=2, seed=3, distill=0.9)),
+            ("--epochs 2 --recipe ours --temperature 2 --seed 5", recipe_of("ours", epochs=2, seed=5, temperature=2.0)),
+        ],
+    )
+    def test_as_by_hand(self, options, settings, project, capsys):
+        run = open_run(project / "a")
+        (summary,) = finetuned([run.folder, *options.split()], capsys)
+        data, model, teacher = open_data("digits", seed=settings.seed), run.pruned(), run.original()
+        before = {"pruned": evaluate(model, data.test_batches()).top1}
+        if settings.distill:
+            before["unpruned"] = evaluate(teacher, data.test_batches()).top1
+        batches, loss_fn = lessons(data, settings, teacher)
+        fit(model, batches, settings, loss_fn=loss_fn)
+        found = open_run(project / "a").finetuned()
+        assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
+        assert summary["last_top1"] == evaluate(model, data.test_batches()).top1
+        assert (summary["before"], summary["settings"]) == (before, settings.as_dict())
+        assert summary["about"]["run"] == str(run.folder)
+
+    def test_several_are_as_one_after_another(self, project, tmp_path, capsys):
+        options = ["--epochs", "1", "--distill", "0.5"]
+        both = finetuned([project / "a", project / "b", *options], capsys)
+        for name, summary in zip("ab", both, strict=True):
+            (alone,) = finetuned([project / name, *options, "--out", tmp_path / f"alone-{name}"], capsys)
+            assert stored(tmp_path / f"alone-{name}") == stored(project / name / "finetune")
+            assert (alone["last_top1"], alone["before"]) == (summary["last_top1"], summary["before"])
+            assert summary["folder"] == str(project / name / "finetune")
+
+    def test_a_table_for_people(self, project, capsys):
+        assert main(["finetune", str(project / "a"), "--epochs", "1", "--validation", "0.1"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[0].strip() == "Accuracy in per cent on validation images"
+        assert [word.strip() for word in printed[2].split("┃")[2:-1]] == [
+            "pruned", "last epoch", "best epoch", "epochs", "seconds",
+        ]  # fmt: skip
+
+
+class TestResume:
+    def test_both_go_on_to_the_same_bits(self, project, monkeypatch, capsys):
+        argv = ["finetune", f"{project}/a", f"{project}/b", *shlex.split("--epochs 2 --recipe ours --lr 0.05")]
+        assert main(argv) == 0
+        whole = [(project / name / "finetune").rename(project / f"whole-{name}") for name in "ab"]
+        interrupt_at(monkeypatch, 1.3)
+        assert main(argv) == 130
+        shown = capsys.readouterr().err.splitlines()[-2]
+        assert shown == f"to go on: ifso finetune --resume {project}/a {project}/b"
+        monkeypatch.undo()
+        for _ in ("goes on", "is finished"):
+            assert main(shlex.split(shown.removeprefix("to go on: ifso "))) == 0
+            assert [stored(project / name / "finetune") for name in "ab"] == [stored(folder) for folder in whole]
+        assert not list(project.glob("*/finetune/training.safetensors"))
+
+    def test_files_may_have_moved(self, project, tmp_path, monkeypatch):
+        argv = ["finetune", str(project / "a"), "--epochs", "2", "--distill"]
+        assert main(argv) == 0
+        whole = (project / "a" / "finetune").rename(project / "whole")
+        interrupt_at(monkeypatch, 1.3)
+        assert main(argv) == 130
+        monkeypatch.undo()
+        config = (project / "a" / "config.json").read_text()
+        (project / "a" / "config.json").write_text(config.replace("base/model", "gone/model"))
+        moved = shutil.copytree(project / "base", tmp_path / "moved") / "model.safetensors"
+        assert main(["finetune", "--resume", str(project / "a"), "--weights", str(moved)]) == 0
+        assert stored(project / "a" / "finetune") == stored(whole)
+
+    def test_others_are_refused(self, project, monkeypatch, capsys):
+        interrupt_at(monkeypatch, 1.3)
+        assert main(["finetune", str(project / "a"), "--epochs", "2"]) == 130
+        monkeypatch.undo()
+        shutil.rmtree(project / "b" / "finetune", ignore_errors=True)
+        shutil.copytree(project / "a" / "finetune", project / "b" / "finetune")
+        capsys.readouterr()
+        for options, message in {
+            f"{project}/a --resume --epochs 3": "epochs is 3 and was 2",
+            f"{project}/a": f"{project}/a/finetune already holds a run (1 epochs, unfinished); resume it",
+            f"{project}/b --resume": "the weights are other ones",
+        }.items():
+            assert main(["finetune", *options.split()]) == 2
+            captured = capsys.readouterr().err
+            assert captured.count("ifso: error") == 1
+            assert message in captured
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ("{a} {a}", "the same RUN is given twice"),
+            ("{a} {b} --out {project}/out", "--out is for one RUN"),
+            ("{a}/finetune", "is the fine-tuning of a run; give the run itself"),
+            ("{a} --epochs 0", "--epochs 0 trains nothing"),
+            ("{a} --epochs 1 --warm-up 1", "1 epochs of warm-up leave nothing of 1"),
+            ("{a} --distill 2", "distill=2.0 will not do"),
+            ("{a} --resume", "holds no run to resume"),
+            ("{a} --data cifar10:none.npz", "none.npz"),
+            ("{a} --weights none.safetensors --distill", "no weight file none.safetensors"),
+            ("{a} --model none.py:make", "none.py"),
+            ("{a} --validation 2000", "validation=2000 of 1442 training images"),
+        ],
+    )
+    def test_one_line_and_nothing_left(self, options, message, project, capsys):
+        capsys.readouterr()
+        given = options.format(a=project / "a", b=project / "b", project=project)
+        assert main(["finetune", *given.split()]) == 2
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 1
+        assert errors[0].startswith("ifso: error: ")
+        assert message in errors[0]
+        assert not (project / "a" / "finetune").exists()
+
+    def test_one_that_is_there_already_stops_all(self, project, capsys):
+        assert main(["finetune", str(project / "b"), "--epochs", "1"]) == 0
+        assert main(["finetune", str(project / "a"), str(project / "b"), "--epochs", "1"]) == 2
+        assert f"{project}/b/finetune already holds a run (1 epochs, finished)" in capsys.readouterr().err
+        assert not (project / "a" / "finetune").exists()
+        assert (project / "b" / "finetune" / "model.safetensors").is_file()
+
+    def test_a_run_in_the_place_of_a_weight(self, project, capsys):
+        with pytest.raises(SystemExit):
+            main(["finetune", "--distill", str(project / "a")])
+        assert "is no weight; write --distill after the runs" in capsys.readouterr().err
+
+    def test_one_that_fails_is_told_after_the_others(self, project, monkeypatch, capsys):
+        capsys.readouterr()
+        original = runs.RunningTraining._ended
+
+        def spoilt(self, epoch):
+            original(self, epoch)
+            if self._training.name.endswith("b"):
+                raise runs.TrainingError("spoilt")
+
+        monkeypatch.setattr(runs.RunningTraining, "_ended", spoilt)
+        assert main(["finetune", str(project / "a"), str(project / "b"), "--epochs", "1", "--json"]) == 2
+        captured = capsys.readouterr()
+        document = json.loads(captured.out)
+        assert [summary["folder"] for summary in document["runs"]] == [str(project / "a" / "finetune")]
+        assert document["failures"] == {str(project / "b" / "finetune"): "spoilt"}
+        assert captured.err.splitlines()[-1] == f"ifso: error: {project}/b/finetune: spoilt"
