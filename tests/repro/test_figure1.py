@@ -258,7 +258,7 @@ def test_bad_options(tmp_path, capsys, more, words):
 
 def test_an_unknown_study_and_a_place_that_cannot_be_written(tmp_path, capsys):
     assert main(["repro", "figure9"]) == 2
-    assert "no study 'figure9'; choose one of figure1" in one_line(capsys)
+    assert "no table, figure or row 'figure9'; choose table1" in one_line(capsys)
     (tmp_path / "file").write_text("")
     assert main(tiny(tmp_path / "file")) == 2
     assert "cannot be used" in one_line(capsys)

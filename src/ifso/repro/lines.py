@@ -1,0 +1,164 @@
+"""The lines of a table: what the paper and others report, and what our runs came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from ifso.repro.comparison import Spread
+from ifso.repro.grids import Line
+from ifso.repro.results import Result
+from ifso.repro.rows import Job, Reported, Row, Study, method_name
+
+NOT_RUN, UNKNOWN = "not run", "–"
+NAMES = {
+    "ifso": "IFSO",
+    "group-fisher": "Group Fisher",
+    "magnitude": "magnitude",
+    "magnitude-average": "magnitude-A",
+    "random": "random",
+}
+PAPER_NAMES = {"ifso": "IFSO", "group-fisher": "GFP"}
+HEADINGS = ("from", "Method", "MACs removed", "base", "pruned", "drop", "best epoch", "runs")
+WORDS = 2
+
+
+class Runs:
+    """Results by what they have in common but for the seed; those of smoke runs are left out."""
+
+    def __init__(self, results: Iterable[Result]) -> None:
+        self.all = [result for result in results if not result.smoke]
+        self._found: dict[tuple[str, str, str], list[Result]] = {}
+        for result in self.all:
+            key = (result.row, method_name(result.criterion, result.variant), result.recipe)
+            self._found.setdefault(key, []).append(result)
+
+    def of(self, job: Job) -> list[list[Result]]:
+        """The results of a job and its other seeds, those made alike together, those made as the row says first."""
+        groups: dict[tuple[str, ...], list[Result]] = {}
+        for result in self._found.get((job.row.name, method_name(job.criterion, job.changes), job.recipe), []):
+            groups.setdefault(otherwise(job, result), []).append(result)
+        return [groups[words] for words in sorted(groups, key=lambda words: (len(words), words))]
+
+    def whole(self, job: Job, pruned: tuple[str, ...] | None = None) -> list[Result]:
+        """Those fine-tuned for as long as the recipe says; if ``pruned`` is given, pruned otherwise in just that."""
+        for group in self.of(job):
+            if group[0].epochs == usual_epochs(job) and pruned in (None, otherwise(job, group[0])):
+                return group
+        return []
+
+
+def usual_epochs(job: Job) -> int:
+    """For how long the recipe of a job fine-tunes."""
+    return job.row.finetune["epochs"] if job.recipe == "paper" else job.train_settings().epochs
+
+
+def otherwise(job: Job, result: Result) -> tuple[str, ...]:
+    """In what a result was not made as its row and recipe say, in words."""
+    epochs = [] if result.epochs == usual_epochs(job) else [f"{result.epochs} epochs"]
+    usual = {**job.prune, "seed": result.prune.get("seed")}
+    changed = [f"{key}={value}" for key, value in result.prune.items() if usual.get(key) != value]
+    return (*epochs, *sorted(changed))
+
+
+def last_top1(group: list[Result]) -> Spread:
+    """What counts of a group of runs."""
+    return Spread.of([result.last_top1 for result in group])
+
+
+def signed(number: float) -> str:
+    """With a proper minus sign, and no −0.00.
+
+    >>> signed(-0.22), signed(-0.001)
+    ('−0.22', '0.00')
+    """
+    text = f"{number:.2f}"
+    return "0.00" if float(text) == 0 else text.replace("-", "−")
+
+
+def percent(share: float) -> str:
+    """A share as people read it.
+
+    >>> percent(0.7)
+    '70 %'
+    """
+    return f"{share * 100:.10g} %"
+
+
+def _weights_kept(group: list[Result]) -> str:
+    return f"{Spread.of([100 * result.params_kept for result in group]).mean:.1f} %"
+
+
+def _prune_seconds(group: list[Result]) -> str:
+    return f"{Spread.of([result.prune_seconds for result in group]).mean:.0f}"
+
+
+EXTRA: Mapping[str, tuple[str, Callable[[list[Result]], str]]] = {
+    "params_kept": ("weights kept", _weights_kept),
+    "prune_seconds": ("seconds of pruning", _prune_seconds),
+}
+"""Columns that a study may have beside the usual: heading, and what is said of a group of runs."""
+
+
+def headings(study: Study) -> Line:
+    """Of all columns of a study."""
+    return (*HEADINGS, *(EXTRA[column][0] for column in study.columns))
+
+
+def reported(row: Row, study: Study) -> list[Line]:
+    """What the paper and others report: in a table of the row, in another study of its variants."""
+    if any(variant.label for variant in study.variants):
+        told = [(variant.label, variant.paper.get(row.name)) for variant in study.variants]
+        return [_reported("paper", label, line, study) for label, line in told if line]
+    found = [_reported("rival", _noted(rival.method, rival.note), rival, study) for rival in row.rivals]
+    for criterion in sorted(row.paper, key=lambda name: name == "ifso"):
+        line = row.paper[criterion]
+        name = f"{PAPER_NAMES.get(criterion, criterion)}-{row.removed * 100:.10g}"
+        found.append(_reported("paper", _noted(name, line.note), line, study, best=criterion == "ifso"))
+        if line.last is not None:
+            found.append(_reported("paper", f"{name} (last epoch)", line, study, last=line.last))
+    return found
+
+
+def _noted(name: str, note: str) -> str:
+    return f"{name} ({note})" if note else name
+
+
+def _reported(
+    whose: str, name: str, line: Reported, study: Study, *, last: float | None = None, best: bool = False
+) -> Line:
+    pruned = line.pruned if last is None else last
+    base = UNKNOWN if line.base is None else f"{line.base:.2f}"
+    drop = UNKNOWN if line.base is None else signed(line.base - pruned)
+    kept = {"params_kept": None if line.params_kept is None else f"{line.params_kept:.1f} %"}
+    extra = [kept.get(column) or UNKNOWN for column in study.columns]
+    best_epoch = f"{pruned:.2f}" if best else UNKNOWN
+    return whose, name, f"{line.removed:.1f} %", base, f"{pruned:.2f}", drop, best_epoch, UNKNOWN, *extra
+
+
+def ours(job: Job, runs: Runs, study: Study) -> list[Line]:
+    """A line for each number of epochs that was run, or one that says that nothing was."""
+    name = f"{job.variant.label or NAMES[job.criterion]}, recipe “{job.recipe}”"
+    groups = runs.of(job)
+    if not groups:
+        return [("ours", name, percent(job.row.removed), *[NOT_RUN] * 4, "0 seeds", *[NOT_RUN] * len(study.columns))]
+    labels = [", ".join((name, *otherwise(job, group[0]), *_shared(group))) for group in groups]
+    return [("ours", label, *_numbers(group, study)) for label, group in zip(labels, groups, strict=True)]
+
+
+def _shared(group: list[Result]) -> list[str]:
+    """Did several seeds fine-tune the same pruned network?"""
+    seeds = [result.prune.get("seed", result.seed) for result in group]
+    return ["one pruning"] if len(set(seeds)) < len(seeds) else []
+
+
+def _numbers(group: list[Result], study: Study) -> Line:
+    base = Spread.of([result.base_top1 for result in group])
+    return (
+        f"{Spread.of([100 * (1 - result.macs_kept) for result in group]).mean:.1f} %",
+        str(base) if base.deviation else f"{base.mean:.2f}",
+        str(last_top1(group)),
+        signed(Spread.of([result.base_top1 - result.last_top1 for result in group]).mean),
+        str(Spread.of([result.best_top1 for result in group])),
+        f"{len(group)} seed{'s' if len(group) > 1 else ''}",
+        *(EXTRA[column][1](group) for column in study.columns),
+    )

@@ -1,0 +1,252 @@
+"""The rows of the paper, its tables and studies, and the runs (:class:`Job`) they are made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.errors import IfsoError
+from ifso.repro.configs import config_folder, read_toml
+from ifso.repro.plans import PRUNE_OPTIONS, TABLES, Base, Reported, Row, Study, Variant, read_row, read_study
+
+if TYPE_CHECKING:
+    from ifso.training.settings import TrainSettings
+
+__all__ = ["Base", "Job", "Reported", "Row", "Study", "Variant", "find_row", "find_study", "rows", "studies", "study"]
+
+OURS_TO_USE = ("lr", "batch")
+"""Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
+
+MIXED = "mixed:"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a row pruned by one criterion (with a variant of its options), fine-tuned by one recipe from a seed."""
+
+    row: Row
+    criterion: str
+    recipe: str
+    seed: int = 0
+    variant: Variant = field(default_factory=Variant)
+
+    @property
+    def name(self) -> str:
+        """What the run and its file are called, such as ``resnet32-cifar10-50.ifso+normalize=none.paper.0``."""
+        return job_name(self.row.name, self.criterion, self.changes, self.recipe, self.seed)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The options of the variant that differ from what the row has anyway."""
+        usual = {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
+        return {key: value for key, value in self.variant.options.items() if usual.get(key) != value}
+
+    @property
+    def prune(self) -> dict[str, Any]:
+        """All options of pruning but those of the criterion, as plain values."""
+        usual = {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
+        return {**usual, **{key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}}
+
+    @property
+    def criterion_options(self) -> dict[str, Any]:
+        """Options of the criterion; chance takes its numbers from the seed of the run."""
+        chosen = {key: value for key, value in self.changes.items() if key not in PRUNE_OPTIONS}
+        return {"seed": self.seed} if self.criterion == "random" else chosen
+
+    def missing(self) -> tuple[str, ...]:
+        """Options that ``ifso.prune`` does not have (yet), so that the job cannot be run."""
+        from ifso.pruning.prune import prune
+
+        known = (*inspect.signature(prune).parameters, *OURS_TO_USE)
+        return tuple(option for option in self.prune if option not in known)
+
+    def prune_keywords(self) -> dict[str, Any]:
+        """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
+        from ifso.criteria.registry import create
+        from ifso.pruning.budget import Budget
+        from ifso.pruning.settings import sgd
+
+        if self.missing():
+            raise IfsoError(f"{self.name}: ifso.prune has no option {', '.join(self.missing())}, so it cannot be run")
+        keywords = {key: value for key, value in self.prune.items() if key not in OURS_TO_USE}
+        keywords["schedule"] = _schedule(self.prune.get("schedule", "incremental"))
+        if "lr" in self.prune:
+            keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
+        budget = Budget(macs=round(1 - self.row.removed, 12))
+        return {**keywords, "budget": budget, "criterion": create(self.criterion, **self.criterion_options),
+                "seed": self.seed}  # fmt: skip
+
+    def train_settings(self) -> TrainSettings:
+        """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""
+        from ifso.training.settings import recipe_of
+
+        changes = dict(self.row.finetune)
+        if self.recipe != "paper":
+            changes.pop("epochs", None)
+        return recipe_of(self.recipe, **changes, seed=self.seed)
+
+
+def job_name(row: str, criterion: str, changes: Mapping[str, Any], recipe: str, seed: int) -> str:
+    """The name of a run, which is that of its file, too.
+
+    >>> job_name("resnet32-cifar10-50", "ifso", {"inverse": "neumann", "inverse_options": {"terms": 2}}, "paper", 0)
+    'resnet32-cifar10-50.ifso+inverse=neumann+terms=2.paper.0'
+    """
+    return f"{row}.{method_name(criterion, changes)}.{recipe}.{seed}"
+
+
+def method_name(criterion: str, changes: Mapping[str, Any]) -> str:
+    """A criterion with the options that differ.
+
+    >>> method_name("ifso", {"schedule": "mixed:0.75"})
+    'ifso+schedule=mixed-0.75'
+    """
+    return criterion + "".join(f"+{key}={str(value).replace(':', '-')}" for key, value in _leaves(changes))
+
+
+def _leaves(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield key, value
+
+
+def _schedule(name: str) -> Any:
+    from ifso.pruning.schedule import Mixed
+
+    if not name.startswith(MIXED):
+        return name
+    try:
+        return Mixed(float(name.removeprefix(MIXED)))
+    except ValueError:
+        raise IfsoError(f"schedule = {name!r}: write a share of the way, such as mixed:0.75") from None
+
+
+@cache
+def _read(folder: Path) -> tuple[dict[str, Row], dict[str, Study]]:
+    found_rows, found_studies = {}, {}
+    for path in sorted(folder.glob("*.toml")):
+        keys = read_toml(path).keys
+        if ("row" in keys) == ("study" in keys):
+            raise IfsoError(f"{path}: must have one of the keys 'row' and 'study'")
+        if "row" in keys:
+            found_rows[path.stem] = read_row(path)
+        else:
+            found_studies[path.stem] = read_study(path)
+    for name, found in found_studies.items():
+        _check_study(folder / f"{name}.toml", found, found_rows)
+    return found_rows, found_studies
+
+
+def _check_study(path: Path, found: Study, known: Mapping[str, Row]) -> None:
+    """A study is about rows that there are, and the paper's numbers are about rows of the study."""
+    tasks = dict.fromkeys(row.task for row in known.values())
+    for name in found.rows:
+        if name.rpartition("-")[0] not in tasks:
+            raise IfsoError(f"{path}: tasks: {name.rpartition('-')[0]!r} has no row; there are {', '.join(tasks)}")
+    for variant in found.variants:
+        for name in variant.paper:
+            if name not in found.rows:
+                raise IfsoError(
+                    f"{path}: variants.paper: {name!r} is no row of the study; it has {', '.join(found.rows)}"
+                )
+
+
+def rows(folder: Path | None = None) -> dict[str, Row]:
+    """The rows that have a file of their own, by name."""
+    return dict(_read(folder or config_folder())[0])
+
+
+def find_row(name: str, folder: Path | None = None) -> Row:
+    """The row of that name; one of another budget than those with a file is made after the same network and data.
+
+    >>> find_row("resnet32-cifar10-30").removed
+    0.3
+    """
+    known = rows(folder)
+    if name in known:
+        return known[name]
+    task, _, percent = name.rpartition("-")
+    alike = [row for row in known.values() if row.task == task]
+    if not alike or not percent.isdigit() or not 0 < int(percent) < 100:
+        close = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+        raise IfsoError(f"no row {name!r} (network-data-per cent of MACs removed){hint}")
+    return alike[0].at(int(percent) / 100)
+
+
+def studies(folder: Path | None = None) -> dict[str, Study]:
+    """The tables and the other studies of the paper, by name."""
+    known = sorted(rows(folder).values(), key=lambda row: row.removed)
+    tables = {
+        name: Study(name, title, tuple(row.name for row in known if name in row.tables))
+        for name, title in TABLES.items()
+    }
+    return {**{name: table for name, table in tables.items() if table.rows}, **_read(folder or config_folder())[1]}
+
+
+def find_study(name: str, folder: Path | None = None) -> Study:
+    """The study of that name, or of the one row of that name."""
+    known = studies(folder)
+    if name in known:
+        return known[name]
+    try:
+        return Study(name, name, (find_row(name, folder).name,))
+    except IfsoError:
+        listed = ", ".join(known)
+        raise IfsoError(f"no table, figure or row {name!r}; choose {listed} or a row such as {_some(folder)}") from None
+
+
+def _some(folder: Path | None) -> str:
+    return next(iter(rows(folder)), "resnet32-cifar10-50")
+
+
+def study(
+    name: str,
+    *,
+    seeds: int | None = None,
+    criteria: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
+    folder: Path | None = None,
+) -> list[Job]:
+    """The runs of a table (``"table1"`` …), another study or one row, each once: first all of seed 0, then of seed 1.
+
+    ``seeds`` is their number if it shall be another; ``criteria`` and ``recipes`` leave out all others.
+
+    >>> [job.name for job in study("resnet32-cifar10-50", criteria=["random"])][:3]
+    ['resnet32-cifar10-50.random.paper.0', 'resnet32-cifar10-50.random.ours.0', 'resnet32-cifar10-50.random.paper.1']
+    """
+    if seeds is not None and seeds < 1:
+        raise IfsoError(f"{seeds} seeds: give 1 or more")
+    chosen = find_study(name, folder)
+    found: dict[str, Job] = {}
+    for row in (find_row(row_name, folder) for row_name in chosen.rows):
+        for job in _jobs(row, chosen, seeds):
+            if (criteria is None or job.criterion in criteria) and (recipes is None or job.recipe in recipes):
+                found.setdefault(job.name, job)
+    _refuse_unknown("criterion", criteria, chosen, folder)
+    _refuse_unknown("recipe", recipes, chosen, folder)
+    return sorted(found.values(), key=lambda job: job.seed)
+
+
+def _jobs(row: Row, chosen: Study, seeds: int | None) -> Iterator[Job]:
+    for seed in range(seeds or chosen.seeds or row.seeds):
+        for criterion in chosen.criteria or row.criteria:
+            for variant in chosen.variants:
+                for recipe in chosen.recipes or row.recipes:
+                    yield Job(row, criterion, recipe, seed, variant)
+
+
+def _refuse_unknown(kind: str, asked: Sequence[str] | None, chosen: Study, folder: Path | None) -> None:
+    """A criterion or recipe that a study does not have would silently give nothing."""
+    jobs = [job for name in chosen.rows for job in _jobs(find_row(name, folder), chosen, 1)]
+    known = dict.fromkeys(getattr(job, kind) for job in jobs)
+    for name in asked or ():
+        if name not in known:
+            raise IfsoError(f"{chosen.name} has no {kind} {name!r}; it has {', '.join(known)}")

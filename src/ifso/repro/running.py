@@ -1,0 +1,301 @@
+"""The runs of a study: unpruned networks are trained, pruned and fine-tuned, as many at once as one GPU can take.
+
+Whatever is done is kept: an unpruned network, a pruned one, the last checkpoint of a fine-tuning, a result. A run that
+was interrupted goes on there when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import ifso
+from ifso.data import Data
+from ifso.errors import IfsoError, RunError, TrainingError
+from ifso.pruning.folder import differences
+from ifso.repro.plans import Row
+from ifso.repro.prunings import Prunings
+from ifso.repro.results import Result, path_of, read_file, write
+from ifso.repro.rows import Job
+from ifso.repro.workshop import Workshop
+from ifso.surgery.files import FolderLock
+from ifso.training.crew import Crew
+from ifso.training.examining import Examiner
+from ifso.training.fit import own_random_numbers
+from ifso.training.lane import Epoch, Lane, Watch
+from ifso.training.lessons import Tables, lessons
+
+Say = Callable[[str], None]
+EVERY, FINAL = 5, 10
+"""A network is evaluated after every fifth epoch and each of the last ten."""
+
+LARGE = 2000
+"""Images in a test batch on a GPU."""
+
+PAUSE = 0.2
+"""Seconds between two looks at what can be taken up."""
+
+OF_THE_MACHINE = ("precision", "channels_last", "compile")
+"""Settings of a training that may be others than those of a result that is there."""
+
+
+class Failure(NamedTuple):
+    """A run that could not be done, why, and the exit status that goes with it."""
+
+    name: str
+    reason: str
+    status: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Running:
+    """Runs ``jobs``: ``lanes`` networks are trained side by side while ``workers`` processes prune others.
+
+    ``failed`` is what could not be done, ``failures`` the same in words.
+    """
+
+    def __init__(self, workshop: Workshop, jobs: Sequence[Job], *, lanes: int, workers: int, say: Say) -> None:
+        self._shop, self._say, self._lanes, self._workers = workshop, say, lanes, workers
+        self.failed: list[Failure] = []
+        self._crew, self._tables = Crew(), Tables()
+        self._bases: dict[str, tuple[nn.Module, float]] = {}
+        self._in_training: dict[str, FolderLock] = {}
+        self._elsewhere: set[str] = set()
+        self._waiting: dict[str, Job] = {}
+        for job in jobs:
+            try:
+                self._enter(job)
+            except IfsoError as error:
+                self._note(job, error)
+        waiting, failed = len(self._waiting), len(self.failed)
+        counts = {"to do": waiting, "done already": len(jobs) - waiting - failed, "that cannot be done": failed}
+        say("runs: " + ", ".join(f"{count} {words}" for words, count in counts.items() if count or words == "to do"))
+
+    @property
+    def failures(self) -> list[str]:
+        """What could not be done, in words."""
+        return [str(failure) for failure in self.failed]
+
+    def run(self) -> None:
+        """All that is to be done, in the order of the jobs wherever there is a choice."""
+        with _shared_threads(self._shop.device, self._workers) as threads, own_random_numbers([], 0):
+            self._prunings = Prunings(self._shop, self._workers, threads, self._say)
+            try:
+                self._go()
+            except torch.OutOfMemoryError as error:
+                raise TrainingError(
+                    f"no memory is left for {self._crew.size} networks side by side; what is done is kept: "
+                    "give the same command with fewer --lanes"
+                ) from error
+            finally:
+                self._prunings.stop()
+
+    def _go(self) -> None:
+        looked, size = -math.inf, 0
+        while self._waiting or self._crew.size:
+            if time.monotonic() - looked > PAUSE or self._crew.size < size:
+                self._prunings.turn()
+                self._fill()
+                looked, size = time.monotonic(), self._crew.size
+            if self._crew.size:
+                self._crew.turn()
+            elif self._waiting:
+                time.sleep(PAUSE)
+
+    # ---------------------------------------------------------------------------------------------- what comes next
+
+    def _enter(self, job: Job) -> None:
+        """Wait in line, unless there is a result, which must be one of the same settings."""
+        place = path_of(job.name, self._shop.results, smoke=self._shop.smoke)
+        if not place.exists():
+            self._shop.check(job)
+            self._waiting[job.name] = job
+            return
+        result, settings = read_file(place), self._shop.settings(job).as_dict()
+        now = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
+        found = differences(now, {key: result.train.get(key) for key in now})
+        found += differences(self._shop.prune_options(job), result.prune)
+        if found:
+            raise RunError(f"{place} is of other settings: {'; '.join(found)}; give another --out, or remove it")
+
+    def _fill(self) -> None:
+        """Take up what can be taken up."""
+        for name, job in list(self._waiting.items()):
+            try:
+                if name in self._waiting:
+                    self._take_up(job)
+            except IfsoError as error:
+                self._fail(job, error)
+
+    def _take_up(self, job: Job) -> None:
+        """The next thing that ``job`` needs: an unpruned network, a pruned one, or fine-tuning."""
+        room = self._crew.size < self._lanes
+        if not self._shop.base_file(job.row).is_file():
+            if room:
+                self._train_base(job.row)
+        elif not self._shop.is_pruned(job):
+            self._prunings.ask(job)
+        elif room:
+            del self._waiting[job.name]
+            self._finetune(job)
+
+    def _fail(self, job: Job, error: IfsoError) -> None:
+        self._note(job, error)
+        self._say(f"{self.failed[-1].name} failed: {self.failed[-1].reason}")
+
+    def _note(self, job: Job, error: IfsoError) -> None:
+        self._waiting.pop(job.name, None)
+        self.failed.append(Failure(job.name, " ".join(str(error).split()), error.exit_status))
+
+    # -------------------------------------------------------------------------------------------- unpruned networks
+
+    def _train_base(self, row: Row) -> None:
+        if row.task in self._in_training:
+            return
+        lock = self._locked(row)
+        if lock is None or self._shop.base_file(row).is_file():
+            return
+        settings, data = self._shop.base_settings(row), self._shop.open(row, 0)
+        model = self._shop.placed(self._shop.fresh(row, data.num_classes))
+        batches, loss_fn = lessons(data, settings)
+        watch = self._watch(f"{row.task} unpruned", data, settings.epochs, self._shop.work / "training" / row.task)
+        self._in_training[row.task] = lock
+        self._say(f"training {row.task} for {settings.epochs} epochs")
+        lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
+        self._crew.add(lane, partial(self._base_done, row, model))
+
+    def _locked(self, row: Row) -> FolderLock | None:
+        """The right to train an unpruned network; None while another process does."""
+        folder = self._shop.work / "training" / row.task
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return FolderLock(folder / ".lock")
+        except BlockingIOError:
+            if row.task not in self._elsewhere:
+                self._elsewhere.add(row.task)
+                self._say(f"waiting for {row.task}, which another process trains")
+            return None
+        except OSError as error:
+            raise RunError(f"{folder} cannot be written: {' '.join(str(error).split())}") from error
+
+    def _base_done(self, row: Row, model: nn.Module, failure: IfsoError | None) -> None:
+        lock = self._in_training.pop(row.task)
+        if failure is None:
+            self._shop.keep_base(row, model)
+        lock.release()
+        for job in list(self._waiting.values()):
+            if failure is not None and job.row.task == row.task:
+                self._fail(job, failure)
+
+    def _base(self, row: Row, data: Data) -> tuple[nn.Module, float]:
+        """The unpruned network and its accuracy; it is the teacher, too."""
+        if row.task not in self._bases:
+            model = self._shop.base(row, data)
+            self._bases[row.task] = model, self._examiner(data, "float32")(model).top1
+        return self._bases[row.task]
+
+    # -------------------------------------------------------------------------------------------------- fine-tuning
+
+    def _finetune(self, job: Job) -> None:
+        self._shop.refuse_other_pruning(job)
+        settings, data = self._shop.settings(job), self._shop.open(job.row, job.seed)
+        teacher, base_top1 = self._base(job.row, data)
+        model = self._shop.trainable(job, data)
+        others = self._waiting.values()
+        alike = 1 + sum(other.row.task == job.row.task and other.recipe == job.recipe for other in others)
+        batches, loss_fn = lessons(data, settings, teacher, tables=self._tables, networks=alike, say=self._say)
+        watch = self._watch(job.name, data, settings.epochs, self._shop.work / "training" / job.name)
+        self._say(f"fine-tuning {job.name} for {settings.epochs} epochs")
+        lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
+        self._crew.add(lane, partial(self._finetuned, job, lane, base_top1))
+
+    def _finetuned(self, job: Job, lane: Lane, base_top1: float, failure: IfsoError | None) -> None:
+        if failure is not None:
+            self._fail(job, failure)
+            return
+        for note in lane.notes:
+            self._say(f"{job.name}: {note}")
+        result = result_of(self._shop, job, lane, base_top1)
+        write(result, self._shop.results)
+        self._say(f"{job.name}: {base_top1:.2f} → {result.last_top1:.2f} % (last epoch), best {result.best_top1:.2f}")
+
+    def _watch(self, name: str, data: Data, epochs: int, folder: Any) -> Watch:
+        examiner = self._examiner(data, self._shop.train.get("precision", "float32"))
+
+        def tell(epoch: Epoch) -> None:
+            if epoch.measures and (epoch.number % (4 * EVERY) == 0 or epoch.number == epochs):
+                top1 = epoch.measures["top1"]
+                self._say(f"{name}: epoch {epoch.number} of {epochs}, loss {epoch.loss:.4f}, {top1:.2f} %")
+
+        def top1(model: nn.Module) -> dict[str, float]:
+            return {"top1": examiner(model).top1}
+
+        return Watch(top1, EVERY, FINAL, tell, folder)
+
+    def _examiner(self, data: Data, precision: str) -> Examiner:
+        size = LARGE if self._shop.device.startswith("cuda") else 500
+        batches = data.validation_batches(size) if self._shop.validation else data.test_batches(size)
+        return Examiner(batches, precision)
+
+
+def result_of(shop: Workshop, job: Job, lane: Lane, base_top1: float) -> Result:
+    """What a fine-tuned network came to."""
+    facts = shop.prune_facts(job)
+    history = [
+        {"epoch": epoch.number, "loss": epoch.loss, "top1": epoch.measures.get("top1"), "lr": epoch.lr}
+        for epoch in lane.done
+    ]
+    found = [entry["top1"] for entry in history if entry["top1"] is not None]
+    return Result(
+        row=job.row.name,
+        criterion=job.criterion,
+        recipe=job.recipe,
+        seed=job.seed,
+        epochs=lane.settings.epochs,
+        macs_kept=facts["shares"]["macs"],
+        base_top1=base_top1,
+        last_top1=found[-1],
+        best_top1=max(found),
+        history=history,
+        seconds=sum(epoch.seconds for epoch in lane.done),
+        hardware=hardware(shop.device),
+        torch=torch.__version__,
+        params_kept=facts["after"]["params"] / facts["before"]["params"],
+        pruned_top1=facts["measures"][-1]["accuracy"],
+        prune_seconds=facts["seconds"],
+        ifso=ifso.__version__,
+        variant=job.changes,
+        train=lane.settings.as_dict(),
+        prune=shop.prune_options(job),
+        base=job.row.base.as_dict(),
+        smoke=shop.smoke,
+    )
+
+
+def hardware(device: str) -> str:
+    """The name of the GPU, or the kind of processor."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _shared_threads(device: str, workers: int) -> Iterator[int]:
+    """Threads of each process: on a CPU this one and those that prune share the cores."""
+    before = torch.get_num_threads()
+    threads = max(1, before // (workers + 1)) if device == "cpu" else before
+    torch.set_num_threads(threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(before)

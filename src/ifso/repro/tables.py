@@ -1,0 +1,154 @@
+"""The paper's tables and studies rendered: paper, rivals and ours, with what was not run marked as such."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ifso.errors import IfsoError
+from ifso.repro.comparison import Difference
+from ifso.repro.grids import Grid, Line, as_markdown, as_rich
+from ifso.repro.lines import (
+    NAMES,
+    NOT_RUN,
+    UNKNOWN,
+    WORDS,
+    Runs,
+    headings,
+    last_top1,
+    otherwise,
+    ours,
+    percent,
+    reported,
+    signed,
+)  # fmt: skip
+from ifso.repro.results import Result
+from ifso.repro.rows import Job, Study, find_row, find_study, studies, study
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COMMAND = "ifso repro --table"
+EXPLANATION = (
+    "Top-1 on the test set in per cent. Numbers of the paper and of others are as they report them. Ours under "
+    "“pruned” are the last epoch, mean ± standard deviation over the seeds; “drop” is base less pruned, “best epoch” "
+    "the best on the test set. “Not run” is a cell that no run has filled."
+)
+COMPARED = (
+    "IFSO less the other criterion, last epoch, same budget and recipe. Spread is √(s₁² + s₂²) of the two standard "
+    "deviations over seeds; where it is not below the difference, or not known, nothing is claimed."
+)
+
+
+def render(name: str, results: Iterable[Result]) -> list[Table]:
+    """The tables of a study (``"table2"``, ``"figure5"`` …) or of one row, for a terminal."""
+    first, *others = grids(name, Runs(results))
+    return [as_rich(grid) for grid in (replace(first, notes=(EXPLANATION, *first.notes)), *others)]
+
+
+def markdown(results: Iterable[Result], names: Sequence[str] | None = None) -> str:
+    """All studies, or those of ``names``, as one page of Markdown."""
+    runs = Runs(results)
+    made = f"Written by `{COMMAND}` from the {len(runs.all)} results in `repro/results/`, never by hand."
+    pages = [as_markdown(grid) for name in names or studies() for grid in grids(name, runs)]
+    pages += [as_markdown(_where(runs))] if runs.all else []
+    return "\n".join(["# The paper's tables, run again\n", made, f"\n{EXPLANATION}\n", *pages])
+
+
+def write_markdown(results: Iterable[Result], path: Path, names: Sequence[str] | None = None) -> None:
+    """Write that page to a file, whole or not at all."""
+    from ifso.surgery.files import replacing
+
+    text = markdown(results, names)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new:
+            new.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise IfsoError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
+
+
+def grids(name: str, runs: Runs) -> list[Grid]:
+    """A table for each network of a study and, where criteria stand line by line, what may be claimed."""
+    chosen = find_study(name)
+    jobs: dict[str, list[Job]] = defaultdict(list)
+    for job in study(name, seeds=1):
+        jobs[job.row.task].append(job)
+    make = _matrix if chosen.layout == "matrix" else _table
+    found = [make(chosen, _title(chosen, task if len(jobs) > 1 else ""), jobs[task], runs) for task in jobs]
+    every = [job for task in jobs for job in jobs[task]]
+    if chosen.layout == "lines" and {"ifso"} < {job.criterion for job in every}:
+        found.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
+    return found
+
+
+def _title(chosen: Study, more: str) -> str:
+    number = chosen.name.removeprefix("table")
+    title = f"Table {number}: {chosen.title}" if number != chosen.name else chosen.title
+    return f"{title}: {more}" if more else title
+
+
+def _table(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
+    """A section for each budget."""
+    sections = []
+    for name in dict.fromkeys(job.row.name for job in jobs):
+        done = [line for job in jobs if job.row.name == name for line in ours(job, runs, chosen)]
+        sections.append((*reported(find_row(name), chosen), *done))
+    return Grid(title, headings(chosen), tuple(sections), _notes(chosen), WORDS)
+
+
+def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
+    """Criteria downwards, budgets to the right, the number of seeds in brackets."""
+    budgets = sorted({job.row.removed for job in jobs})
+    cells: dict[str, dict[float, str]] = defaultdict(dict)
+    for job in jobs:
+        group = runs.whole(job)
+        cell = f"{last_top1(group)} ({len(group)})" if group else NOT_RUN
+        cells[f"{NAMES[job.criterion]}, recipe “{job.recipe}”"][job.row.removed] = cell
+    lines = tuple((name, *(found[budget] for budget in budgets)) for name, found in cells.items())
+    return Grid(title, ("MACs removed", *map(percent, budgets)), (lines,), _notes(chosen))
+
+
+def _notes(chosen: Study) -> tuple[str, ...]:
+    return (chosen.note,) if chosen.note else ()
+
+
+def _comparison(title: str, jobs: list[Job], runs: Runs) -> Grid:
+    """IFSO against each other criterion, budget by budget and recipe by recipe."""
+    base = {(job.row.name, job.recipe): job for job in jobs if job.criterion == "ifso"}
+    sections = tuple(
+        tuple(
+            (row, recipe, NAMES[job.criterion], *_compared(ifso, job, runs))
+            for job in jobs
+            if (job.row.name, job.recipe) == (row, recipe) and job is not ifso
+        )
+        for (row, recipe), ifso in base.items()
+    )
+    names = ("row", "recipe", "IFSO against", "difference", "spread", "seeds", "claim")
+    return Grid(title, names, sections, (COMPARED,), words=3)
+
+
+def _compared(one: Job, two: Job, runs: Runs) -> Line:
+    """Both were fine-tuned for as long, and if one was pruned otherwise than the row says, so was the other."""
+    ifso = runs.whole(one)
+    other = runs.whole(two, otherwise(one, ifso[0]) if ifso else None)
+    seeds = f"{len(ifso)} and {len(other)}"
+    if not ifso or not other:
+        return NOT_RUN, NOT_RUN, seeds, NOT_RUN
+    found = Difference.of(last_top1(ifso), last_top1(other))
+    return signed(found.mean), UNKNOWN if found.spread is None else f"{found.spread:.2f}", seeds, found.verdict
+
+
+def _where(runs: Runs) -> Grid:
+    """On what the runs were made."""
+    places: dict[Line, list[Result]] = defaultdict(list)
+    for result in runs.all:
+        places[result.hardware, result.torch, result.ifso].append(result)
+    lines = tuple(
+        (*place, str(len(group)), f"{sum(run.seconds + run.prune_seconds for run in group) / 3600:.1f}")
+        for place, group in sorted(places.items())
+    )
+    return Grid("Where it was run", ("hardware", "torch", "ifso", "results", "hours, added up"), (lines,), words=3)

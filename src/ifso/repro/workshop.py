@@ -1,0 +1,240 @@
+"""Where the runs of a study are made: data, unpruned networks and pruned ones, each made once and kept in files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ifso
+from ifso.data import Data, open_data
+from ifso.data.generated import generated_images
+from ifso.errors import DataError, RunError
+from ifso.models import create_model, load_weights
+from ifso.pruning.folder import differences
+from ifso.pruning.prune import prune
+from ifso.pruning.settings import PRESETS, Settings
+from ifso.repro.plans import Row
+from ifso.repro.rows import Job, method_name
+from ifso.surgery.files import replacing, storable, write_tensors
+from ifso.surgery.recipe import recipe_of
+from ifso.surgery.store import load
+from ifso.training.evaluation import evaluate
+from ifso.training.padding import Padding
+from ifso.training.precision import autocast, tensor_cores
+from ifso.training.settings import TrainSettings
+from ifso.training.task import loss_in
+
+SMOKE: Mapping[str, Any] = {"epochs": 1, "batch": 16}
+"""How long a network is trained in a smoke run, on a few generated images."""
+
+SMOKE_PRUNE: Mapping[str, Any] = {"accumulate": 1, "batches_per_score": 1, "batch": 8, "recalibrate": 2}
+SMOKE_REMOVALS = 2
+SMOKE_IMAGES = {"cifar10": 96, "cifar100": 96, "imagenet": 32}
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """``data`` says where each data set is, ``weights`` where given weights are; ``work`` keeps what was made.
+
+    ``train`` are changes to all recipes, ``prune`` to all prunings. ``one_pruning`` prunes with seed 0 for all seeds.
+    """
+
+    work: Path
+    results: Path
+    data: Mapping[str, str] = field(default_factory=dict)
+    weights: Path | None = None
+    device: str = "cpu"
+    prune_precision: str = "float32"
+    train: Mapping[str, Any] = field(default_factory=dict)
+    prune: Mapping[str, Any] = field(default_factory=dict)
+    one_pruning: bool = False
+    validation: int = 0
+    smoke: bool = False
+
+    def settings(self, job: Job) -> TrainSettings:
+        """How a pruned network is fine-tuned."""
+        return replace(job.train_settings(), **{**self.train, **(SMOKE if self.smoke else {})})
+
+    def base_settings(self, row: Row) -> TrainSettings:
+        """How an unpruned network is trained; a change of epochs is for fine-tuning only."""
+        if self.smoke:
+            return TrainSettings(**SMOKE)
+        return replace(row.base.train_settings(), **{key: self.train[key] for key in self.train if key != "epochs"})
+
+    def check(self, job: Job) -> None:
+        """Refuse what would fail later: settings of training or pruning, weights or data that are not there."""
+        self.settings(job)
+        _plain(self.prune_as(job))
+        self.base_file(job.row)
+        self.open(job.row, 0)
+
+    def open(self, row: Row, seed: int) -> Data:
+        """The data of a row, with the order and augmentation of ``seed``."""
+        if self.smoke:
+            made_up = generated_images(row.data, device=self.device, seed=seed)
+            first = torch.arange(SMOKE_IMAGES[row.data], device=self.device)
+            return replace(made_up, train=made_up.train.part(first))
+        if row.data not in self.data:
+            raise DataError(f"{row.name} needs {row.data}; give --data {row.data}:PATH, or --smoke")
+        data = _opened(f"{row.data}:{self.data[row.data]}", self.device, self.validation)
+        return replace(data, seed=seed) if is_dataclass(data) and not isinstance(data, type) else data
+
+    def base_file(self, row: Row) -> Path:
+        """Where the weights of the unpruned network are, or will be once it is trained."""
+        if row.base.weights is None or self.smoke:
+            return self.work / "base" / f"{row.task}{'-smoke' if self.smoke else ''}.safetensors"
+        path = (self.weights or Path()) / row.base.weights
+        if not path.is_file():
+            raise DataError(f"{row.name} begins with the weights {row.base.weights}; give their folder with --weights")
+        return path
+
+    def fresh(self, row: Row, classes: int | None) -> nn.Module:
+        """The unpruned network with random weights, always the same."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return create_model(row.network, num_classes=classes)
+
+    def base(self, row: Row, data: Data) -> nn.Module:
+        """The unpruned network, trained."""
+        model = self.fresh(row, data.num_classes)
+        load_weights(model, self.base_file(row))
+        return self.placed(model)
+
+    def keep_base(self, row: Row, model: nn.Module) -> None:
+        """A trained network into its file."""
+        place = self.base_file(row)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(place) as new:
+            write_tensors(new, storable(model.state_dict()), {"made by": f"ifso {ifso.__version__}"})
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        """On the device, in the memory layout for training."""
+        model = model.to(self.device)
+        return model.to(memory_format=torch.channels_last) if self.train.get("channels_last") else model
+
+    def pruning_of(self, job: Job) -> Job:
+        """The job whose pruning this one takes: several recipes share one, and all seeds if so wished."""
+        chance = job.criterion == "random"
+        return replace(job, recipe="paper", seed=0) if self.one_pruning and not chance else replace(job, recipe="paper")
+
+    def pruned_folder(self, job: Job) -> Path:
+        """Where a pruned network is, or will be."""
+        chosen = self.pruning_of(job)
+        name = f"{chosen.row.name}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
+        return self.work / ("smoke" if self.smoke else "pruned") / name
+
+    def pruned(self, job: Job, data: Data) -> nn.Module:
+        """The pruned network of a job, as pruning left it."""
+        return self.placed(load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
+
+    def trainable(self, job: Job, data: Data) -> nn.Module:
+        """The pruned network as it is fine-tuned: on a GPU in its former shape, with zeros (:mod:`.padding`)."""
+        pruned = self.pruned(job, data)
+        if not self.device.startswith("cuda"):
+            return pruned
+        wide = self.placed(self.fresh(job.row, data.num_classes))
+        recipe = recipe_of(pruned)
+        assert recipe is not None
+        return Padding(wide, recipe, data.example_inputs()).pad_(wide, pruned)
+
+    def prune_as(self, job: Job) -> Job:
+        """``job`` with the workshop's changes to its pruning; in a smoke run only what sets a variant apart stays."""
+        options = {**job.variant.options, **self.prune}
+        if self.smoke:
+            options = {**SMOKE_PRUNE, "units_per_step": _few_removals(job.row), **job.changes}
+        return replace(self.pruning_of(job), variant=replace(job.variant, options=options))
+
+    def prune_options(self, job: Job) -> dict[str, Any]:
+        """How the network of ``job`` is pruned, for the record."""
+        return {**self.prune_as(job).prune, "seed": self.pruning_of(job).seed}
+
+    def refuse_other_pruning(self, job: Job) -> None:
+        """RunError if the pruned network that is there was made with other settings than would be used now."""
+        folder = self.pruned_folder(job)
+        now = {**_plain(self.prune_as(job)), **self.about(job)}
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            before, about = dict(config["settings"]), config["about"] or self.about(job)
+            rate = before.pop("optimizer")["groups"][0]["lr"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise RunError(f"{folder / 'config.json'} is damaged; remove that folder and prune again") from error
+        kept = {key: value for key, value in before.items() if key not in ("model", "weights")}
+        found = differences(now, {**kept, "lr": rate, **about})
+        if found:
+            raise RunError(
+                f"{folder} was made otherwise: {'; '.join(found)}; give another --out, or remove that folder"
+            )
+
+    def about(self, job: Job) -> dict[str, Any]:
+        """What decides on a pruning beside the settings of ``ifso.prune``."""
+        return {"batch": self.prune_as(job).prune.get("batch", BATCH), "precision": self.prune_precision}
+
+    def is_pruned(self, job: Job) -> bool:
+        """Is the pruning of a job there, finished?"""
+        return (self.pruned_folder(job) / "summary.json").is_file()
+
+    def prune_facts(self, job: Job) -> dict[str, Any]:
+        """Shares kept, seconds and accuracies of the pruning of a job; empty if that has not been done."""
+        place = self.pruned_folder(job) / "summary.json"
+        return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+
+
+@cache
+def _opened(name: str, device: str, validation: int) -> Data:
+    """A data set, read once in a process."""
+    return open_data(name, device=device, validation=validation)
+
+
+def prune_job(workshop: Workshop, job: Job) -> None:
+    """Prune for ``job`` into its folder, going on where an earlier try was interrupted."""
+    folder, row, changed = workshop.pruned_folder(job), job.row, workshop.prune_as(job)
+    data = workshop.open(row, changed.seed)
+    model, about = workshop.base(row, data), workshop.about(job)
+    examples = data.validation_batches() if workshop.validation else data.test_batches()
+    where = {"out": folder}
+    if (folder / "config.json").is_file():
+        workshop.refuse_other_pruning(job)
+        where = {"resume": folder}
+
+    def accuracy(network: nn.Module) -> dict[str, float]:
+        with autocast(workshop.prune_precision, workshop.device):
+            return {"accuracy": evaluate(network, examples).top1}
+
+    with tensor_cores(workshop.prune_precision):
+        prune(
+            model,
+            data.train_batches(about["batch"]),
+            loss_in(workshop.prune_precision, data.loss_fn),
+            example_inputs=data.example_inputs(),
+            evaluate=accuracy,
+            about=about,
+            **{**changed.prune_keywords(), **where},
+        )
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """The settings of a pruning as ``config.json`` has them, and the rate of its optimizer."""
+    keywords, known = job.prune_keywords(), {entry.name for entry in fields(Settings)}
+    settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()
+    return {**json.loads(json.dumps(settings)), "lr": job.prune.get("lr", PRESETS["paper"]["learning_rate"])}
+
+
+def _few_removals(row: Row) -> int:
+    """Units that go at a time if there shall be two or three steps."""
+    return max(1, int(_units(row.network, row.data) * row.removed / 2 / SMOKE_REMOVALS))
+
+
+@cache
+def _units(network: str, data: str) -> int:
+    images = generated_images(data)
+    with torch.random.fork_rng(devices=[]):
+        model = create_model(network, num_classes=images.num_classes)
+    return ifso.trace(model, images.example_inputs()).num_units

@@ -1,0 +1,226 @@
+"""The rows and studies in ``repro/``: read strictly, complete, and turned into runs with stable names."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ifso.errors import IfsoError
+from ifso.models.providers import OWN
+from ifso.pruning.schedule import Mixed
+from ifso.pruning.settings import Settings
+from ifso.repro.configs import CHECKOUT, PACKAGED, config_folder
+from ifso.repro.rows import Job, Variant, find_row, find_study, rows, studies, study
+from ifso.training.settings import RECIPES
+
+ROOT = Path(__file__).parents[2]
+ROW = "resnet32-cifar10-50"
+EXPECTED = {
+    "vgg16-cifar10": (40, 50, 70, 80),
+    "resnet32-cifar10": (40, 50),
+    "resnet56-cifar10": (40, 50),
+    "vgg16-cifar100": (40, 50),
+    "resnet56-cifar100": (40, 50),
+    "resnet50-imagenet": (40, 50),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One row and one study, to be spoilt."""
+    for name in (ROW, "figure8"):
+        shutil.copy(config_folder() / f"{name}.toml", tmp_path)
+    return tmp_path
+
+
+def spoil(folder, old, new, name=ROW):
+    path = folder / f"{name}.toml"
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    return path
+
+
+def test_every_row_of_the_tables_has_a_file():
+    named = {f"{task}-{percent}" for task, percents in EXPECTED.items() for percent in percents}
+    assert {name for name, row in rows().items() if row.tables} == named
+    tables = {task: {table for row in rows().values() if row.task == task for table in row.tables} for task in EXPECTED}
+    assert list(tables.values()) == [{"table1"}, {"table2"}, {"table3"}, {"table4"}, {"table6"}, {"table5"}]
+
+
+def test_every_study_is_there_and_none_is_empty():
+    assert set(studies()) == {
+        *(f"table{number}" for number in range(1, 7)),
+        *("normalization", "inverse", "figure5", "figure6", "figure7", "figure8"),
+    }
+    for name in studies():
+        names = [job.name for job in study(name)]
+        assert names
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", [*studies()])
+def test_every_shipped_job_is_one_that_prune_and_training_take(name):
+    for job in study(name, seeds=2):
+        row = job.row
+        assert row.network.removeprefix("ifso:") in OWN or row.network == "torchvision:resnet50"
+        settings = job.train_settings()
+        epochs = row.finetune["epochs"] if job.recipe == "paper" else RECIPES[job.recipe].epochs
+        assert (settings.epochs, settings.batch, settings.seed) == (epochs, row.finetune["batch"], job.seed)
+        if job.missing():
+            continue
+        keywords = job.prune_keywords()
+        assert keywords.pop("optimizer").keywords == {"learning_rate": job.prune["lr"]}
+        checked = Settings(**keywords)
+        assert checked.budget.macs == pytest.approx(1 - row.removed)
+        assert checked.criterion.name == job.criterion
+
+
+def test_only_the_scores_of_figure_8_want_an_option_that_prune_has_not():
+    wanting = {(name, job.missing()) for name in studies() for job in study(name, seeds=1) if job.missing()}
+    assert wanting <= {("figure8", ("accumulation",))}
+    for name, _ in wanting:
+        job = next(job for job in study(name) if job.missing())
+        with pytest.raises(IfsoError, match=r"ifso\.prune has no option accumulation"):
+            job.prune_keywords()
+
+
+def test_names_of_jobs():
+    assert [job.name for job in study(ROW, seeds=2, recipes=["ours"], criteria=["random", "ifso"])] == [
+        "resnet32-cifar10-50.ifso.ours.0",
+        "resnet32-cifar10-50.random.ours.0",
+        "resnet32-cifar10-50.ifso.ours.1",
+        "resnet32-cifar10-50.random.ours.1",
+    ]
+    names = [job.name for job in study("normalization", seeds=1) if job.row.name == ROW]
+    assert names == [
+        "resnet32-cifar10-50.ifso.paper.0",
+        "resnet32-cifar10-50.ifso+normalize=memory.paper.0",
+        "resnet32-cifar10-50.ifso+normalize=none.paper.0",
+    ]
+
+
+def test_a_variant_that_says_what_the_row_says_is_the_row_itself():
+    plain, same = (
+        Job(find_row(ROW), "ifso", "paper"),
+        Job(find_row(ROW), "ifso", "paper", 0, Variant("k", {"accumulate": 10})),
+    )
+    assert same.name == plain.name
+    assert Job(find_row(ROW), "group-fisher", "paper", 0, Variant("n", {"normalize": "memory"})).changes == {}
+    assert Job(find_row(ROW), "ifso", "paper", 0, Variant("n", {"normalize": "memory"})).prune["normalize"] == "memory"
+
+
+def test_options_reach_prune():
+    jobs = {
+        job.name: job for job in (*study("figure7", seeds=1), *study("inverse", seeds=1), *study("figure6", seeds=1))
+    }
+    mixed = jobs["resnet32-cifar10-40.ifso+schedule=mixed-0.75.paper.0"].prune_keywords()
+    assert mixed["schedule"] == Mixed(0.75)
+    neumann = jobs["resnet32-cifar10-40.ifso+inverse=neumann+terms=2.paper.0"].prune_keywords()
+    assert (neumann["criterion"].inverse, neumann["criterion"].inverse_options) == ("neumann", {"terms": 2})
+    assert jobs["vgg16-cifar10-50.ifso+batches_per_score=15.paper.0"].prune_keywords()["batches_per_score"] == 15
+
+
+def test_chance_depends_on_the_seed_of_the_run():
+    seeds = [job.prune_keywords()["criterion"].seed for job in study(ROW, criteria=["random"], recipes=["paper"])]
+    assert seeds == [0, 1, 2]
+
+
+def test_a_budget_without_a_file_has_no_numbers_of_the_paper():
+    row = find_row("resnet32-cifar10-30")
+    assert (row.name, row.removed, row.paper, row.rivals) == ("resnet32-cifar10-30", 0.3, {}, ())
+    assert find_study("resnet32-cifar10-30").rows == (row.name,)
+
+
+def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
+    settings = find_row("vgg16-cifar10-50").base.train_settings()
+    assert (settings.epochs, settings.schedule, settings.distill) == (120, "one-cycle", 0.0)
+    with pytest.raises(IfsoError, match="weights are given, resnet32_cifar10_authors"):
+        find_row(ROW).base.train_settings()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[finetune]\nepochs", "[finetune]\nepoch", "key 'finetune.epochs' is missing"),
+        ("lr = 0.01", "lr = 0.01\nlearning_rate = 1", "unknown key 'prune.learning_rate'"),
+        ("accumulate = 10", 'accumulate = "10"', "prune.accumulate = '10' will not do; give a whole number"),
+        ("seeds = 3", "seeds = true", "seeds = True will not do; give a whole number"),
+        ("seeds = 3", "seeds = 0", "seeds = 0 will not do; give 1 or more"),
+        ("removed = 0.5", "removed = 50", "removed = 50.0 is no share"),
+        ("removed = 0.5", "removed = 0.6", "must be 'resnet32-cifar10-60'"),
+        ('"random"]', '"rnadom"]', "criteria: 'rnadom' is unknown; choose from ifso,"),
+        ('"random"]', '"ifso"]', "criteria names something twice"),
+        ('data = "cifar10"', 'data = "cifar11"', "data = 'cifar11' is unknown; choose one of cifar10,"),
+        ("[base]", '[base]\nrecipe = "paper"', "needs either weights, or recipe, epochs and batch"),
+        ("pruned = 92.18", 'pruned = "92"', "rivals[0].pruned = '92' will not do; give a number"),
+        ("tables = ", "tables ", "is no TOML"),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_row_is_named(folder, old, new, message):
+    path = spoil(folder, old, new)
+    with pytest.raises(IfsoError) as caught:
+        rows(folder)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('study = "figure8"', 'study = "figure9"', "study = 'figure9' must be the name of the file"),
+        ('study = "figure8"', 'name = "figure8"', "must have one of the keys 'row' and 'study'"),
+        ('tasks = ["resnet32-cifar10"]', 'tasks = ["resnet33-cifar10"]', "tasks: 'resnet33-cifar10' has no row"),
+        ("accumulate = 1 ", "acumulate = 1 ", "unknown key 'variants[0].options.acumulate'"),
+        ('"k = 1, added up"', '"k"\npaper.some-60 = {removed = 60, pruned = 9}', "'some-60' is no row of the study"),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_study_is_named(folder, old, new, message):
+    path = spoil(folder, old, new, "figure8")
+    with pytest.raises(IfsoError) as caught:
+        studies(folder)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: study("table9"), "no table, figure or row 'table9'; choose table1, table2"),
+        (lambda: find_row("resnet32-cifar10-500"), "no row 'resnet32-cifar10-500'"),
+        (lambda: find_row("resnet33-cifar10-50"), "did you mean resnet32-cifar10-50"),
+        (lambda: study(ROW, criteria=["magnitude"]), f"{ROW} has no criterion 'magnitude'; it has ifso, group-fisher"),
+        (lambda: study(ROW, seeds=0), "0 seeds: give 1 or more"),
+        (lambda: study("figure5", recipes=["ours"]), "figure5 has no recipe 'ours'; it has paper"),
+    ],
+)
+def test_what_there_is_not_is_refused(call, message):
+    with pytest.raises(IfsoError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def test_files_are_found_beside_the_code_or_in_a_checkout(folder, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    assert config_folder(packaged=folder, checkout=empty) == folder
+    assert config_folder(packaged=empty / "not there", checkout=folder) == folder
+    with pytest.raises(IfsoError, match="no rows of the paper found"):
+        config_folder(packaged=empty, checkout=empty)
+
+
+def test_the_installed_package_has_all_files_of_the_checkout():
+    used = config_folder()
+    assert used in (PACKAGED, CHECKOUT)
+    here = {path.name: path.read_bytes() for path in (ROOT / "repro").glob("*.toml")}
+    assert {path.name: path.read_bytes() for path in used.glob("*.toml")} == here
+
+
+def test_reading_rows_takes_no_torch():
+    code = "import sys; from ifso.repro.rows import studies, study; study('figure5'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

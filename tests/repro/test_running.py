@@ -1,0 +1,190 @@
+"""The runs of a study on a tiny network: what is made once, what is kept, what fails and what then goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_rows import AtOnce, few_images, tiny_row
+
+from ifso.errors import IfsoError, TrainingError
+from ifso.repro import running
+from ifso.repro.dealing import Rank, dealt
+from ifso.repro.plans import Base, Variant
+from ifso.repro.results import read, read_file
+from ifso.repro.rows import Job
+from ifso.repro.running import Running
+from ifso.repro.workshop import Workshop
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    AtOnce.made = []
+    monkeypatch.setattr(running, "Prunings", AtOnce)
+    return AtOnce.made
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shop(tmp_path):
+    return Workshop(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)}, train={"epochs": 2})
+
+
+def ran(shop, jobs, said=None):
+    found = Running(shop, jobs, lanes=2, workers=1, say=(said if said is not None else []).append)
+    found.run()
+    return found
+
+
+def test_a_row_from_nothing_to_its_results(shop, tmp_path, at_once):
+    row, said = tiny_row(tmp_path), []
+    jobs = [Job(row, "ifso", recipe) for recipe in ("paper", "ours")]
+    assert ran(shop, jobs, said).failures == []
+    assert at_once == ["tiny-cifar10-40.ifso.0"]  # one pruning for both recipes
+    assert len([line for line in said if line == "training tiny-cifar10 for 1 epochs"]) == 1
+    results = {result.recipe: result for result in read(shop.results)}
+    assert set(results) == {"paper", "ours"}
+    for job in jobs:
+        result = results[job.recipe]
+        assert result.name == job.name
+        assert result.epochs == len(result.history) == 2
+        assert result.last_top1 == result.history[-1]["top1"]
+        assert result.best_top1 == max(epoch["top1"] for epoch in result.history)
+        assert 0.3 < result.macs_kept <= 0.6
+        assert result.train == {**shop.settings(job).as_dict(), "epochs": 2}
+        assert result.prune == {**row.prune, "normalize": "sqrt-memory", "seed": 0}
+    facts = json.loads((shop.work / "pruned" / "tiny-cifar10-40.ifso.0" / "summary.json").read_text())
+    assert results["ours"].pruned_top1 == facts["measures"][-1]["accuracy"]
+    assert results["ours"].prune_seconds == facts["seconds"]
+
+    again = []
+    assert ran(shop, jobs, again).failures == []
+    assert again == ["runs: 0 to do, 2 done already"]
+
+
+def test_what_was_made_with_other_settings_is_not_taken_for_the_same(shop, tmp_path, at_once):
+    jobs = [Job(tiny_row(tmp_path), "ifso", "paper")]
+    ran(shop, jobs)
+    place = next(shop.results.glob("*.json"))
+    (longer,) = ran(replace(shop, train={"epochs": 3}), jobs).failures
+    assert f"{place} is of other settings: epochs is 3 and was 2; give another --out" in longer
+    (rougher,) = ran(replace(shop, prune={"units_per_step": 4}), jobs).failures
+    assert "units_per_step is 4 and was 2" in rougher
+    place.unlink()
+    for changes, words in (
+        ({"prune": {"units_per_step": 4}}, "units_per_step is 4 and was 2"),
+        ({"prune": {"lr": 0.02}}, "lr is 0.02 and was 0.01"),
+        ({"prune": {"batch": 4}}, "batch is 4 and was 8"),
+        ({"prune": {"accumulation": "last"}}, "accumulation is 'last' and was not set"),
+        ({"prune_precision": "bf16"}, "precision is 'bf16' and was 'float32'"),
+    ):
+        (failure,) = ran(replace(shop, **changes), jobs).failed
+        assert f"was made otherwise: {words}; give another --out" in failure.reason
+        assert failure.status == 2
+    assert read(shop.results) == []
+
+
+def test_seeds_may_share_a_pruning_but_chance_never_does(shop, tmp_path, at_once):
+    row = tiny_row(tmp_path)
+    jobs = [Job(row, criterion, "paper", seed) for seed in (0, 1) for criterion in ("ifso", "random")]
+    ran(replace(shop, one_pruning=True), jobs)
+    assert sorted(at_once) == ["tiny-cifar10-40.ifso.0", "tiny-cifar10-40.random.0", "tiny-cifar10-40.random.1"]
+    pruned_with = {result.name: result.prune["seed"] for result in read(shop.results)}
+    assert pruned_with == {job.name: 0 if job.criterion == "ifso" else job.seed for job in jobs}
+
+
+def test_a_run_that_cannot_be_done_does_not_stop_the_others(shop, tmp_path, at_once):
+    row = tiny_row(tmp_path)
+    given = replace(tiny_row(tmp_path, removed=0.3), base=Base(weights="not-there.safetensors"))
+    elsewhere = replace(tiny_row(tmp_path, removed=0.2), data="imagenet")
+    wrong = Variant("wrong", {"normalize": "weight"})
+    jobs = [Job(given, "ifso", "paper"), Job(elsewhere, "ifso", "ours"), Job(row, "ifso", "paper", 0, wrong),
+            Job(row, "magnitude", "paper")]  # fmt: skip
+    found = ran(shop, jobs)
+    assert [failure.name for failure in found.failed] == [job.name for job in jobs[:3]]
+    reasons = [failure.reason for failure in found.failed]
+    assert "begins with the weights not-there.safetensors; give their folder with --weights" in reasons[0]
+    assert "needs imagenet; give --data imagenet:PATH, or --smoke" in reasons[1]
+    assert "weight" in reasons[2]
+    assert [result.name for result in read(shop.results)] == [jobs[3].name]
+
+
+def test_an_unpruned_network_that_cannot_be_trained_fails_its_rows_only(shop, tmp_path, at_once):
+    row = tiny_row(tmp_path, base=Base(recipe="paper", epochs=1, batch=49))  # more than there are images
+    found = ran(shop, [Job(row, "ifso", "paper"), Job(row.at(0.3), "ifso", "paper")])
+    assert len(found.failed) == 2
+    assert {failure.status for failure in found.failed} == {2}
+    assert not (shop.work / "base").exists()
+
+
+def test_an_unpruned_network_is_trained_by_one_process_at_a_time(shop, tmp_path, at_once):
+    said = []
+    mine = Running(shop, [Job(tiny_row(tmp_path), "ifso", "paper")], lanes=1, workers=1, say=said.append)
+    lock = mine._locked(tiny_row(tmp_path))
+    mine._train_base(tiny_row(tmp_path))
+    assert said[-1] == "waiting for tiny-cifar10, which another process trains"
+    assert mine._crew.size == 0
+    lock.release()
+    mine.run()
+    assert len(read(shop.results)) == 1
+
+
+def test_no_memory_left_is_one_line(shop, tmp_path, at_once, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(running, "lessons", full)
+    with pytest.raises(TrainingError, match="fewer --lanes"):
+        ran(shop, [Job(tiny_row(tmp_path), "ifso", "paper")])
+
+
+def test_a_damaged_result_is_named(shop, tmp_path, at_once):
+    job = Job(tiny_row(tmp_path), "ifso", "paper")
+    ran(shop, [job])
+    place = shop.results / f"{job.name}.json"
+    place.write_text(place.read_text()[:-20])
+    (failure,) = ran(shop, [job]).failures
+    assert f"{place} is damaged" in failure
+
+
+def test_a_process_that_dies_takes_only_its_own_pruning_with_it(shop, tmp_path):
+    rows = [tiny_row(tmp_path, "deadly"), tiny_row(tmp_path)]
+    for row in rows:
+        shop.keep_base(row, shop.fresh(row, 10))
+    jobs, said = [Job(row, "ifso", "paper") for row in rows], []
+    found = ran(shop, jobs, said)
+    (failure,) = found.failed
+    assert failure.name == jobs[0].name
+    assert "the process that pruned it has died (signal 9; out of memory?)" in failure.reason
+    assert read_file(shop.results / f"{jobs[1].name}.json").name == jobs[1].name
+    assert "pruning tiny-cifar10-40.ifso.0" in said
+
+
+def test_jobs_are_dealt_by_pruning(shop, tmp_path):
+    row = tiny_row(tmp_path)
+    jobs = [Job(row, criterion, recipe, seed) for seed in (0, 1) for criterion in ("ifso", "random")
+            for recipe in ("paper", "ours")]  # fmt: skip
+    hands = [dealt(jobs, lambda job: str(shop.pruned_folder(job)), Rank(rank, 3)) for rank in range(3)]
+    assert sorted(job.name for hand in hands for job in hand) == sorted(job.name for job in jobs)
+    folders = [{shop.pruned_folder(job) for job in hand} for hand in hands]
+    assert sum(map(len, folders)) == len(set.union(*folders)) == 4
+    assert max(map(len, hands)) <= 4
+
+
+def test_an_error_of_two_lines_is_told_in_one(shop, tmp_path, at_once, monkeypatch):
+    def broken(*_):
+        raise IfsoError("in two\nlines")
+
+    monkeypatch.setattr(AtOnce, "ask", broken)
+    shop.keep_base(tiny_row(tmp_path), shop.fresh(tiny_row(tmp_path), 10))
+    found = ran(shop, [Job(tiny_row(tmp_path), "ifso", "paper")])
+    assert found.failures == ["tiny-cifar10-40.ifso.paper.0: in two lines"]

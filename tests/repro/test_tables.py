@@ -1,0 +1,264 @@
+"""Results as files, what is claimed from them, and the tables made of them. All results here are made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from rich.console import Console
+
+from ifso.errors import IfsoError
+from ifso.repro.comparison import Difference, Spread
+from ifso.repro.results import Result, path_of, read, read_file, write
+from ifso.repro.rows import study
+from ifso.repro.tables import COMPARED, markdown, render, write_markdown
+
+ROW = "resnet32-cifar10-50"
+HISTORY = [{"epoch": 1, "loss": 0.5, "top1": 12.5, "lr": 0.1}, {"epoch": 2, "loss": 0.4, "top1": None, "lr": 0.01}]
+OF_THE_ISSUE = (
+    "row", "criterion", "recipe", "seed", "epochs", "macs_kept", "base_top1", "last_top1", "best_top1", "history",
+    "seconds", "hardware", "torch",
+)  # fmt: skip
+
+
+def made_up(criterion="ifso", recipe="paper", seed=0, last=12.5, **more):
+    values = {
+        "row": ROW, "epochs": 200, "macs_kept": 0.499, "base_top1": 20.0, "best_top1": last + 0.25, "history": HISTORY,
+        "seconds": 3600.0, "hardware": "abacus", "torch": "0.0", "params_kept": 0.6, "pruned_top1": 9.0,
+        "prune_seconds": 1800.0, "ifso": "0.0",
+    }  # fmt: skip
+    return Result(**{**values, "criterion": criterion, "recipe": recipe, "seed": seed, "last_top1": last, **more})
+
+
+def lines_of(text, *words):
+    """The lines of a table in which all of these words stand."""
+    return [line for line in text.splitlines() if line.startswith("|") and all(word in line for word in words)]
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path):
+    result = made_up(
+        variant={"normalize": "none"}, train={"lr": 0.1, "milestones": [0.6]}, base={"weights": "a.safetensors"}
+    )
+    place = write(result, tmp_path / "results")
+    assert place.name == "resnet32-cifar10-50.ifso+normalize=none.paper.0.json"
+    assert read(tmp_path / "results") == [result]
+    assert set(OF_THE_ISSUE) < set(json.loads(place.read_text()))
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+
+
+def test_the_name_of_a_result_is_that_of_its_job(tmp_path):
+    for job in (*study("inverse", seeds=1), *study("figure7", seeds=1)):
+        result = made_up(row=job.row.name, variant=job.changes)
+        assert result.name == job.name
+        assert write(result, tmp_path) == path_of(job.name, tmp_path)
+
+
+def test_a_smoke_result_lies_apart_and_is_never_shown(tmp_path):
+    real = made_up()
+    write(real, tmp_path)
+    place = write(replace(real, smoke=True, last_top1=1.0), tmp_path)
+    assert place.parent.name == "smoke"
+    assert read(tmp_path) == [real]
+    (tmp_path / place.name).write_bytes(place.read_bytes())
+    assert read(tmp_path) == []
+    assert markdown([replace(real, smoke=True)]) == markdown([])
+
+
+def test_no_folder_holds_no_results(tmp_path):
+    assert read(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is damaged"),
+        (lambda text: "[]", "it holds a list"),
+        (lambda text: text.replace('"seconds": 3600.0', '"seconds": NaN'), "NaN is no number"),
+        (lambda text: text.replace('"epochs"', '"epoch"'), "lacks epochs"),
+        (lambda text: text.replace('"smoke"', '"note": "", "smoke"'), "has the unknown note"),
+        (lambda text: text.replace('"seed": 0', '"seed": "0"'), "seed is '0', which is no int"),
+        (lambda text: text.replace('"seed": 0', '"seed": 1'), "holds the result of resnet32-cifar10-50.ifso.paper.1"),
+        (lambda text: text.replace('"loss": 0.5', '"loss": null'), "history[0].loss is None"),
+        (lambda text: text.replace('"epoch": 2', '"number": 2'), "history[1] is {'number': 2"),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path, change, message):
+    place = write(made_up(), tmp_path)
+    place.write_text(change(place.read_text()))
+    with pytest.raises(IfsoError) as caught:
+        read(tmp_path)
+    assert message in str(caught.value)
+    assert str(place) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"last_top1": 100.5, "best_top1": 100.5}, "last_top1 is 100.5; it is in per cent"),
+        ({"macs_kept": 50.1}, "macs_kept is 50.1; it is a share"),
+        ({"best_top1": 12.0}, "best_top1 is 12.0, below last_top1, 12.5"),
+        ({"seconds": float("inf")}, "seconds is inf, which is not finite"),
+        ({"epochs": True}, "epochs is True, which is no int"),
+    ],
+)
+def test_what_no_run_can_give_is_refused(changes, message):
+    with pytest.raises(IfsoError) as caught:
+        made_up(**changes)
+    assert message in str(caught.value)
+
+
+def test_spread_by_hand():
+    # 1, 2, 6: mean 3, squares 4 + 1 + 9 over n − 1 = 2
+    found = Spread.of([1.0, 2.0, 6.0])
+    assert (found.mean, found.deviation, found.count) == (3.0, pytest.approx(7**0.5, rel=1e-12), 3)
+    assert Spread.of([4.0]).deviation is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "mean", "spread", "verdict"),
+    [
+        ([5.0, 7.0], [1.0, 3.0], 4.0, 2.0, "higher"),
+        ([1.0, 3.0], [5.0, 7.0], -4.0, 2.0, "lower"),
+        ([5.0, 7.0], [3.0, 5.0], 2.0, 2.0, "no claim: the spread is larger"),
+        ([5.0, 7.0], [3.0], 3.0, None, "no claim: one seed has no spread"),
+        ([5.0], [3.0], 2.0, None, "no claim: one seed has no spread"),
+    ],
+)
+def test_only_a_difference_above_its_spread_is_claimed(one, other, mean, spread, verdict):
+    found = Difference.of(Spread.of(one), Spread.of(other))
+    assert found.mean == mean
+    assert found.spread == (None if spread is None else pytest.approx(spread, rel=1e-12))
+    assert found.verdict == verdict
+
+
+def some_results():
+    """IFSO with three seeds, Group Fisher with two, chance with one, all with the paper's recipe."""
+    ifso = [made_up(seed=seed, last=last) for seed, last in enumerate((14.0, 14.5, 15.0))]
+    fisher = [made_up("group-fisher", seed=seed, last=last) for seed, last in enumerate((11.0, 11.5))]
+    return [*ifso, *fisher, made_up("random", last=14.5, epochs=200), made_up("random", seed=1, last=19.5, epochs=20)]
+
+
+GOLDEN = """\
+## resnet32-cifar10-50
+
+| from | Method | MACs removed | base | pruned | drop | best epoch | runs |
+|---|---|---:|---:|---:|---:|---:|---:|
+| rival | PScratch | 50.0 % | 93.18 | 92.18 | 1.00 | – | – |
+| rival | GAL | 50.0 % | 93.18 | 91.72 | 1.46 | – | – |
+| paper | GFP-50 | 50.1 % | 93.51 | 92.64 | 0.87 | – | – |
+| paper | IFSO-50 (best test epoch) | 50.1 % | 93.51 | 93.00 | 0.51 | 93.00 | – |
+| paper | IFSO-50 (last epoch) | 50.1 % | 93.51 | 92.84 | 0.67 | – | – |
+| ours | IFSO, recipe “paper” | 50.1 % | 20.00 | 14.50 ± 0.50 | 5.50 | 14.75 ± 0.50 | 3 seeds |
+| ours | IFSO, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | Group Fisher, recipe “paper” | 50.1 % | 20.00 | 11.25 ± 0.35 | 8.75 | 11.50 ± 0.35 | 2 seeds |
+| ours | Group Fisher, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | magnitude-A, recipe “paper” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | magnitude-A, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | random, recipe “paper” | 50.1 % | 20.00 | 14.50 | 5.50 | 14.75 | 1 seed |
+| ours | random, recipe “paper”, 20 epochs | 50.1 % | 20.00 | 19.50 | 0.50 | 19.75 | 1 seed |
+| ours | random, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+
+## resnet32-cifar10-50: IFSO against the others
+
+| row | recipe | IFSO against | difference | spread | seeds | claim |
+|---|---|---|---:|---:|---:|---:|
+| resnet32-cifar10-50 | paper | Group Fisher | 3.25 | 0.61 | 3 and 2 | higher |
+| resnet32-cifar10-50 | paper | magnitude-A | not run | not run | 3 and 0 | not run |
+| resnet32-cifar10-50 | paper | random | 0.00 | – | 3 and 1 | no claim: one seed has no spread |
+| resnet32-cifar10-50 | ours | Group Fisher | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours | magnitude-A | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours | random | not run | not run | 0 and 0 | not run |
+
+{compared}
+
+## Where it was run
+
+| hardware | torch | ifso | results | hours, added up |
+|---|---|---|---:|---:|
+| abacus | 0.0 | 0.0 | 7 | 10.5 |
+"""
+
+
+def test_a_row_as_markdown():
+    page = markdown(some_results(), [ROW])
+    assert page.startswith("# The paper's tables, run again\n\nWritten by `ifso repro --table` from the 7 results in")
+    assert page[page.index("## ") :] == GOLDEN.format(compared=COMPARED)
+
+
+def test_the_terminal_shows_the_same_cells():
+    console = Console(width=200, record=True, file=None, quiet=True)
+    with console.capture() as caught:
+        console.quiet = False
+        console.print(*render("table2", some_results()))
+    text = caught.get()
+    assert "Table 2: ResNet-32 on CIFAR-10" in text
+    found = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in text.splitlines()]
+    assert [
+        "ours",
+        "IFSO, recipe “paper”",
+        "50.1 %",
+        "20.00",
+        "14.50 ± 0.50",
+        "5.50",
+        "14.75 ± 0.50",
+        "3 seeds",
+    ] in found
+    assert ["resnet32-cifar10-50", "paper", "Group Fisher", "3.25", "0.61", "3 and 2", "higher"] in found
+
+
+def test_all_tables_without_results_have_every_cell_marked():
+    page = markdown([])
+    for number in range(1, 7):
+        assert f"## Table {number}: " in page
+    assert "Where it was run" not in page
+    ours = [line for line in lines_of(page) if line.startswith("| ours |")]
+    assert all(line.count("not run") >= 4 and "0 seeds" in line for line in ours)
+    # 14 rows of the tables, 4 criteria and 2 recipes; 18 + 8 + 24 + 5 + 9 of the other studies
+    assert len(ours) == 14 * 4 * 2 + 18 + 8 + 24 + 5 + 9
+    assert len(lines_of(page, "magnitude-A, recipe “paper” | not run |")) == 4
+
+
+def test_a_drop_is_base_less_pruned_in_every_line_reported():
+    told = [line.strip("| ").split(" | ") for line in lines_of(markdown([])) if line.startswith(("| rival", "| paper"))]
+    assert len(told) > 80
+    for cells in told:
+        base, pruned, drop = cells[3:6]
+        if base != "–":
+            assert float(drop.replace("−", "-")) == pytest.approx(float(base) - float(pruned), abs=1e-9)
+
+
+def test_variants_are_kept_apart_from_the_row():
+    results = [made_up(last=12.0), made_up(last=17.0, variant={"normalize": "none"})]
+    page = markdown(results, ["normalization"])
+    assert lines_of(page, "| ours | IFSO (√ΔMem), recipe “paper” | 50.1 %", "| 12.00 |", "| 60.0 % |")
+    assert lines_of(page, "| ours | Raw, recipe “paper” | 50.1 %", "| 17.00 |")
+    assert "17.00" not in markdown(results, ["table2"])
+
+
+def test_seconds_and_shares_of_figures_7_and_5():
+    results = [made_up(row="resnet32-cifar10-40", variant={"schedule": "mixed:0.75"}), made_up(last=13.0, seed=4)]
+    assert lines_of(markdown(results, ["figure7"]), "75 % incremental", "| 12.50 |", "| 1 seed | 1800 |")
+    cells = ["not run"] * 4 + ["13.00 (1)"] + ["not run"] * 4
+    assert f"| IFSO, recipe “paper” | {' | '.join(cells)} |" in markdown(results, ["figure5"])
+
+
+def test_the_page_is_written_whole(tmp_path):
+    place = tmp_path / "docs" / "tables.md"
+    write_markdown(some_results(), place)
+    assert place.read_text(encoding="utf-8") == markdown(some_results())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IfsoError, match="cannot be written"):
+        write_markdown([], tmp_path / "file" / "tables.md")
+
+
+def test_the_fields_that_the_issue_names_come_first():
+    assert tuple(entry.name for entry in fields(Result))[: len(OF_THE_ISSUE)] == OF_THE_ISSUE
+
+
+def test_reading_one_file(tmp_path):
+    place = write(made_up(), tmp_path)
+    assert read_file(place).history == HISTORY
+    with pytest.raises(IfsoError, match="is damaged"):
+        read_file(tmp_path / "none.json")
