@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ifso.cli.finetune import table
 from ifso.cli.main import main
 from ifso.cli.opening import open_run
 from ifso.cli.train_progress import PlainProgress
@@ -112,6 +113,29 @@ class TestFinetuned:
             "pruned", "last epoch", "best epoch", "epochs", "seconds",
         ]  # fmt: skip
 
+    def test_a_table_of_losses(self):
+        summary = {"folder": "a", "split": "test", "before": {}, "last_top1": None, "best_top1": None, "epochs": 2}
+        found = table([{**summary, "seconds": 1.0, "last": {"eval_loss": 0.25}}])
+        assert found.title == "Loss on test images"
+        assert [(column.header, *column.cells) for column in found.columns][1] == ("last epoch", "0.25")
+        assert [column.header for column in table([{**summary, "seconds": 1.0, "last": {}}]).columns][2] == "best epoch"
+
+    def test_another_folder_is_measured_with_its_run(self, project, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(project)
+        (summary,) = finetuned(["a", "--epochs", "1", "--out", "elsewhere/tuned"], capsys)
+        monkeypatch.chdir(tmp_path)
+        quick = shlex.split("--repeats 1 --latency-batch 1 --train-batch 8 --json")
+        assert main(["eval", str(project / "elsewhere" / "tuned"), *quick]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert list(found["networks"]) == ["unpruned", "pruned", "fine-tuned"]
+        assert found["networks"]["pruned"]["top1"] == summary["before"]["pruned"]
+        assert found["networks"]["fine-tuned"]["top1"] == summary["last_top1"]
+        assert main(["finetune", str(project / "elsewhere" / "tuned")]) == 2
+        assert "is the fine-tuning of a run; give the run itself, a" in capsys.readouterr().err
+        shutil.move(project / "a", project / "moved")
+        assert main(["eval", str(project / "elsewhere" / "tuned")]) == 2
+        assert "is the fine-tuning of the run in a, which is not there any more (tried a, " in capsys.readouterr().err
+
 
 class TestResume:
     def test_both_go_on_to_the_same_bits(self, project, monkeypatch, capsys):
@@ -166,6 +190,7 @@ class TestRefused:
             ("{a} {a}", "the same RUN is given twice"),
             ("{a} {b} --out {project}/out", "--out is for one RUN"),
             ("{a}/finetune", "is the fine-tuning of a run; give the run itself"),
+            ("{project}/base", "{project}/base holds a training and no pruning; ifso prune and ifso eval take it as"),
             ("{a} --epochs 0", "--epochs 0 trains nothing"),
             ("{a} --epochs 1 --warm-up 1", "1 epochs of warm-up leave nothing of 1"),
             ("{a} --distill 2", "distill=2.0 will not do"),
@@ -183,8 +208,8 @@ class TestRefused:
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == 1
         assert errors[0].startswith("ifso: error: ")
-        assert message in errors[0]
-        assert not (project / "a" / "finetune").exists()
+        assert message.format(project=project) in errors[0]
+        assert not any((project / name / "finetune").exists() for name in ("a", "base"))
 
     def test_one_that_is_there_already_stops_all(self, project, capsys):
         assert main(["finetune", str(project / "b"), "--epochs", "1"]) == 0

@@ -85,7 +85,7 @@ def test_what_is_lacking_is_told_once_for_all_runs(tmp_path, capsys):
     first, *told = err.splitlines()
     assert first == "· runs: 0 to do, 16 that cannot be done"
     assert told[0].startswith(f"ifso: error: {ROW}.ifso.paper.0 and 7 more: ")
-    assert "begins with the weights resnet32_cifar10_authors.safetensors; give their folder with --weights" in told[0]
+    assert "begins with the weights resnet32_cifar10_authors.safetensors, which are not here; give their f" in told[0]
     lacking = "vgg16-cifar100-40 needs cifar100; give --data cifar100:PATH, or --smoke"
     assert told[1:] == [f"ifso: error: vgg16-cifar100-40.ifso.paper.0 and 7 more: {lacking}"]
     document = json.loads(out)
@@ -116,6 +116,8 @@ def test_the_list_tells_how_far_each_run_is(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "8 runs" in text
     assert "done" not in text
+    assert main(["repro", ROW, "--list", "--smoke", "--epochs", "9", "--prune", "lr=1", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == "· a smoke run has sizes and images of its own: --epochs, --prune not used\n"
 
 
 def test_several_studies_share_their_runs(tmp_path, capsys):
@@ -133,6 +135,7 @@ def test_tables_take_no_torch_and_other_studies_show_up_when_run(tmp_path):
     assert done.stdout.endswith("False\n")
     assert [number for number in range(1, 7) if f"Table {number}: " in done.stdout] == [1, 2, 3, 4, 5, 6]
     assert "Fig. 7" not in done.stdout
+    assert done.stderr == f"· {tmp_path / 'results'} holds no results; say with --out where they are\n"
 
 
 def test_a_result_is_shown_in_every_study_it_belongs_to(tmp_path, capsys):

@@ -195,5 +195,5 @@ def test_factories_that_ask_are_told_the_rank(named):
 def test_missing_files_and_validation(named, tmp_path):
     with pytest.raises(DataError, match="no file"):
         open_data(f"{tmp_path}/none.py:make")
-    with pytest.raises(DataError, match="let it have validation_batches"):
+    with pytest.raises(DataError, match="let the file have validation_batches, and measure"):
         open_data(named("whole"), validation=0.1)

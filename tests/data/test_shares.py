@@ -50,7 +50,7 @@ class TestTraining:
     def test_too_many_for_the_data(self):
         data = open_data("digits", rank=1, ranks=2)
         assert len(data.train_batches(721)) == 1
-        with pytest.raises(DataError, match=r"batches of 722 on each of 2 ranks cannot be filled by 1442 .*drop_last"):
+        with pytest.raises(DataError, match=r"batches of 722 on each of 2 ranks cannot be filled by 1442 .*smaller"):
             data.train_batches(722)
         with pytest.raises(DataError, match="more images or fewer ranks"):
             open_data("digits", rank=1, ranks=1443).train_batches(1, drop_last=False)

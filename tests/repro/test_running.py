@@ -112,7 +112,7 @@ def test_a_run_that_cannot_be_done_does_not_stop_the_others(shop, tmp_path, at_o
     found = ran(shop, jobs)
     assert [failure.name for failure in found.failed] == [job.name for job in jobs[:3]]
     reasons = [failure.reason for failure in found.failed]
-    assert "begins with the weights not-there.safetensors; give their folder with --weights" in reasons[0]
+    assert "begins with the weights not-there.safetensors, which are not here; give their folder" in reasons[0]
     assert "needs imagenet; give --data imagenet:PATH, or --smoke" in reasons[1]
     assert "weight" in reasons[2]
     assert [result.name for result in read(shop.results)] == [jobs[3].name]

@@ -123,6 +123,14 @@ class TestTimed:
         with pytest.raises(IfsoError, match="0 repeats with batches of 4"):
             timed({}, torch.zeros(1, 3), 4, "float32", repeats=0)
 
+    def test_a_batch_that_memory_cannot_hold_is_one_line(self, monkeypatch):
+        def full(tensors):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes")
+
+        monkeypatch.setattr(torch, "cat", full)
+        with pytest.raises(IfsoError, match="not enough memory for a batch of 4; give smaller batches"):
+            timed({"a": Noted("a", [])}, torch.zeros(1, 3), 4, "float32")
+
 
 class TestCounted:
     def test_costs_are_of_one_image(self):
@@ -131,6 +139,11 @@ class TestCounted:
             found, memory = counted(model, torch.zeros(7, 1, 8, 8), precision)
             assert (found.macs, found.params) == (36 * 27 + 3 * 36 * 5, 27 + 3 + 3 * 36 * 5 + 5)
             assert memory == size * (36 * 3 + 5)
+
+    def test_a_batch_norm_on_one_value_in_train_mode(self):
+        model = nn.Sequential(nn.Conv2d(1, 3, 8), nn.BatchNorm2d(3), nn.Flatten()).train()
+        assert counted(model, torch.zeros(1, 1, 8, 8), "float32")[0].macs == 3 * 64
+        assert all(module.training for module in model.modules())
 
 
 class TestQuality:

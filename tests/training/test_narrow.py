@@ -134,7 +134,7 @@ class TestWhenTheyAreTaken:
             {"x_shape": (0, 16, 32, 32)},
             {"x_shape": (2**15, 16, 32, 32)},
         ],
-        ids=str,
+        ids=", ".join,
     )
     def test_for_no_others(self, change):
         assert not self.layer(**change)

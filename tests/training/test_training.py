@@ -252,6 +252,21 @@ class TestFit:
         assert fit(model, batches(), short(epochs=0, ema=0.9)) == []
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
+    def test_distillation_without_a_teacher_is_refused(self):
+        with pytest.raises(TrainingError, match=r"distill=0.9 needs a teacher; give loss_fn=distillation\(teacher\)"):
+            fit(Net(), batches(), TrainSettings(epochs=1, batch=6, distill=0.9))
+
+    def test_the_loss_has_the_label_smoothing_of_the_settings(self):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 7)
+        given, plain = copy.deepcopy(model), copy.deepcopy(model)
+        settings = TrainSettings(epochs=1, batch=6, label_smoothing=0.2)
+        fit(model, batches(), settings)
+        fit(given, batches(), settings, loss_fn=classification(0.2))
+        fit(plain, batches(), settings, loss_fn=classification(0.0))
+        assert torch.equal(model.weight, given.weight)
+        assert not torch.equal(model.weight, plain.weight)
+
     def test_it_learns_the_digits(self):
         data = open_data("digits")
         torch.manual_seed(0)

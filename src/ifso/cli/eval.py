@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.eval_report import STAGES, Report, shown, write
-from ifso.cli.opening import FINETUNE, OpenedRun, open_run
+from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.cli.ranks import Place, joined, leave
 from ifso.errors import IfsoError, RunError
@@ -34,7 +34,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_task(group: Any) -> None:
-    group.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
+    group.add_argument(
+        "folder", nargs="?", type=Path, metavar="RUN", help="a folder that ifso prune --out or ifso finetune --out made"
+    )
     group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
@@ -131,7 +133,7 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     from ifso.training.measuring import laid_out, quality, size_of
 
     tell = say if place.speaks else _silent
-    run = None if args.folder is None else open_run(args.folder, model=args.model)
+    run = None if args.folder is None else open_tuned(args.folder, model=args.model)
     data = _data(args, run, place)
     models, notes = _networks(args, run, data, place.device)
     batch = laid_out(next(iter(data.train_batches(args.train_batch))), channels_last=args.channels_last)
@@ -226,7 +228,7 @@ def _stages(
 
     def finetuned() -> tuple[nn.Module | None, str]:
         why = {"none": "was not run", "unfinished": "is not finished"}.get(run.finetuning, "")
-        return run.finetuned(device, data=data), f"the fine-tuning in {run.folder / FINETUNE} {why}"
+        return run.finetuned(device, data=data), f"the fine-tuning in {run.finetune} {why}"
 
     ways = (unpruned, lambda: (run.pruned(device, data=data), ""), finetuned)
     return {name: way for name, way in zip(STAGES, ways, strict=True) if not args.only or name in args.only}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.opening import FINETUNE, OpenedRun, open_run
 from ifso.cli.output import chatter_to_stderr, console, print_json
-from ifso.cli.prune_settings import _without_folders
+from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
 from ifso.cli.train_options import add_data, add_recipe, add_running, gather, one_of, opening, settings_of
 from ifso.cli.train_progress import training_progress
@@ -49,7 +49,12 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     how.add_argument("--temperature", type=float, metavar="T", help="that softens what the teacher says (4)")
     how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (that of the run)")
-    add_running(parser.add_argument_group("where and how it runs"))
+    where = parser.add_argument_group("where and how it runs")
+    add_running(where)
+    where.add_argument(
+        "--padded", action=argparse.BooleanOptionalAction,
+        help="train in the shape before pruning, with zeros, where that is the same: quicker on a GPU (cuda: yes)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -117,8 +122,18 @@ def _plan(args: argparse.Namespace, folder: Path) -> _Plan:
     run, place = open_run(folder, model=args.model), args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
     options = gather(args, place, known, "ifso finetune")
+    options["padded"] = _padded(args, place, options["device"])
     run = replace(run, arguments={**run.arguments, **{name: options[name] for name in ("model",) if name in options}})
     return _Plan(run, place, options, settings_of(options))
+
+
+def _padded(args: argparse.Namespace, folder: Path, device: str) -> bool:
+    """In the shape before pruning? As it was begun, if it is resumed, else as asked for."""
+    stored = stored_options(folder, ("padded",), "ifso finetune") if args.resume else {}
+    if stored and args.padded is not None:
+        refuse_others({"padded": args.padded}, stored, folder)
+    default = not args.resume and device.partition(":")[0] == "cuda"
+    return stored.get("padded", default if args.padded is None else args.padded)
 
 
 def _watched(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) -> list[Outcome]:
@@ -179,8 +194,14 @@ class _Workshop:
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
             teacher=teacher, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
             about={"run": str(plan.run.folder), "arguments": dict(plan.options)}, start="pruned",
-            before={} if top1 is None else {"unpruned": top1},
+            before={} if top1 is None else {"unpruned": top1}, wide=self._wide(plan, data),
         )  # fmt: skip
+
+    def _wide(self, plan: _Plan, data: Data) -> nn.Module | None:
+        """A network as that of a run was before pruning, to train the pruned one in; its weights do not matter."""
+        if not plan.options["padded"]:
+            return None
+        return plan.run._network(data, None).to(self._place.device)
 
     def _opened(self, plan: _Plan) -> Data:
         options = opening(plan.options, plan.settings, self._place, download=self._args.download)
@@ -218,18 +239,21 @@ def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failure
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each network that was trained."""
+    """A row for each network that was trained: accuracies, or losses where the data has a loss of its own."""
     from rich.table import Table
 
     splits = sorted({summary["split"] for summary in summaries})
+    own = all(summary["last_top1"] is None and "eval_loss" in summary["last"] for summary in summaries)
     stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
-    title = f"Accuracy in per cent on {' and '.join(splits)} images"
-    found = Table(title=title, title_justify="left")
+    found = Table(
+        title=f"{'Loss' if own else 'Accuracy in per cent'} on {' and '.join(splits)} images", title_justify="left"
+    )
     found.add_column("folder", overflow="fold")
-    for heading in (*stages, "last epoch", "best epoch", "epochs", "seconds"):
+    for heading in (*stages, "last epoch", *(() if own else ("best epoch",)), "epochs", "seconds"):
         found.add_column(heading, justify="right")
     for summary in summaries:
         accuracies = [*(summary["before"].get(stage) for stage in stages), summary["last_top1"], summary["best_top1"]]
         cells = ["–" if value is None else f"{value:.2f}" for value in accuracies]
+        cells = [f"{summary['last']['eval_loss']:.4g}"] if own else cells
         found.add_row(summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}")
     return found

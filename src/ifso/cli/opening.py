@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +26,26 @@ class OpenedRun:
     """A finished pruning run.
 
     ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
-    ``digest`` tells the weights that the run began with from others; None where only a network was saved.
+    ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
+    the folder of its fine-tuning, if that is another than the customary one.
     """
 
     folder: Path
     arguments: Mapping[str, Any]
     digest: str | None = None
+    tuned: Path | None = None
+
+    @property
+    def finetune(self) -> Path:
+        """Where its fine-tuning is, or will be."""
+        return self.folder / FINETUNE if self.tuned is None else self.tuned
 
     @property
     def finetuning(self) -> str:
         """``"none"``, ``"unfinished"`` or ``"finished"``."""
         from ifso.pruning.folder import CONFIG, SUMMARY
 
-        place = self.folder / FINETUNE
+        place = self.finetune
         if (place / SUMMARY).is_file():
             return "finished"
         return "unfinished" if (place / CONFIG).exists() else "none"
@@ -82,7 +89,7 @@ class OpenedRun:
 
     def finetuned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module | None:
         """The network after ``ifso finetune``, or None if that was not done or has not come to its end."""
-        return self._loaded(self.folder / FINETUNE, device, data) if self.finetuning == "finished" else None
+        return self._loaded(self.finetune, device, data) if self.finetuning == "finished" else None
 
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
         from ifso.surgery.store import load
@@ -120,10 +127,7 @@ class OpenedRun:
         )
 
     def _places(self, path: str) -> Iterator[Path]:
-        """Where a path of the run may lead: from here, or from one of the folders that the run lies in."""
-        yield Path(path)
-        if not Path(path).is_absolute():
-            yield from (parent / path for parent in self.folder.resolve().parents[:LEVELS])
+        return _places(self.folder, path)
 
 
 def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
@@ -131,7 +135,7 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
 
     A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments.
     """
-    from ifso.pruning.folder import CONFIG, SUMMARY, _read_config
+    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, _read_config
     from ifso.surgery.store import RECIPE
 
     given = {} if model is None else {"model": model}
@@ -143,10 +147,50 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = _read_config(folder / CONFIG)
     arguments = _arguments(config)
+    if TRAINING in config["settings"]:
+        raise RunError(_not_pruned(folder, (config.get("about") or {}).get("run"), arguments))
     if not (folder / SUMMARY).is_file():
         how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
     return OpenedRun(folder, {**arguments, **given}, config["settings"].get("weights"))
+
+
+def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
+    """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
+    from ifso.pruning.folder import CONFIG, TRAINING, _read_config
+
+    if not (folder / CONFIG).is_file():
+        return open_run(folder, model=model)
+    config = _read_config(folder / CONFIG)
+    about = config.get("about")
+    name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
+    if not isinstance(name, str):
+        return open_run(folder, model=model)
+    places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
+    for place in places:
+        if (place / CONFIG).is_file():
+            return replace(open_run(place, model=model), tuned=folder)
+    tried = ", ".join(map(str, places))
+    raise RunError(
+        f"{folder} is the fine-tuning of the run in {name}, which is not there any more (tried {tried}); "
+        "put it back there"
+    )
+
+
+def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
+    """What to do with a folder that holds a training and no pruning."""
+    if isinstance(run, str):
+        return f"{folder} is the fine-tuning of a run; give the run itself, {run}"
+    given = {**arguments, "weights": folder / "model.safetensors"}
+    options = " ".join(f"--{name} {given[name]}" for name in ("model", "weights", "data") if name in given)
+    return f"{folder} holds a training and no pruning; ifso prune and ifso eval take it as {options}"
+
+
+def _places(folder: Path, path: str) -> Iterator[Path]:
+    """Where a path told by a run may lead: from here, or from one of the folders that the run lies in."""
+    yield Path(path)
+    if not Path(path).is_absolute():
+        yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:

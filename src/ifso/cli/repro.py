@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import console, print_json
+from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -34,10 +34,20 @@ CAPTION = (
 
 DESCRIPTION = (
     "Run studies of the paper again, or what is left of them: table1 … table6, normalization, inverse, figure1, "
-    "figure5 … figure8, or single rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed). "
+    "figure5 … figure8, or single rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed); "
+    "recipe: candidates for ours, on images that are held out. "
     "What was interrupted goes on when the same command is given again."
 )
 ONLY_FIGURE1 = ("networks", "masks", "renew")
+RECIPE = "recipe"
+NOT_RECIPE = (
+    *ONLY_FIGURE1, "resume", "workers", "table", "markdown", "list", "weights", "criteria", "recipes", "units_per_step",
+    "prune", "one_pruning", "prune_precision", "lanes",
+)  # fmt: skip
+RECIPE_CAPTION = (
+    "Top-1 in per cent on {held_out} training images held out, at the last of {epochs} epochs, after half of the MACs "
+    "of {network} went at once; unpruned {unpruned:.2f}. Standard error of one accuracy: {standard_error:.2f}."
+)
 NOT_FIGURE1 = (
     "table", "markdown", "list", "weights", "criteria", "recipes", "epochs", "units_per_step", "prune", "one_pruning",
     "validation", "device", "precision", "prune_precision", "channels_last", "compile", "lanes",
@@ -109,6 +119,11 @@ def run(args: argparse.Namespace) -> int:
         if len(args.studies) > 1:
             raise IfsoError(f"{FIGURE1} is a study of its own kind; run it apart from {_others(args.studies)}")
         return _figure1(args)
+    if RECIPE in args.studies:
+        _refuse(args, NOT_RECIPE, f"{RECIPE} has no")
+        if len(args.studies) > 1:
+            raise IfsoError(f"{RECIPE} is a study of its own kind; run it alone")
+        return _recipe(args)
     _refuse(args, ONLY_FIGURE1, f"only {FIGURE1} has")
     from ifso.cli import repro_runs
 
@@ -154,6 +169,75 @@ def _figure1(args: argparse.Namespace) -> int:
     else:
         console().print(*tables(document), f"written: {', '.join(written)}", sep="\n")
     return 0
+
+
+def _recipe(args: argparse.Namespace) -> int:
+    """Compare the candidates for the recipe ``ours``, and write which one did best."""
+    with chatter_to_stderr():
+        from ifso.cli.repro_runs import OUT
+        from ifso.repro.choosing import keep
+
+        choice = _chosen(args)
+        place = (args.out or OUT) / "results" / ("smoke" if args.smoke else "") / RECIPE / "choice.json"
+        keep(choice, place)
+    if args.json:
+        print_json(choice)
+    else:
+        console().print(_recipe_table(choice), f"best: {choice['best']}; written: {place}", sep="\n")
+    return 0
+
+
+def _chosen(args: argparse.Namespace) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from ifso.cli.repro_runs import ON_CUDA
+    from ifso.data import open_data
+    from ifso.data.devices import usable_device
+    from ifso.repro.choosing import HELD_OUT, SMOKE, Effort, choose, smoke_images
+    from ifso.training.measuring import hardware
+
+    for name in ("epochs", "seeds", "validation"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise IfsoError(f"--{name} {getattr(args, name)}: give 1 or more")
+    device = args.device or "cpu"
+    usable = usable_device(device)
+    effort, quick = SMOKE if args.smoke else Effort(), dict(ON_CUDA) if usable.type == "cuda" else {}
+    asked = {name: getattr(args, name) for name in ("precision", "channels_last", "compile")}
+    quick |= {**effort.quick, **{name: value for name, value in asked.items() if value is not None}}
+    counts = {name: getattr(args, name) for name in ("epochs", "seeds") if getattr(args, name) is not None}
+    effort = replace(effort, quick=quick, **counts)
+    if args.smoke:
+        data: Any = smoke_images(device)
+    else:
+        data = open_data(_images(args.data), device=device, validation=args.validation or HELD_OUT)
+    choice = choose(data, effort, device=device, say=say)
+    return {**choice, "smoke": args.smoke, "quick": quick, "hardware": hardware(usable)}
+
+
+def _images(given: list[str] | None) -> str:
+    if given is None or len(given) != 1 or given[0].partition(":")[0] not in ("cifar10", "cifar100"):
+        raise IfsoError(f"{RECIPE} takes one data set; give --data cifar10:PATH or cifar100:PATH, or --smoke")
+    return given[0]
+
+
+def _recipe_table(choice: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"Candidates for the recipe of fine-tuning, {choice['seeds']} seed(s)", title_justify="left",
+        caption=RECIPE_CAPTION.format(**choice), caption_justify="left",
+    )  # fmt: skip
+    for heading in ("candidate", "changes"):
+        table.add_column(heading)
+    for heading in ("mean", "lowest", "highest"):
+        table.add_column(heading, justify="right")
+    for name, mean in choice["mean"].items():
+        found, changes = choice["validation_top1"][name], choice["candidates"][name]
+        words = ", ".join(f"{key}={value}" for key, value in changes.items()) or "none"
+        table.add_row(name, words, *(f"{value:.2f}" for value in (mean, min(found), max(found))))
+    for name in choice["failed"]:
+        table.add_row(name, "failed", "–", "–", "–")
+    return table
 
 
 def _command(args: argparse.Namespace, data: Path | None) -> str:

@@ -25,6 +25,7 @@ OUT = Path("repro")
 LANES = {"cpu": 1, "cuda": 8}
 ON_CUDA = {"precision": "bf16", "channels_last": True}
 INTERRUPTED = 130
+NOT_SMOKE = ("data", "weights", "epochs", "units_per_step", "prune", "validation")
 POSITIVE = ("seeds", "epochs", "units_per_step", "validation", "lanes")
 
 
@@ -56,13 +57,16 @@ def _done(args: argparse.Namespace, jobs: Sequence[Job], changes: dict[str, Any]
         from ifso.repro.dealing import Rank
 
         place = Rank.here()
+        unused = [f"--{name.replace('_', '-')}" for name in NOT_SMOKE if args.smoke and getattr(args, name)]
+        if unused and not place.rank:
+            say(f"a smoke run has sizes and images of its own: {', '.join(unused)} not used")
         shop = _workshop(args, changes, place)
         document = _listed(shop, jobs) if args.list else _run(args, shop, jobs, place)
     if place.rank:
         return 0
     if args.json:
         print_json(document)
-    else:
+    elif args.list or document["runs"]:
         console().print(_list_table(document["runs"]) if args.list else _result_table(document, shop))
     return int(document.get("status", 0))
 
@@ -239,6 +243,8 @@ def _result_table(document: dict[str, Any], shop: Workshop) -> Table:
 
     runs = document["runs"]
     measured = f"{shop.validation} held-out images" if shop.validation else "the test set"
+    if shop.smoke:
+        measured = "a few generated images, which means nothing,"
     caption = f"Top-1 on {measured} in per cent. Written into {shop.results / 'smoke' if shop.smoke else shop.results}."
     failed = f", {len(document['failures'])} failed" if document["failures"] else ""
     table = Table(title=f"{len(runs)} runs done{failed}", caption=caption, title_justify="left", caption_justify="left")
@@ -263,7 +269,8 @@ def _table(args: argparse.Namespace) -> int:
     from ifso.repro.results import read
     from ifso.repro.tables import grids, render, write_markdown
 
-    results = read((args.out or OUT) / "results")
+    place = (args.out or OUT) / "results"
+    results = read(place)
     if args.markdown is not None:
         write_markdown(results, args.markdown, args.studies or None)
     runs = Runs(results)
@@ -272,6 +279,8 @@ def _table(args: argparse.Namespace) -> int:
         print_json({"tables": [asdict(grid) for name in names for grid in grids(name, runs)]})
     else:
         console().print(*(table for name in names for table in render(name, results)), sep="\n")
+    if not results:
+        say(f"{place} holds no results; say with --out where they are")
     return 0
 
 

@@ -30,7 +30,7 @@ RECIPE = "paper"
 
 def add_recipe(group: Any) -> None:
     """Recipe and settings that change it. None has a default here: what is not given is left to the recipe."""
-    group.add_argument("--recipe", metavar="NAME", help=f"paper, or ours: chosen on a validation split ({RECIPE})")
+    group.add_argument("--recipe", metavar="NAME", help=f"paper, or ours: one cycle, and a teacher ({RECIPE})")
     group.add_argument("--epochs", type=int, metavar="N", help="rounds over the training set (200)")
     group.add_argument("--batch", type=int, metavar="N", help="images in a batch, of all ranks together (128)")
     group.add_argument("--lr", type=float, metavar="RATE", help="highest learning rate (0.1)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,8 +91,34 @@ class Augmentation:
         return padded[image[:, None, None, None], channel[:, None, None], row[:, None, :, None], column[:, None, None]]
 
 
-class TrainBatches:
+class Epochs(ABC):
     """Each ``iter()`` is an epoch: all images in a new order. ``set_epoch(e)`` goes to the beginning of epoch ``e``.
+
+    ``_places`` are those of an epoch's order that are this process's.
+    """
+
+    batch_size: int
+    _places: Tensor
+    epoch = 0
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._places) / self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next ``iter()`` is that epoch; without this call it is the one after the last."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self._batches(epoch)
+
+    @abstractmethod
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        """The batches of that epoch."""
+
+
+class TrainBatches(Epochs):
+    """Batches of images that lie on the device, an epoch in each ``iter()``.
 
     Order and augmentation are the same for all processes; ``share`` says which of the images this one takes.
     """
@@ -109,19 +136,8 @@ class TrainBatches:
         check_batch_size(batch_size)
         share.refuse_too_few(len(images), batch_size, drop_last)
         self.images, self.batch_size, self.drop_last = images, batch_size, drop_last
-        self.augmentation, self.seed, self.share, self.epoch = augmentation, seed, share, 0
+        self.augmentation, self.seed, self.share = augmentation, seed, share
         self._places = share.places(len(images), batch_size, drop_last)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self._places) / self.batch_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` is that epoch; without this call it is the one after the last."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Batch]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return self._batches(epoch)
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
         """An epoch on the device: the images' numbers in order and their moves [., 3], None without augmentation.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ifso.data.batches import Batch, check_batch_size, generator
+from ifso.data.batches import Batch, Epochs, check_batch_size, generator
 from ifso.data.image_files import ImageFiles
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
@@ -149,25 +149,13 @@ class DecodedBatches:
         )
 
 
-class TrainFiles(DecodedBatches):
-    """Each ``iter()`` is an epoch: all images in a new order. ``set_epoch(e)`` goes to the beginning of epoch ``e``."""
+class TrainFiles(DecodedBatches, Epochs):
+    """Batches of images in files, an epoch in each ``iter()``."""
 
     def __init__(self, source: Decoded, *, drop_last: bool, **options: Any) -> None:
         super().__init__(source, **options)
         self.share.refuse_too_few(len(source.files), self.batch_size, drop_last)
         self._places = self.share.places(len(source.files), self.batch_size, drop_last)
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return math.ceil(len(self._places) / self.batch_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` is that epoch; without this call it is the one after the last."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Batch]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return self._batches(epoch)
 
     def _order(self, epoch: int) -> Tensor:
         order = torch.randperm(len(self.source.files), generator=generator(self.source.seed, epoch))

@@ -88,6 +88,9 @@ def _digit_images() -> tuple[Images, Images]:
 
 def _from_file(name: str, device: torch.device, validation: float | int, share: Share) -> FileData:
     if validation:
-        raise DataError(f"{name}: validation={validation} cannot be cut from it; let it have validation_batches")
+        raise DataError(
+            f"{name}: validation={validation} cannot be cut from a file of yours; leave it out, let the file have "
+            "validation_batches, and measure on them with ifso eval --split validation"
+        )
     path, _, factory = name.rpartition(":")
     return FileData(path, factory, device, share)

@@ -53,7 +53,7 @@ class Share:
         if count >= self.ranks * (batch_size if drop_last else 1):
             return
         each = "" if self.ranks == 1 else f" on each of {self.ranks} ranks"
-        remedy = "a smaller batch size or drop_last=False" if drop_last else "more images or fewer ranks"
+        remedy = "a smaller batch size" if drop_last else "more images or fewer ranks"
         raise DataError(f"batches of {batch_size}{each} cannot be filled by {count} training images; give {remedy}")
 
     def deal(self) -> slice:

@@ -42,7 +42,8 @@ def _build(name: str, options: dict[str, Any]) -> nn.Module:
         provider = PROVIDERS[prefix]
         names = provider.names()
         if inner not in names:
-            raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: names})}")
+            some = f"; there are {', '.join(names[:3])} and {len(names) - 3} more"
+            raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: names}) or some}")
         return provider.build(inner, **options)
     path, _, factory = name.rpartition(":")
     if path.endswith(".py"):

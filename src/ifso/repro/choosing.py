@@ -1,14 +1,18 @@
-"""How the recipe ``ours`` was chosen: candidates compared on images that neither training nor the test set has.
+"""Which recipe is best for fine-tuning: candidates compared on images that neither training nor the test set has.
 
 A ResNet-32 is trained on 45,000 images of CIFAR-10, half of its MACs are removed at once, and a copy is fine-tuned by
-every candidate, all side by side. What counts is the accuracy on the 5,000 images held out, at the last epoch.
+every candidate, all side by side. What counts is the accuracy on the 5,000 images held out, at the last epoch, in the
+mean over seeds, which order and augment the images otherwise.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
+import statistics
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.data import Data
-from ifso.errors import IfsoError
+from ifso.data.generated import generated_images
+from ifso.data.sets import ImageData
+from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
 from ifso.models import create_model
 from ifso.pruning.budget import Budget
 from ifso.pruning.prune import prune
 from ifso.surgery.files import replacing
-from ifso.surgery.recipe import recipe_of as removals_of
 from ifso.training.crew import Crew
 from ifso.training.examining import Examiner
-from ifso.training.fit import own_random_numbers
+from ifso.training.fit import fit_side_by_side, own_random_numbers
 from ifso.training.lane import Lane, Watch
 from ifso.training.lessons import Tables, lessons
-from ifso.training.padding import Padding
+from ifso.training.padding import padded_
 from ifso.training.settings import TrainSettings, recipe_of
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 5000
@@ -48,56 +52,89 @@ CANDIDATES: Mapping[str, Mapping[str, Any]] = {
 """Changes to one-cycle SGD without a teacher."""
 
 
+Say = Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class Effort:
-    """Epochs of training and of fine-tuning, and what makes them quick on a device."""
+    """Epochs of training and of fine-tuning, runs of each candidate, and what makes them quick on a device."""
 
     base_epochs: int = 30
     epochs: int = 20
+    seeds: int = 1
     quick: Mapping[str, Any] = field(default_factory=dict)
+    scored: int = 10
 
-    def settings(self, changes: Mapping[str, Any], epochs: int) -> TrainSettings:
+    def settings(self, changes: Mapping[str, Any], epochs: int, seed: int = 0) -> TrainSettings:
         """A candidate."""
-        return replace(START, epochs=epochs, **{**changes, **self.quick})
+        return replace(START, epochs=epochs, seed=seed, **{**changes, **self.quick})
+
+
+SMOKE = Effort(base_epochs=1, epochs=1, quick={"batch": 16}, scored=1)
+SMOKE_HELD_OUT = 32
+
+
+def smoke_images(device: str = "cpu") -> ImageData:
+    """A few generated images, of which some are held out."""
+    made_up = generated_images("cifar10", device=device)
+    order = torch.arange(len(made_up.train), device=device)
+    train, held_out = (made_up.train.part(part) for part in (order[SMOKE_HELD_OUT:], order[:SMOKE_HELD_OUT]))
+    return replace(made_up, train=train, validation=held_out)
 
 
 def choose(
-    data: Data, effort: Effort, *, device: str = "cpu", say: Callable[[str], None], network: str = NETWORK
+    data: ImageData,
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    say: Say,
+    network: str = NETWORK,
+    candidates: Mapping[str, Mapping[str, Any]] = CANDIDATES,
 ) -> dict[str, Any]:
-    """Accuracies on the validation part by candidate, and the best of them; ``data`` was opened with such a part."""
+    """Accuracies on the validation part by candidate, and the best of them; ``data`` was opened with such a part.
+
+    ``standard_error`` is that of an accuracy on so many images: what differs by less is alike.
+    """
+    if data.validation is None:
+        raise DataError(f"{data.name} was opened without a validation part, on which candidates are compared")
+    for changes in candidates.values():
+        effort.settings(changes, effort.epochs)
+    held_out = len(data.validation)
     with own_random_numbers([], 0):
-        torch.manual_seed(0)
         base = create_model(network, num_classes=data.num_classes).to(device)
-        watch = _Validation(data, device, effort.quick.get("precision", "float32"))
-        found = _trained(base, data, effort.settings({}, effort.base_epochs), watch)
-        say(f"unpruned: {found:.2f} % of {HELD_OUT} held out")
-        pruned = _halved(base, data)
-        crew, tables = Crew(), Tables()
-        scores: dict[str, float] = {}
-        for name, changes in CANDIDATES.items():
-            settings, model = effort.settings(changes, effort.epochs), copy.deepcopy(pruned)
-            batches, loss_fn = lessons(data, settings, base, tables=tables, networks=len(CANDIDATES), say=say)
-            lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch.watch())
-            crew.add(lane, partial(_note, scores, name, lane, say))
-        while crew.size:
-            crew.turn()
-    ranked = sorted(scores, key=lambda name: -scores[name])
+        validation = _Validation(data, device, effort.quick.get("precision", "float32"))
+        unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), validation)
+        say(f"unpruned: {unpruned:.2f} % of {held_out} held out")
+        pruned = _halved(base, data, effort, say)
+        scores = _compared(pruned, base, data, effort, candidates, validation, say)
+    failed = [name for name in candidates if len(scores[name]) < effort.seeds]
+    means = {name: statistics.fmean(found) for name, found in scores.items() if name not in failed}
+    if not means:
+        raise TrainingError("every candidate failed, as was said above; give more data, or other settings")
+    ranked = sorted(means, key=lambda name: -means[name])
+    share = means[ranked[0]] / 100
     return {
-        "network": network, "removed": 1 - KEPT, "held_out": HELD_OUT, "base_epochs": effort.base_epochs,
-        "epochs": effort.epochs, "unpruned": found, "validation_top1": {name: scores[name] for name in ranked},
-        "candidates": {name: dict(changes) for name, changes in CANDIDATES.items()}, "best": ranked[0],
+        "network": network, "removed": 1 - KEPT, "data": data.name.partition(":")[0], "held_out": held_out,
+        "base_epochs": effort.base_epochs, "epochs": effort.epochs, "seeds": effort.seeds, "unpruned": unpruned,
+        "validation_top1": {name: scores[name] for name in ranked}, "mean": {name: means[name] for name in ranked},
+        "standard_error": 100 * math.sqrt(share * (1 - share) / held_out),
+        "failed": failed,
+        "candidates": {name: dict(changes) for name, changes in candidates.items()}, "best": ranked[0],
     }  # fmt: skip
 
 
 def keep(choice: Mapping[str, Any], path: Path) -> None:
     """Write what was found as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        new.write_text(json.dumps(choice, indent=1) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new:
+            new.write_text(json.dumps(choice, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class _Validation:
-    def __init__(self, data: Data, device: str, precision: str) -> None:
+    def __init__(self, data: ImageData, device: str, precision: str) -> None:
         self._data, self._precision = data, precision
         self._size = 2500 if device.startswith("cuda") else 500
 
@@ -107,39 +144,68 @@ class _Validation:
         return Watch(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
 
 
-def _trained(model: nn.Module, data: Data, settings: TrainSettings, validation: _Validation) -> float:
+def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validation: _Validation) -> float:
     batches, loss_fn = lessons(data, settings)
     lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=validation.watch())
-    failures: list[IfsoError | None] = []
-    crew = Crew()
-    crew.add(lane, failures.append)
-    while crew.size:
-        crew.turn()
-    if failures[0] is not None:
-        raise failures[0]
+    for failure in fit_side_by_side([lane]):
+        if failure is not None:
+            raise failure
     return lane.done[-1].measures["top1"]
 
 
-def _halved(base: nn.Module, data: Data) -> nn.Module:
-    """A copy without half of its MACs, removed at once."""
+def _halved(base: nn.Module, data: ImageData, effort: Effort, say: Say) -> nn.Module:
+    """A copy without half of its MACs, removed at once; on a GPU in the former shape."""
     model = copy.deepcopy(base)
     prune(
         model,
-        data.train_batches(128),
+        data.train_batches(effort.settings({}, 1).batch),
         data.loss_fn,
         budget=Budget(macs=KEPT),
         example_inputs=data.example_inputs(),
         schedule="one-shot",
-        batches_per_score=10,
+        batches_per_score=effort.scored,
     )
-    recipe = removals_of(model)
-    if not next(base.parameters()).is_cuda or recipe is None:
+    if not next(base.parameters()).is_cuda:
         return model
-    return Padding(base, recipe, data.example_inputs()).pad_(copy.deepcopy(base), model)
+    wide = copy.deepcopy(base)
+    try:
+        padded_(wide, model, data)
+    except RecipeError as error:
+        say(f"trained in its own shape, because {error}")
+        return model
+    return wide
 
 
-def _note(
-    scores: dict[str, float], name: str, lane: Lane, say: Callable[[str], None], failure: IfsoError | None
-) -> None:
-    scores[name] = 0.0 if failure is not None else lane.done[-1].measures["top1"]
-    say(f"{name}: {scores[name]:.2f} %" + (f" ({failure})" if failure else ""))
+def _compared(
+    pruned: nn.Module,
+    teacher: nn.Module,
+    data: ImageData,
+    effort: Effort,
+    candidates: Mapping[str, Mapping[str, Any]],
+    validation: _Validation,
+    say: Say,
+) -> dict[str, list[float]]:
+    """The accuracy of every candidate at its end, in the order of seeds; all of them side by side."""
+    tables, scores = Tables(), {name: dict[int, float]() for name in candidates}
+    runs = [(name, seed) for seed in range(effort.seeds) for name in candidates]
+    with closing(Crew()) as crew:
+        for name, seed in runs:
+            settings = effort.settings(candidates[name], effort.epochs, seed)
+            shuffled = replace(data, seed=seed)
+            batches, loss_fn = lessons(shuffled, settings, teacher, tables=tables, networks=len(runs), say=say)
+            lane = Lane(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, watch=validation.watch())
+            crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
+        try:
+            while crew.size:
+                crew.turn()
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(f"no memory is left for {len(runs)} networks; give fewer --seeds") from error
+    return {name: [found[seed] for seed in sorted(found)] for name, found in scores.items()}
+
+
+def _note(scores: dict[int, float], name: str, seed: int, lane: Lane, say: Say, failure: IfsoError | None) -> None:
+    for note in lane.notes:
+        say(f"{name}, seed {seed}: {note}")
+    if failure is None:
+        scores[seed] = lane.done[-1].measures["top1"]
+    say(f"{name}, seed {seed}: {failure or f'{scores[seed]:.2f} %'}")

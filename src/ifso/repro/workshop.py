@@ -15,7 +15,7 @@ from torch import nn
 import ifso
 from ifso.data import Data, open_data
 from ifso.data.generated import generated_images
-from ifso.errors import DataError, RunError
+from ifso.errors import DataError, RecipeError, RunError
 from ifso.models import create_model, load_weights
 from ifso.pruning.folder import differences
 from ifso.pruning.prune import prune
@@ -23,10 +23,9 @@ from ifso.pruning.settings import PRESETS, Settings
 from ifso.repro.plans import Row
 from ifso.repro.rows import Job, method_name
 from ifso.surgery.files import replacing, storable, write_tensors
-from ifso.surgery.recipe import recipe_of
 from ifso.surgery.store import load
 from ifso.training.evaluation import evaluate
-from ifso.training.padding import Padding
+from ifso.training.padding import padded_
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.task import loss_in
@@ -93,7 +92,11 @@ class Workshop:
             return self.work / "base" / f"{row.task}{'-smoke' if self.smoke else ''}.safetensors"
         path = (self.weights or Path()) / row.base.weights
         if not path.is_file():
-            raise DataError(f"{row.name} begins with the weights {row.base.weights}; give their folder with --weights")
+            where = f"not in {self.weights}" if self.weights else "not here"
+            raise DataError(
+                f"{row.name} begins with the weights {row.base.weights}, which are {where}; "
+                "give their folder with --weights"
+            )
         return path
 
     def fresh(self, row: Row, classes: int | None) -> nn.Module:
@@ -136,14 +139,16 @@ class Workshop:
         return self.placed(load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
 
     def trainable(self, job: Job, data: Data) -> nn.Module:
-        """The pruned network as it is fine-tuned: on a GPU in its former shape, with zeros (:mod:`.padding`)."""
+        """The pruned network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact."""
         pruned = self.pruned(job, data)
         if not self.device.startswith("cuda"):
             return pruned
         wide = self.placed(self.fresh(job.row, data.num_classes))
-        recipe = recipe_of(pruned)
-        assert recipe is not None
-        return Padding(wide, recipe, data.example_inputs()).pad_(wide, pruned)
+        try:
+            padded_(wide, pruned, data)
+        except RecipeError:
+            return pruned
+        return wide
 
     def prune_as(self, job: Job) -> Job:
         """``job`` with the workshop's changes to its pruning; in a smoke run only what sets a variant apart stays."""

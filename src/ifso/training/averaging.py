@@ -23,7 +23,8 @@ class Ema:
     with is soon forgotten. Other buffers (counters, tables, masks) are copied. Weights in half precision are averaged
     in float32, where small changes are not lost.
 
-    ``update`` makes no decision on the CPU and writes in place, so that a CUDA graph may hold it.
+    ``update`` makes no decision on the CPU and writes in place, so that a CUDA graph may hold it; tensors of a kind are
+    written by one kernel.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.constant_(model.weight, 1.0)
@@ -61,8 +62,8 @@ class Ema:
             step = torch._foreach_sub([live[name].to(mean.dtype) for name, mean in zip(names, own, strict=True)], own)
             torch._foreach_mul_(step, weight.to(own[0].device, own[0].dtype))
             torch._foreach_add_(own, step)
-        if self._copied:
-            _copy_({name: self._average[name] for name in self._copied}, live)
+        for names in self._alike(self._copied):
+            _copy_({name: self._average[name] for name in names}, live)
         self._updates += 1
 
     @contextmanager

@@ -12,6 +12,7 @@ from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
 from ifso.training.modes import eval_mode
 from ifso.training.narrow import narrow_layers
 from ifso.training.precision import autocast, tensor_cores
+from ifso.training.steps import capture
 
 
 class Examiner:
@@ -41,7 +42,7 @@ class Examiner:
             evaluate(model, self._batches)
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.no_grad(), eval_mode(model), torch.cuda.graph(graph, stream=stream):
+        with torch.no_grad(), eval_mode(model), capture(graph, stream):
             self._total = self._sums(model)
         self._model, self._graph = model, graph
 

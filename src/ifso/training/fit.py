@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ifso.curvature.losses import LossFn
-from ifso.errors import IfsoError
+from ifso.errors import IfsoError, TrainingError
 from ifso.training.crew import Crew
 from ifso.training.lane import Epoch, Lane, Watch
-from ifso.training.losses import cross_entropy
+from ifso.training.losses import classification
 from ifso.training.settings import TrainSettings
 
 
@@ -23,7 +23,7 @@ def fit(
     batches: Iterable[Any],
     settings: TrainSettings,
     *,
-    loss_fn: LossFn = cross_entropy,
+    loss_fn: LossFn | None = None,
     watch: Watch | None = None,
 ) -> list[Epoch]:
     """Train ``model`` in place and in train mode for ``settings.epochs`` rounds over ``batches``.
@@ -31,8 +31,14 @@ def fit(
     Afterwards modes are as before. The rate changes at every step if ``batches`` have a length, else once an epoch.
     Batches with ``set_epoch`` are told 0, 1, …, and dropout follows ``settings.seed``, so that the same call gives the
     same weights; the global random state is left alone. On a GPU, batches held there (see :mod:`ifso.data`) are
-    learned from in one CUDA graph a step. For distillation give ``loss_fn=distillation(teacher)``.
+    learned from in one CUDA graph a step. The loss is the cross entropy with the settings' label smoothing unless
+    given; for distillation give ``loss_fn=distillation(teacher)``.
     """
+    if loss_fn is None and settings.distill:
+        raise TrainingError(
+            f"distill={settings.distill:g} needs a teacher; give loss_fn=distillation(teacher), or distill=0"
+        )
+    loss_fn = classification(settings.label_smoothing) if loss_fn is None else loss_fn
     lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
     failure = fit_side_by_side([lane])[0]
     if failure is not None:

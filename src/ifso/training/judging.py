@@ -68,7 +68,8 @@ def explained(loss_fn: LossFn, name: str) -> LossFn:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise
             raise TrainingError(
-                f"a batch of {name} cannot be learned from ({one_line(error)}); check its images and labels"
+                f"a batch of {name} cannot be learned from ({one_line(error)}); check its images and labels, "
+                "and that the network gives [N, classes] in train mode"
             ) from error
 
     return loss

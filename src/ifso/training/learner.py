@@ -23,6 +23,7 @@ from ifso.training.settings import TrainSettings
 class Learner:
     """A network with all that a step of training needs and changes.
 
+    ``narrow`` layers have kernels of their own where they can be had (:mod:`ifso.training.narrow`), unless it is False.
     Under ``torch.distributed`` gradients are averaged over the processes, and statistics of norms are the first one's.
     """
 
@@ -38,6 +39,7 @@ class Learner:
         self.total = torch.zeros((), device=self.device)
         self._scaler = scaler(settings.precision, self.device)
         self._net = _wrapped(model, settings)
+        self.narrow = True
 
     @property
     def capturable(self) -> bool:
@@ -64,7 +66,7 @@ class Learner:
             part = batch if parts == 1 else tree_map(_Part(number, parts), batch)
             with (
                 autocast(precision, self.device),
-                narrow_layers(precision, self.device),
+                narrow_layers(precision, self.device) if self.narrow else nullcontext(),
                 self._in_step(number == parts - 1),
             ):
                 loss = checked(self._loss_fn(self._net, part)) / parts

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ifso.bench.timing import middle, peak_bytes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
-from ifso.curvature.losses import LossFn, WatchedLoss, one_line
+from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
@@ -117,7 +117,8 @@ def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost
     True
     """
     inputs = of_batch(example_inputs, 1)
-    found = cost(model, trace(model, inputs))
+    with same_modes(model):
+        found = cost(model, trace(model.eval(), inputs))
     return found, found.activations * (2 if precision in HALF else 4)
 
 
@@ -155,7 +156,9 @@ def timed(
     """
     if batch < 1 or repeats < 1:
         raise IfsoError(f"{repeats} repeats with batches of {batch}: give whole numbers from 1 up")
-    inputs, begun = of_batch(example_inputs, batch), time.perf_counter()
+    with _explained(f"a batch of {batch}"):
+        inputs = of_batch(example_inputs, batch)
+    begun = time.perf_counter()
     rounds = min(ROUNDS, repeats)
     samples: dict[str, tuple[float, ...]] = dict.fromkeys(models, ())
     for number in range(rounds):

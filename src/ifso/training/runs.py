@@ -20,7 +20,7 @@ from ifso import __version__
 from ifso.curvature.losses import LossFn
 from ifso.data.fitting import check_fits
 from ifso.data.sets import Data
-from ifso.errors import DataError, IfsoError, RunError, TrainingError
+from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.pruning.checkpoint import located, parsed
 from ifso.pruning.folder import SUMMARY, TRAINING, RunFolder
 from ifso.pruning.ranks import rank, together
@@ -33,7 +33,7 @@ from ifso.training.lane import SAVE_EVERY, Epoch, Lane, Measures, Watch
 from ifso.training.lessons import Tables, lessons
 from ifso.training.listening import Listener
 from ifso.training.measuring import hardware
-from ifso.training.precision import tensor_cores
+from ifso.training.padding import Padding, padded_
 from ifso.training.settings import TrainSettings
 
 
@@ -44,7 +44,8 @@ class Training:
     It is evaluated on the validation part of the data if ``validation``, else on the test set, after ``every`` epochs
     and at the end. ``fixed`` must be the same when the training is resumed, ``about`` need not: both go into
     ``config.json``. ``start`` is what the summary calls the network before training, None if it is not evaluated then;
-    ``before`` are accuracies of others that belong beside it.
+    ``before`` are accuracies of others that belong beside it. With ``wide``, a network as ``model`` was before pruning,
+    ``model`` is trained in that shape (:mod:`ifso.training.padding`), where that makes no difference.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Training:
     about: Mapping[str, Any] = field(default_factory=dict)
     start: str | None = None
     before: Mapping[str, float] = field(default_factory=dict)
+    wide: nn.Module | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def train_side_by_side(
     """Train all of them in turns, none waiting for another; the summary of each, or what it failed with.
 
     With ``resume`` they go on where they were interrupted. Under ``torch.distributed`` every process calls this with
-    its share of the data; the first one writes. All of them compute in the precision of the first one.
+    its share of the data; the first one writes.
     """
     if not trainings:
         return []
@@ -81,13 +83,14 @@ def train_side_by_side(
     outcomes: list[dict[str, Any] | IfsoError] = [TrainingError("not trained")] * len(trainings)
     crew, tables, models = Crew(), Tables(), [training.model for training in trainings]
     first = trainings[0].settings
-    with ExitStack() as stack, closing(crew), tensor_cores(first.precision), own_random_numbers(models, first.seed):
+    with ExitStack() as stack, closing(crew), own_random_numbers(models, first.seed):
         for number, training in enumerate(trainings):
             folder = _opened(training, resume)
             if folder is not None:
                 stack.callback(folder.close)
                 stack.push(partial(_discard_after_error, folder))
-            lane = RunningTraining(training, folder, listener, _lesson(training, listener, tables, ranks))
+            alike = sum(other.teacher is training.teacher for other in trainings)
+            lane = RunningTraining(training, folder, listener, _lesson(training, listener, tables, ranks, alike))
             crew.add(lane, partial(_end, outcomes, number, lane))
         while crew.size:
             crew.turn()
@@ -123,7 +126,9 @@ class RunningTraining(Lane):
         self._steps_done, self._before = 0, dict(training.before)
         self.summary: dict[str, Any] = {}
         watch = Watch(self._measures, training.every, 1, self._ended, training.folder, SAVE_EVERY)
-        super().__init__(training.model, batches, training.settings, loss_fn=loss_fn, watch=watch)
+        self._padding = _padded(training, listener)
+        network = training.model if self._padding is None or training.wide is None else training.wide
+        super().__init__(network, batches, training.settings, loss_fn=loss_fn, watch=watch)
 
     def run(self) -> Generator[bool]:
         """As a lane's; the network is evaluated before and saved afterwards."""
@@ -164,9 +169,11 @@ class RunningTraining(Lane):
         self._listener.ended(self._training.name, epoch)
 
     def _finish(self) -> None:
-        self.summary = self._summary()
+        self.summary, model = self._summary(), self._training.model
+        if self._padding is not None:
+            self._padding.unpad_(model, self.model)
         if self.folder is not None:
-            self.folder.write_model(self.model, recipe_of(self.model) or unchanged(self.model))
+            self.folder.write_model(model, recipe_of(model) or unchanged(model))
             self.folder.finish(self.summary)
             remove_checkpoint(self.folder.path)
 
@@ -185,6 +192,7 @@ class RunningTraining(Lane):
             "loss": self.done[-1].loss,
             "seconds": sum(epoch.seconds for epoch in self.done),
             "settings": self.settings.as_dict(),
+            "padded": self._padding is not None,
             "about": dict(training.about),
             "hardware": hardware(next(self.model.parameters()).device),
             "torch": str(torch.__version__),
@@ -244,12 +252,24 @@ def _discard_if_empty(folder: RunFolder) -> None:
         folder.discard_if_empty()
 
 
-def _lesson(training: Training, listener: Listener, tables: Tables, ranks: int) -> tuple[Any, LossFn]:
-    """Batches, and the loss."""
+def _lesson(training: Training, listener: Listener, tables: Tables, ranks: int, networks: int) -> tuple[Any, LossFn]:
+    """Batches, and the loss; ``networks`` have the same teacher."""
+    data, settings, teacher = training.data, training.settings, training.teacher
     batches, loss_fn = lessons(
-        training.data, training.settings, training.teacher, ranks=ranks, tables=tables, say=listener.said
+        data, settings, teacher, ranks=ranks, tables=tables, networks=networks, say=listener.said
     )
     return batches, explained(loss_fn, training.data.name)
+
+
+def _padded(training: Training, listener: Listener) -> Padding | None:
+    """None where the network is trained as it is, and a word about it if that was not asked for."""
+    if training.wide is None:
+        return None
+    try:
+        return padded_(training.wide, training.model, training.data)
+    except RecipeError as error:
+        listener.said(f"{training.name}: trained in its own shape, because {error}")
+        return None
 
 
 def _measures_of(training: Training, listener: Listener) -> Callable[[nn.Module], Measures] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +122,7 @@ class CapturedSteps:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with capture(graph, self._stream):
                 self._work()
         except (RuntimeError, NotImplementedError) as error:
             torch.cuda.set_stream(outside)
@@ -132,6 +134,23 @@ class CapturedSteps:
             torch.cuda.set_rng_state(random, self._learner.device)
         torch.cuda.synchronize()
         return graph
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is put on ``stream`` within it becomes ``graph``.
+
+    Another graph that is destroyed meanwhile would spoil it, so garbage is collected before and not within.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def capturable(learner: Learner, batches: Any) -> bool:
