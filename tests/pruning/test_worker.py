@@ -340,3 +340,18 @@ def test_captured_rounds_are_the_same_as_others(criterion, name):
 
 def on_gpu(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
+
+
+@pytest.mark.parametrize(("name", "times"), [("magnitude-average", 1), ("random", 1), ("taylor", 3)])
+def test_a_criterion_that_needs_no_batches_is_asked_once_a_round(
+    name: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, criterion, asked = CASES["plain"], create(name), []
+    units = type(criterion).units
+    monkeypatch.setattr(type(criterion), "units", lambda *given: asked.append(1) or units(*given))
+    worker = worker_on(case, criterion)
+    batches = [case.make_inputs()] * 3
+    worker.round(batches, train=False)
+    assert len(asked) == times
+    found, _ = worker.collect()
+    assert close(worker.network.in_original(worker._score(batches[0])), found)

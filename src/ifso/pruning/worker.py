@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Worker:
     """Does rounds: scores of some batches and, if asked, one step of the optimizer on the first of them.
 
     On a GPU rounds are captured as a CUDA graph, in which the batches are scored side by side; where that cannot be,
-    they run one operation after another. If memory runs out, batches are cut into micro-batches. ``tell`` hears of it.
+    they run one operation after another. A criterion that needs no batches is asked once a round, outside the graph. If
+    memory runs out, batches are cut into micro-batches. ``tell`` hears of it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Worker:
             raise IfsoError(f"optimizer gave a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer")
         self._micro: int | None = None
         self._capture = can_capture(network)
+        self._apart = not criterion.needs_batches
         self._ghosts = _Ghosts(network) if criterion.masks_itself else None
         self.renew()
 
@@ -102,6 +105,8 @@ class Worker:
         batches = [on_device(batch, self.network.device) for batch in batches]
         self._spoilt += torch.stack([not_finite(batch).to(self._spoilt.device) for batch in batches]).sum()
         self._rounds += 1
+        if self._apart:
+            self._scores += len(batches) * together(partial(self._score, batches[0]))
         replay = self._replay(batches, train)
         if replay is not None:
             replay(batches)
@@ -201,10 +206,11 @@ class Worker:
         return True
 
     def _work(self, batches: Sequence[Any], train: bool) -> _Found:
-        jobs: list[Callable[[], Any]] = [lambda batch=batch: self._score(batch) for batch in batches]  # type: ignore[misc]
+        scored = [] if self._apart else batches
+        jobs: list[Callable[[], Any]] = [lambda batch=batch: self._score(batch) for batch in scored]  # type: ignore[misc]
         jobs.append(lambda: self._gradient(batches[0]) if train else self._loss_only(batches[0]))
         *scores, (loss, gradients) = side_by_side(jobs, apart=self._ghosts is None)
-        return torch.stack(scores).sum(0), loss, gradients
+        return torch.stack([torch.zeros_like(self._scores), *scores]).sum(0), loss, gradients
 
     def _add(self, found: _Found, train: bool) -> None:
         """Add up what a round has found; every rank takes the same step, and has the running statistics of all."""
