@@ -14,6 +14,7 @@ import ifso
 from ifso.cli.main import main
 from ifso.cli.opening import open_run
 from ifso.errors import RunError
+from ifso.surgery.recipe import digest_of
 
 NET = """
 from torch import nn
@@ -108,12 +109,22 @@ class TestNetworks:
         tuned = run.pruned()
         nn.init.ones_(tuned[6].bias)
         place = ifso.save(tuned, run.folder / "finetune")
-        (place / "config.json").write_text("{}")
+        config = {"format": "ifso-run", "version": 1, "settings": {"weights": digest_of(run.pruned())}}
+        (place / "config.json").write_text(json.dumps(config))
         assert (run.finetuning, run.finetuned()) == ("unfinished", None)
         (place / "summary.json").write_text("{}")
         assert same(run.finetuned(), tuned)
         with pytest.raises(RunError, match=r"is the fine-tuning of a run; give the run itself, .*runs/a$"):
             open_run(place)
+
+    def test_a_fine_tuning_of_another_pruning_is_refused(self, project):
+        run = open_run(project / "runs" / "a")
+        place = ifso.save(run.pruned(), run.folder / "finetune")
+        config = {"format": "ifso-run", "version": 1, "settings": {"weights": "of another"}}
+        (place / "config.json").write_text(json.dumps(config))
+        (place / "summary.json").write_text("{}")
+        with pytest.raises(RunError, match=r"finetune began with another network than .*runs/a holds now"):
+            run.finetuned()
 
 
 class TestData:

@@ -219,7 +219,12 @@ def test_loss_functions(loss: Callable[..., Any], message: str, criterion: str, 
 
 
 def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
-    refused(TraceError, "does not run on the example inputs", example_inputs=torch.zeros(1, 3, SIZE, SIZE), out=tmp_path / "run")
+    refused(
+        TraceError,
+        "does not run on the example inputs",
+        example_inputs=torch.zeros(1, 3, SIZE, SIZE),
+        out=tmp_path / "run",
+    )
 
 
 def test_ignored_modules_that_are_not_there(tmp_path: Path) -> None:

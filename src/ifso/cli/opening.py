@@ -89,7 +89,23 @@ class OpenedRun:
 
     def finetuned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module | None:
         """The network after ``ifso finetune``, or None if that was not done or has not come to its end."""
-        return self._loaded(self.finetune, device, data) if self.finetuning == "finished" else None
+        if self.finetuning != "finished":
+            return None
+        self._refuse_other_start(data)
+        return self._loaded(self.finetune, device, data)
+
+    def _refuse_other_start(self, data: Data | None) -> None:
+        """RunError if the fine-tuning began with another pruned network than the run holds now."""
+        from ifso.pruning.folder import CONFIG, read_config
+        from ifso.surgery.recipe import digest_of
+
+        place = self.finetune / CONFIG
+        began = read_config(place)["settings"].get("weights") if place.is_file() else None
+        if began not in (None, digest_of(self.pruned(data=data))):
+            raise RunError(
+                f"{self.finetune} began with another network than {self.folder} holds now; "
+                "give the run it belongs to, or fine-tune again"
+            )
 
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
         from ifso.surgery.store import load
@@ -135,7 +151,7 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
 
     A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments.
     """
-    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, _read_config
+    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, read_config
     from ifso.surgery.store import RECIPE
 
     given = {} if model is None else {"model": model}
@@ -145,7 +161,7 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
         return OpenedRun(folder, given)
     if not (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
-    config = _read_config(folder / CONFIG)
+    config = read_config(folder / CONFIG)
     arguments = _arguments(config)
     if TRAINING in config["settings"]:
         raise RunError(_not_pruned(folder, (config.get("about") or {}).get("run"), arguments))
@@ -157,11 +173,11 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
 
 def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
     """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
-    from ifso.pruning.folder import CONFIG, TRAINING, _read_config
+    from ifso.pruning.folder import CONFIG, TRAINING, read_config
 
     if not (folder / CONFIG).is_file():
         return open_run(folder, model=model)
-    config = _read_config(folder / CONFIG)
+    config = read_config(folder / CONFIG)
     about = config.get("about")
     name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
     if not isinstance(name, str):

@@ -100,7 +100,7 @@ class RunFolder:
             raise RunError(
                 f"{path} holds no run to resume (no {CONFIG}); start one there without resume, or give its folder"
             )
-        stored = _read_config(path / CONFIG)
+        stored = read_config(path / CONFIG)
         refuse_other(config["settings"], stored["settings"], f"the run in {path}")
         folder = cls(path, stored, None if reading else _locked(path))
         if not reading:
@@ -297,13 +297,13 @@ def _refuse_taken(path: Path) -> None:
 
 def _done(path: Path) -> str:
     """How far the run in a folder has come, in removals or, if a network is trained in it, in epochs."""
-    kind = "epoch" if TRAINING in _read_config(path / CONFIG)["settings"] else "removal"
+    kind = "epoch" if TRAINING in read_config(path / CONFIG)["settings"] else "removal"
     return f"{max((_number(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
 
 
 def _is_run(path: Path) -> bool:
     try:
-        _read_config(path)
+        read_config(path)
     except RunError:
         return False
     return True
@@ -318,7 +318,8 @@ def _locked(path: Path) -> FolderLock:
     raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """What stands in a ``config.json``, if it is that of a run."""
     with located(path):
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
