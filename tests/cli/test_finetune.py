@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupting import interrupt_at
 
 from ifso.cli.finetune import table
 from ifso.cli.main import main
 from ifso.cli.opening import open_run
-from ifso.cli.train_progress import PlainProgress
 from ifso.data import open_data
 from ifso.training import runs
 from ifso.training.evaluation import evaluate
@@ -54,18 +54,6 @@ def finetuned(argv, capsys):
     capsys.readouterr()
     assert main(["finetune", *map(str, argv), "--json"]) == 0
     return json.loads(capsys.readouterr().out)["runs"]
-
-
-def interrupt_at(monkeypatch, done):
-    original = PlainProgress.stepped
-
-    def stepped(self, name, share):
-        original(self, name, share)
-        if share >= done:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
-    monkeypatch.setattr(PlainProgress, "stepped", stepped)
 
 
 def stored(folder):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interrupting import interrupt_at
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -18,7 +19,6 @@ from ifso.cli.main import main
 from ifso.cli.train_options import FIELDS, gather, settings_of
 from ifso.cli.train_progress import PlainProgress, RichProgress
 from ifso.data import open_data
-from ifso.training import runs
 from ifso.training.evaluation import evaluate
 from ifso.training.fit import fit
 from ifso.training.lane import Epoch
@@ -57,18 +57,6 @@ def out(tmp_path):
 @pytest.fixture
 def command(net, out):
     return ["train", "--model", f"{net}:make", "--data", "digits", "--out", str(out), "--epochs", "2"]
-
-
-def interrupt_at(monkeypatch, done):
-    original = PlainProgress.stepped
-
-    def stepped(self, name, share):
-        original(self, name, share)
-        if share >= done:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
-    monkeypatch.setattr(PlainProgress, "stepped", stepped)
 
 
 class TestTrained:

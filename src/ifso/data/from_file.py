@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
-from ifso.models.from_file import _import, _suggest
+from ifso.models.from_file import find_in_file
 
 PARTS = ("train_batches", "validation_batches", "test_batches")
 
@@ -102,10 +101,7 @@ class FileData(Data):
 
 def _made(path: str, factory: str, share: Share) -> Any:
     """What the factory returns, called with as much of ``rank`` and ``ranks`` as it takes."""
-    module = _import(Path(path), DataError)
-    make = getattr(module, factory, None)
-    if not callable(make):
-        raise DataError(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+    make = find_in_file(path, factory, DataError)
     offered = {"rank": share.rank, "ranks": share.ranks}
     try:
         return make(**{name: value for name, value in offered.items() if _takes(make, name)})

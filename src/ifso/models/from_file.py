@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -24,14 +25,20 @@ def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
 
 def call_from_file(path: str, factory: str, failure: type[IfsoError], **options: Any) -> Any:
     """What ``factory`` of the file ``path`` returns; whatever goes wrong is said by a ``failure``."""
-    module = _import(Path(path), failure)
-    make = getattr(module, factory, None)
-    if not callable(make):
-        raise failure(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+    make = find_in_file(path, factory, failure)
     try:
         return make(**options)
     except Exception as error:
         raise failure(f"{path}:{factory} failed: {type(error).__name__}: {error}") from error
+
+
+def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[..., Any]:
+    """The function ``factory`` of the file ``path``, which is imported; a ``failure`` says if there is none."""
+    module = _import(Path(path), failure)
+    make = getattr(module, factory, None)
+    if not callable(make):
+        raise failure(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+    return make
 
 
 def _import(path: Path, failure: type[IfsoError]) -> ModuleType:

@@ -59,7 +59,7 @@ class Replay:
                 work(held)
         except (RuntimeError, NotImplementedError) as error:
             torch.cuda.synchronize()
-            _free_generator()
+            free_generator()
             return one_line(error)
         return cls(work, held, graph)
 
@@ -77,7 +77,7 @@ class Replay:
         self._graph.replay()
 
 
-def _free_generator() -> None:
+def free_generator() -> None:
     """A capture that failed leaves the random generator waiting for its end: give it a new state of the same seed."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())

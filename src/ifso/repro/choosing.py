@@ -29,7 +29,7 @@ from ifso.pruning.budget import Budget
 from ifso.pruning.prune import prune
 from ifso.surgery.files import replacing
 from ifso.training.crew import Crew
-from ifso.training.examining import Examiner
+from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.fit import fit_side_by_side, own_random_numbers
 from ifso.training.lane import Lane, Watch
 from ifso.training.lessons import Tables, lessons
@@ -135,12 +135,11 @@ def keep(choice: Mapping[str, Any], path: Path) -> None:
 
 class _Validation:
     def __init__(self, data: ImageData, device: str, precision: str) -> None:
-        self._data, self._precision = data, precision
-        self._size = 2500 if device.startswith("cuda") else 500
+        self._data, self._device, self._precision = data, device, precision
 
     def watch(self) -> Watch:
         """One that asks at the end only."""
-        examiner = Examiner(self._data.validation_batches(self._size), self._precision)
+        examiner = Examiner(evaluated_batches(self._data, self._device, validation=True), self._precision)
         return Watch(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
 
 

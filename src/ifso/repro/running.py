@@ -28,7 +28,7 @@ from ifso.repro.rows import Job
 from ifso.repro.workshop import Workshop
 from ifso.surgery.files import FolderLock
 from ifso.training.crew import Crew
-from ifso.training.examining import Examiner
+from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.fit import own_random_numbers
 from ifso.training.lane import Epoch, Lane, Watch
 from ifso.training.lessons import Tables, lessons
@@ -36,9 +36,6 @@ from ifso.training.lessons import Tables, lessons
 Say = Callable[[str], None]
 EVERY, FINAL = 5, 10
 """A network is evaluated after every fifth epoch and each of the last ten."""
-
-LARGE = 2000
-"""Images in a test batch on a GPU."""
 
 PAUSE = 0.2
 """Seconds between two looks at what can be taken up."""
@@ -243,9 +240,8 @@ class Running:
         return Watch(top1, EVERY, FINAL, tell, folder)
 
     def _examiner(self, data: Data, precision: str) -> Examiner:
-        size = LARGE if self._shop.device.startswith("cuda") else 500
-        batches = data.validation_batches(size) if self._shop.validation else data.test_batches(size)
-        return Examiner(batches, precision)
+        validation = bool(self._shop.validation)
+        return Examiner(evaluated_batches(data, self._shop.device, validation=validation), precision)
 
 
 def result_of(shop: Workshop, job: Job, lane: Lane, base_top1: float) -> Result:

@@ -7,12 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.data.sets import Data
 from ifso.pruning.ranks import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
 from ifso.training.modes import eval_mode
 from ifso.training.narrow import narrow_layers
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.steps import capture
+
+LARGE, SMALL = 2000, 500
+"""Images in an evaluated batch on a GPU, and on a CPU."""
+
+
+def evaluated_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
+    """What a network on ``device`` is evaluated on: the validation part, or the test set."""
+    size = LARGE if torch.device(device).type == "cuda" else SMALL
+    return data.validation_batches(size) if validation else data.test_batches(size)
 
 
 class Examiner:

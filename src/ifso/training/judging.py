@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from ifso.curvature.losses import LossFn, one_line
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, TrainingError
-from ifso.training.examining import Examiner
+from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.lane import Measures
 from ifso.training.losses import cross_entropy
-from ifso.training.measuring import _explained, quality
+from ifso.training.measuring import explaining, quality
 from ifso.training.settings import TrainSettings
-
-LARGE, SMALL = 2000, 500
-"""Images in a test batch on a GPU, and on a CPU."""
 
 
 def examination(
@@ -29,13 +26,12 @@ def examination(
 
     Numbers that are not finite are left out.
     """
-    size = LARGE if next(model.parameters()).is_cuda else SMALL
-    batches = data.validation_batches(size) if validation else data.test_batches(size)
+    batches = evaluated_batches(data, next(model.parameters()).device, validation=validation)
     examiner = Examiner(batches, settings.precision)
 
     def measures(network: nn.Module) -> Measures:
         if data.loss_fn is cross_entropy:
-            with _explained(f"evaluation batches of {data.name}"):
+            with explaining(f"evaluation batches of {data.name}"):
                 found: Any = examiner(network)
         else:
             found = quality(network, data, batches, settings.precision, over_ranks=True)

@@ -99,7 +99,7 @@ class Measured:
 
 def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
     """How well the network does on ``batches`` of the data."""
-    with tensor_cores(precision), autocast(precision, _device(model)), _explained(f"batches of {data.name}"):
+    with tensor_cores(precision), autocast(precision, _device(model)), explaining(f"batches of {data.name}"):
         if data.loss_fn is cross_entropy:
             found = evaluate(model, batches, over_ranks=over_ranks)
             return Quality(found.loss, found.samples, found.top1, found.top5)
@@ -156,7 +156,7 @@ def timed(
     """
     if batch < 1 or repeats < 1:
         raise IfsoError(f"{repeats} repeats with batches of {batch}: give whole numbers from 1 up")
-    with _explained(f"a batch of {batch}"):
+    with explaining(f"a batch of {batch}"):
         inputs = of_batch(example_inputs, batch)
     begun = time.perf_counter()
     rounds = min(ROUNDS, repeats)
@@ -166,7 +166,7 @@ def timed(
             break
         share = repeats * (number + 1) // rounds - repeats * number // rounds
         for name, model in models.items():
-            with tensor_cores(precision), autocast(precision, _device(model)), _explained(f"a batch of {batch}"):
+            with tensor_cores(precision), autocast(precision, _device(model)), explaining(f"a batch of {batch}"):
                 warm_up = 1 if number else WARM_UP
                 samples[name] += measure_latency(model, inputs, repeats=share, warm_up=warm_up).samples
     return {name: Timing(batch, Latency(*middle(found), found)) for name, found in samples.items()}
@@ -199,7 +199,7 @@ def training_peak(model: nn.Module, batch: Any, loss_fn: LossFn, precision: str)
         tensor_cores(precision),
         torch.random.fork_rng(gpus),
         _on(device),
-        _explained(f"training on a batch of {size}"),
+        explaining(f"training on a batch of {size}"),
     ):
         step()
         added = peak_bytes(step, device)
@@ -238,7 +238,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explaining(what: str) -> Iterator[None]:
     """One clear line where memory runs out, also if another error tells of it, or where the network fails."""
     try:
         yield

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ifso.curvature.losses import one_line
 from ifso.errors import TrainingError
-from ifso.pruning.replay import _free_generator
+from ifso.pruning.replay import free_generator
 from ifso.training.learner import Learner
 from ifso.training.schedule import rate, rates
 
@@ -127,7 +127,7 @@ class CapturedSteps:
         except (RuntimeError, NotImplementedError) as error:
             torch.cuda.set_stream(outside)
             torch.cuda.synchronize()
-            _free_generator()
+            free_generator()
             raise TrainingError(f"the step cannot be captured as a CUDA graph ({one_line(error)})") from error
         finally:
             _put_back(changed, before)
