@@ -61,12 +61,12 @@ def command(net, out):
 
 class TestTrained:
     def test_as_by_hand_and_good_for_pruning(self, command, net, out, capsys):
-        assert main([*command, "--recipe", "ours", "--seed", "4", "--json"]) == 0
+        assert main([*command, "--recipe", "scratch", "--seed", "4", "--json"]) == 0
         summary = json.loads(capsys.readouterr().out)
         torch.manual_seed(4)
         model = ifso.create_model(f"{net}:make")
-        data, settings = open_data("digits", seed=4), recipe_of("ours", epochs=2, distill=0.0, seed=4)
-        fit(model, data.train_batches(128), settings)
+        data, settings = open_data("digits", seed=4), recipe_of("scratch", epochs=2, seed=4)
+        fit(model, data.train_batches(256), settings)
         stored = load_file(out / "model.safetensors")
         assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
         assert summary["last_top1"] == evaluate(model, data.test_batches()).top1
@@ -137,7 +137,7 @@ class TestRefused:
             ("--epochs -1", "epochs=-1 will not do"),
             ("--epochs 2 --warm-up 2", "2 epochs of warm-up leave nothing of 2"),
             ("--epochs 0 --warm-up 1", "--epochs 0 trains nothing"),
-            ("--recipe best", "recipe 'best' is unknown; choose one of paper, ours"),
+            ("--recipe best", "recipe 'best' is unknown; choose one of paper, quick, ours"),
             ("--schedule slow", "schedule 'slow' is unknown"),
             ("--milestones 0.8 0.6", "give rising shares of the run"),
             ("--batch 100 --accumulate 3", "a batch of 100 cannot be cut into 3"),
@@ -195,7 +195,7 @@ class TestOptions:
         assert settings_of(options) == TrainSettings(
             epochs=7, batch=64, lr=0.2, schedule="step", milestones=(0.3, 0.5), factor=0.2, warm_up=1.0, momentum=0.8,
             nesterov=False, weight_decay=0.001, decay_all=True, label_smoothing=0.1, ema=0.99, clip=2.0, accumulate=2,
-            precision="bf16", channels_last=True, compile=True, distill=0.5, seed=5,
+            precision="bf16", channels_last=True, compile=True, distill=0.5, temperature=2.0, seed=5,
         )  # fmt: skip
 
     @pytest.mark.parametrize(

@@ -269,8 +269,8 @@ def folder_of_torchvision(place, arrays, kind):
 
 
 class TestNames:
-    def test_later(self):
-        assert "is not there yet; use digits, cifar10:PATH" in refused("coco:here")
+    def test_boxes_need_a_path(self):
+        assert "'coco' is no data set; write digits, cifar10:PATH" in refused("coco")
 
     @pytest.mark.parametrize(
         ("name", "words"),

@@ -18,6 +18,7 @@ BAD = {
     "lr": (-0.1, NAN, INF, "0.1", None, True, [0.1]),
     "factor": (-1, NAN, INF, "x"),
     "warm_up": (-1, NAN, INF, "5", None),
+    "warm_up_steps": (-1, 0.5, "500", True, None),
     "momentum": (-0.1, 1.0, NAN, "0.9"),
     "weight_decay": (-1e-4, NAN, INF, None),
     "label_smoothing": (-0.1, 1.0, NAN, True),
@@ -91,7 +92,8 @@ def test_the_papers_recipe():
 def test_recipes_with_changes():
     assert recipe_of("paper") == TrainSettings()
     assert recipe_of("ours", epochs=3, distill=0.0) == dataclasses.replace(RECIPES["ours"], epochs=3, distill=0.0)
-    with pytest.raises(TrainingError, match="recipe 'best' is unknown; choose one of paper, ours"):
+    known = "paper, quick, ours, scratch, detection"
+    with pytest.raises(TrainingError, match=f"recipe 'best' is unknown; choose one of {known}"):
         recipe_of("best")
     with pytest.raises(TrainingError, match="training has no setting learning_rate, wd; it has accumulate, batch"):
         recipe_of("paper", wd=0, learning_rate=1)

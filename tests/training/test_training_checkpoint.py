@@ -186,7 +186,7 @@ def test_other_settings_are_refused_with_what_differs():
     refused(message, refuse_other_settings, recipe_of("paper", epochs=100), before, "runs/x")
     message = r"milestones is \[0.5\] and was \[0.6, 0.8\]"
     refused(message, refuse_other_settings, recipe_of("paper", milestones=(0.5,)), before, "runs/x")
-    line = refused("other settings", refuse_other_settings, recipe_of("ours", lr=0.2, seed=3), before, "runs/x")
+    line = refused("other settings", refuse_other_settings, recipe_of("quick", lr=0.2, seed=3), before, "runs/x")
     assert "lr is 0.2 and was 0.1; schedule is 'one-cycle' and was 'step'" in line
     assert "more; resume" in line
 
@@ -194,7 +194,8 @@ def test_other_settings_are_refused_with_what_differs():
 @pytest.mark.parametrize("field", dataclasses.fields(TrainSettings), ids=lambda field: field.name)
 def test_no_setting_may_change(field):
     other = {
-        "schedule": "cosine", "precision": "bf16", "milestones": (0.5,), "batch": 64, "accumulate": 2, "epochs": 7
+        "schedule": "cosine", "precision": "bf16", "milestones": (0.5,), "batch": 64, "accumulate": 2, "epochs": 7,
+        "warm_up_steps": 5,
     }  # fmt: skip
     value = other.get(field.name, not field.default if isinstance(field.default, bool) else 0.5)
     now = recipe_of("paper", **{field.name: 3 if field.name == "seed" else value})

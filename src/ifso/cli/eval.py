@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.eval_options import BOXES, USUAL, add_measuring, add_task
 from ifso.cli.eval_report import STAGES, Report, shown, write
+from ifso.cli.inspect import images_of, words_of
 from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.cli.ranks import Place, joined, leave
@@ -22,68 +23,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Measure the networks of a run (unpruned, pruned, fine-tuned), or one network with --model and --data."
 ALONE = "network"
-BATCH, TRAIN_BATCH, LATENCY_BATCHES = 500, 128, (1, 128)
 
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("eval", help="measure accuracy, costs, speed and memory", description=DESCRIPTION)
-    _add_task(parser.add_argument_group("what is measured"))
-    _add_measuring(parser.add_argument_group("where and how"))
+    add_task(parser.add_argument_group("what is measured"))
+    add_measuring(parser.add_argument_group("where and how"))
     parser.set_defaults(run=run)
-
-
-def _add_task(group: Any) -> None:
-    group.add_argument(
-        "folder", nargs="?", type=Path, metavar="RUN", help="a folder that ifso prune --out or ifso finetune --out made"
-    )
-    group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
-    group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
-    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
-    group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
-    group.add_argument(
-        "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
-    )
-    group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
-    group.add_argument(
-        "--validation", type=_share, metavar="SHARE", help="of the training set, or number of images, set apart"
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="that these were drawn with (that of the run)")
-
-
-def _add_measuring(group: Any) -> None:
-    group.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (cpu)")
-    group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
-    group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
-    group.add_argument("--batch", type=_positive, default=BATCH, metavar="N", help=f"images at a time ({BATCH})")
-    group.add_argument(
-        "--latency-batch", action="append", type=_positive, metavar="N", help="images to time; repeat it (1 and 128)"
-    )
-    group.add_argument("--repeats", type=_positive, default=15, metavar="N", help="timed runs of each (15)")
-    group.add_argument(
-        "--train-batch", type=_positive, default=TRAIN_BATCH, metavar="N", help=f"of the training step ({TRAIN_BATCH})"
-    )
-    group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU (as many as torch takes)")
-    group.add_argument("--json", action="store_true", help="print one JSON document")
-    group.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document into a file, too")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not text.isascii() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a whole number from 1 up")
-    return int(text)
-
-
-def _share(text: str) -> float | int:
-    """A share such as 0.1 or a number of images such as 5000.
-
-    >>> _share("0.1"), _share("5000")
-    (0.1, 5000)
-    """
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share such as 0.1 and no number of images") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,11 +77,15 @@ def _threads(count: int | None) -> Iterator[None]:
 def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     """Every rank evaluates its part of the images; the first one does the rest, and gives the report."""
     from ifso.data.fitting import check_fits
-    from ifso.training.measuring import laid_out, quality, size_of
+    from ifso.training.listed import of_batch, size_of
+    from ifso.training.measuring import laid_out, quality
 
     tell = say if place.speaks else _silent
     run = None if args.folder is None else open_tuned(args.folder, model=args.model)
     data = _data(args, run, place)
+    _settle(args, data)
+    for note in getattr(data, "notes", ()):
+        tell(note)
     models, notes = _networks(args, run, data, place.device)
     batch = laid_out(next(iter(data.train_batches(args.train_batch))), channels_last=args.channels_last)
     qualities = {}
@@ -146,8 +97,22 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     if not place.speaks:
         return None
     tell("counting costs, measuring time and memory")
-    about = {**_about(args, run, data, place.device), "train_batch": size_of(batch)}
-    return Report(_measured(args, models, data, qualities, batch), about, tuple(notes))
+    example = laid_out(_example(args, run, data, place.device), channels_last=args.channels_last)
+    about = {
+        **_about(args, run, data, place.device),
+        "counted_on": words_of(of_batch(example, 1)),
+        "train_batch": size_of(batch),
+    }
+    return Report(_measured(args, models, data, qualities, (example, batch)), about, tuple(notes))
+
+
+def _settle(args: argparse.Namespace, data: Data) -> None:
+    """Sizes of batches that were not given, as the data has them."""
+    from ifso.training.headline import detects
+
+    for name, size in (BOXES if detects(data) else USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
 
 
 def _silent(line: str) -> None:
@@ -179,7 +144,8 @@ def _batches(args: argparse.Namespace, data: Data) -> Any:
 
     if args.split == "test":
         return data.test_batches(args.batch)
-    if args.validation is None and not isinstance(data, FileData):
+    apart = isinstance(data, FileData) or getattr(data, "validation", None) is not None
+    if not apart:
         raise IfsoError("--split validation: say with --validation how much of the training set was set apart")
     return data.validation_batches(args.batch)
 
@@ -245,14 +211,13 @@ def _measured(
     models: Mapping[str, nn.Module],
     data: Data,
     qualities: Mapping[str, Quality],
-    train_batch: Any,
+    inputs: tuple[Any, Any],
 ) -> dict[str, Measured]:
-    from ifso.training.measuring import Measured, counted, laid_out, timed, training_peak
+    """Costs and times on the first of ``inputs``, an example; memory on the second, a training batch."""
+    from ifso.training.measuring import Measured, counted, timed, training_peak
 
-    example, batches = laid_out(data.example_inputs(), channels_last=args.channels_last), args.latency_batch
-    timings = [
-        timed(models, example, batch, args.precision, repeats=args.repeats) for batch in batches or LATENCY_BATCHES
-    ]
+    example, train_batch = inputs
+    timings = [timed(models, example, batch, args.precision, repeats=args.repeats) for batch in args.latency_batch]
     return {
         name: Measured(
             qualities[name],
@@ -262,6 +227,18 @@ def _measured(
         )
         for name, model in models.items()
     }
+
+
+def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> Any:
+    """What costs are counted on: the input that was named, here or for the run, or the first one of the data."""
+    import torch
+
+    from ifso.training.headline import detects
+
+    sizes = args.input or (None if run is None else run.arguments.get("input"))
+    if sizes is None:
+        return data.example_inputs()
+    return images_of(sizes, device=device) if detects(data) else torch.zeros(sizes, device=device)
 
 
 def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> dict[str, Any]:

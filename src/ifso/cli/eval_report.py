@@ -16,10 +16,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from ifso.training.measuring import Measured, Timing
+    from ifso.training.measuring import Measured, Quality, Timing
 
 STAGES = ("unpruned", "pruned", "fine-tuned")
 COSTS = {"macs": "MACs", "params": "parameters"}
+AVERAGES = {
+    "map": "mAP",
+    "map50": "mAP50",
+    "map75": "mAP75",
+    "map_small": "mAP, small boxes",
+    "map_medium": "mAP, medium boxes",
+    "map_large": "mAP, large boxes",
+}
 SHARES = ("macs", "conv_macs", "params", "activations")
 NOT_THERE = "—"
 
@@ -69,9 +77,7 @@ def _table(report: Report) -> Table:
 
 def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     networks = list(report.measured.values())
-    yield "top-1", [_percent(found.quality.top1) for found in networks]
-    yield "top-5", [_percent(found.quality.top5) for found in networks]
-    yield "loss", [f"{found.quality.loss:.4f}" for found in networks]
+    yield from _qualities([found.quality for found in networks])
     for kind, label in COSTS.items():
         yield label, [amount(getattr(found.cost, kind)) + _share(report, found, kind) for found in networks]
     memory = [_bytes(found.activation_bytes) + _share(report, found, "activations") for found in networks]
@@ -86,6 +92,20 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield label, [_bytes(found.training_peak) for found in networks]
 
 
+def _qualities(found: list[Quality]) -> Iterator[tuple[str, list[str]]]:
+    """Accuracies and losses of classifiers; of detectors average precision, whole, by area and by category."""
+    detected = [quality.detection for quality in found if quality.detection is not None]
+    if not detected:
+        yield "top-1", [_percent(quality.top1) for quality in found]
+        yield "top-5", [_percent(quality.top5) for quality in found]
+        yield "loss", [NOT_THERE if quality.loss is None else f"{quality.loss:.4f}" for quality in found]
+        return
+    for name, label in AVERAGES.items():
+        yield label, [_percent(getattr(each, name)) for each in detected]
+    for category in detected[0].by_category:
+        yield f"mAP of {category}", [_percent(each.by_category.get(category)) for each in detected]
+
+
 def _remarks(report: Report) -> list[str]:
     """How it was measured, and what is missing."""
     from ifso.training.measuring import CPU_PEAK, GPU_PEAK
@@ -98,6 +118,7 @@ def _remarks(report: Report) -> list[str]:
     runs = " or ".join(map(str, counts))
     return [
         f"Measured on {hardware['device']}{threads}, with torch {about['torch']}, {about['precision']}{layout}.",
+        f"Costs and latency: of inputs {about['counted_on']}.",
         f"Latency: median of {runs} warm runs ± half the width of their middle half.",
         f"Peak of a training step: {GPU_PEAK if on_gpu else CPU_PEAK}.",
         *report.notes,

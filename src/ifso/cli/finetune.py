@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,17 @@ from ifso.cli.opening import FINETUNE, OpenedRun, open_run
 from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
-from ifso.cli.train_options import add_data, add_recipe, add_running, gather, one_of, opening, settings_of
+from ifso.cli.train_options import (
+    add_data,
+    add_recipe,
+    add_running,
+    gather,
+    is_boxes,
+    one_of,
+    opening,
+    settings_of,
+    tell_notes,
+)
 from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
 
@@ -34,7 +44,8 @@ DESCRIPTION = (
     "Fine-tune the pruned network of a run, or those of several side by side, into RUN/finetune. "
     "What is not given is as in the recipe. Under torchrun, one run is trained by all ranks."
 )
-DISTILL = 0.9
+DISTILL, DISTILL_BOXES = 0.9, 0.5
+"""The weight of the teacher in ``--distill`` without one, for labels and for boxes."""
 
 
 def add_parser(commands: Any) -> None:
@@ -44,8 +55,9 @@ def add_parser(commands: Any) -> None:
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
     how.add_argument(
-        "--distill", nargs="?", type=_weight, const=DISTILL, metavar="WEIGHT",
-        help=f"learn from the unpruned network, too, with this weight ({DISTILL}; 0 without --distill, 0.9 in ours)",
+        "--distill", nargs="?", type=_weight, const=True, metavar="WEIGHT",
+        help=f"learn from the unpruned network, too, with this weight ({DISTILL}, or {DISTILL_BOXES} on coco: data; "
+        "0 without --distill, 0.9 in ours)",
     )  # fmt: skip
     how.add_argument("--temperature", type=float, metavar="T", help="that softens what the teacher says (4)")
     how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (that of the run)")
@@ -121,18 +133,30 @@ def _refuse_unclear(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace, folder: Path) -> _Plan:
     run, place = open_run(folder, model=args.model), args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
-    options = gather(args, place, known, "ifso finetune")
-    options["padded"] = _padded(args, place, options["device"])
+    options = gather(_weighted(args, known), place, known, "ifso finetune")
+    options["padded"] = _padded(args, place, options)
     run = replace(run, arguments={**run.arguments, **{name: options[name] for name in ("model",) if name in options}})
     return _Plan(run, place, options, settings_of(options))
 
 
-def _padded(args: argparse.Namespace, folder: Path, device: str) -> bool:
-    """In the shape before pruning? As it was begun, if it is resumed, else as asked for."""
+def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Namespace:
+    """The same with the usual weight of the teacher, if it is asked for without one."""
+    if args.distill is not True:
+        return args
+    usual = DISTILL_BOXES if is_boxes(args.data or known.get("data")) else DISTILL
+    return argparse.Namespace(**{**vars(args), "distill": usual})
+
+
+def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) -> bool:
+    """In the shape before pruning? As it was begun, if it is resumed, else as asked for.
+
+    Not detectors, unless asked for: they fill a GPU by themselves, and the small network takes less memory.
+    """
     stored = stored_options(folder, ("padded",), "ifso finetune") if args.resume else {}
     if stored and args.padded is not None:
         refuse_others({"padded": args.padded}, stored, folder)
-    default = not args.resume and device.partition(":")[0] == "cuda"
+    on_gpu = options["device"].partition(":")[0] == "cuda"
+    default = not args.resume and on_gpu and not is_boxes(options.get("data"))
     return stored.get("padded", default if args.padded is None else args.padded)
 
 
@@ -161,8 +185,8 @@ def _finetune(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) ->
             if place.speaks:
                 remove_checkpoint(plan.folder)
     left = [number for number in range(len(plans)) if number not in done]
-    workshop = _Workshop(args, place)
     with training_progress("finetune") if place.speaks else nullcontext(Silent()) as listener:
+        workshop = _Workshop(args, place, listener.said)
         trainings = [workshop.training(plans[number]) for number in left]
         found = train_side_by_side(trainings, listener, resume=args.resume, ranks=place.ranks)
     done.update(zip(left, found, strict=True))
@@ -172,8 +196,8 @@ def _finetune(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) ->
 class _Workshop:
     """Opens data and unpruned networks once for all runs that share them."""
 
-    def __init__(self, args: argparse.Namespace, place: Place) -> None:
-        self._args, self._place = args, place
+    def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
+        self._args, self._place, self._say = args, place, say
         self._data: dict[Any, Data] = {}
         self._teachers: dict[Any, tuple[nn.Module, float | None]] = {}
 
@@ -184,7 +208,7 @@ class _Workshop:
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
         model = plan.run.pruned(self._place.device, data=data)
-        teacher, top1 = self._teacher(plan, data) if plan.settings.distill else (None, None)
+        teacher, worth = self._teacher(plan, data) if plan.settings.distill else (None, None)
         fixed = {
             "weights": digest_of(model),
             "data": _without_folders(data.name),
@@ -194,12 +218,14 @@ class _Workshop:
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
             teacher=teacher, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
             about={"run": str(plan.run.folder), "arguments": dict(plan.options)}, start="pruned",
-            before={} if top1 is None else {"unpruned": top1}, wide=self._wide(plan, data),
+            before={} if worth is None else {"unpruned": worth}, wide=self._wide(plan, data),
         )  # fmt: skip
 
     def _wide(self, plan: _Plan, data: Data) -> nn.Module | None:
         """A network as that of a run was before pruning, to train the pruned one in; its weights do not matter."""
-        if not plan.options["padded"]:
+        from ifso.training.headline import detects
+
+        if not plan.options["padded"] or (detects(data) and not self._args.padded):
             return None
         return plan.run._network(data, None).to(self._place.device)
 
@@ -209,12 +235,14 @@ class _Workshop:
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:
             self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
+            tell_notes(self._data[key], self._say)
         return self._data[key]
 
     def _teacher(self, plan: _Plan, data: Data) -> tuple[nn.Module, float | None]:
-        """The unpruned network of a run, and its accuracy."""
+        """The unpruned network of a run, and its accuracy or mAP."""
         import torch
 
+        from ifso.training.headline import headline
         from ifso.training.judging import measured
 
         arguments = plan.run.arguments
@@ -224,7 +252,8 @@ class _Workshop:
             if plan.settings.channels_last:
                 model = model.to(memory_format=torch.channels_last)
             validation = bool(plan.options.get("validation"))
-            self._teachers[key] = model, measured(model, data, plan.settings, validation=validation).get("top1")
+            worth = measured(model, data, plan.settings, validation=validation)
+            self._teachers[key] = model, worth.get(headline(data))
         return self._teachers[key]
 
 
@@ -239,21 +268,31 @@ def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failure
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each network that was trained: accuracies, or losses where the data has a loss of its own."""
+    """A row for each network that was trained: accuracies, mAP, or losses where the data has a loss of its own."""
     from rich.table import Table
 
     splits = sorted({summary["split"] for summary in summaries})
-    own = all(summary["last_top1"] is None and "eval_loss" in summary["last"] for summary in summaries)
+    kind = _kind(summaries)
     stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
-    found = Table(
-        title=f"{'Loss' if own else 'Accuracy in per cent'} on {' and '.join(splits)} images", title_justify="left"
-    )
+    found = Table(title=f"{TITLES[kind]} on {' and '.join(splits)} images", title_justify="left")
     found.add_column("folder", overflow="fold")
-    for heading in (*stages, "last epoch", *(() if own else ("best epoch",)), "epochs", "seconds"):
+    best = () if kind == "eval_loss" else ("best epoch",)
+    for heading in (*stages, "last epoch", *best, "epochs", "seconds"):
         found.add_column(heading, justify="right")
     for summary in summaries:
-        accuracies = [*(summary["before"].get(stage) for stage in stages), summary["last_top1"], summary["best_top1"]]
-        cells = ["–" if value is None else f"{value:.2f}" for value in accuracies]
-        cells = [f"{summary['last']['eval_loss']:.4g}"] if own else cells
+        values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
+        cells = ["–" if value is None else f"{value:.2f}" for value in values]
+        cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
         found.add_row(summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}")
     return found
+
+
+TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}
+
+
+def _kind(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """What the networks are compared by."""
+    if all("last_map" in summary for summary in summaries):
+        return "map"
+    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
+    return "eval_loss" if own else "top1"

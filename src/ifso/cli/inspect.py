@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,11 @@ class Inspection:
     cost: ifso.Cost
     macs: Counter[str]
     params: Counter[str]
+
+    @property
+    def input(self) -> str:
+        """The shapes of the inputs that costs are counted on."""
+        return words_of(self.graph.inputs)
 
 
 def add_parser(commands: Any) -> None:
@@ -129,6 +135,7 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     import torch
 
     from ifso.models import default_inputs
+    from ifso.models.detectors import is_detector
 
     if not args.input:
         try:
@@ -138,10 +145,39 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
                 f"no example input is known for {args.model}; give its shape, for example --input 1,3,224,224"
             ) from None
     try:
+        if is_detector(model):
+            return images_of(*args.input)
         inputs = tuple(torch.randn(shape) for shape in args.input)
     except RuntimeError as error:
         raise TraceError(f"an input of that size cannot be made: {error}") from error
     return inputs[0] if len(inputs) == 1 else inputs
+
+
+def images_of(*shapes: Sequence[int], device: str = "cpu") -> Any:
+    """What a detector takes for these shapes [N, 3, H, W] or [3, H, W]: a list of images of all of them."""
+    from ifso.models.detectors import example_images
+
+    images = []
+    for sizes in shapes:
+        if len(sizes) not in (3, 4) or sizes[-3] != 3:
+            raise TraceError(
+                f"--input {','.join(map(str, sizes))} is no shape of images for a detector; write N,3,H,W, "
+                "for example 1,3,480,640"
+            )
+        images += example_images(*(sizes[:1] if len(sizes) == 4 else (1,)), *sizes[-2:], device=device)[0]
+    return (images,)
+
+
+def words_of(inputs: Any) -> str:
+    """The shapes of all tensors in the inputs.
+
+    >>> import torch
+    >>> words_of(([torch.zeros(3, 48, 64), torch.zeros(3, 48, 64)],)), words_of(torch.zeros(1, 3, 32, 32))
+    ('3x48x64 + 3x48x64', '1x3x32x32')
+    """
+    from ifso.graph.tape import tensors_in
+
+    return " + ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors_in(inputs))
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -181,7 +217,7 @@ def _totals(found: Inspection) -> str:
     cost = found.cost
     return (
         f"{found.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs, {amount(cost.activations)} "
-        "activations (numbers that convolutions and matrix products write)\n"
+        f"activations (numbers that convolutions and matrix products write) on an input of {found.input}\n"
         f"MACs: {amount(cost.conv_macs)} in convolutions, {amount(cost.linear_macs)} in linear layers, "
         f"{amount(cost.matmul_macs)} in other matrix products; {COUNTED}"
     )
@@ -190,6 +226,7 @@ def _totals(found: Inspection) -> str:
 def _document(found: Inspection) -> dict[str, Any]:
     return {
         "model": found.name,
+        "input": found.input,
         "cost": found.cost.as_dict(),
         "counted": COUNTED,
         "units": found.graph.num_units,

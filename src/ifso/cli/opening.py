@@ -220,6 +220,8 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
 
     >>> _parts("data", "cifar10:sets/cifar.npz"), _parts("model", "nets/small.py:make")
     (('cifar10:', 'sets/cifar.npz', ''), ('', 'nets/small.py', ':make'))
+    >>> _parts("data", "coco:sets/cells,size=480")
+    ('coco:', 'sets/cells', ',size=480')
     >>> _parts("model", "ifso:resnet32"), _parts("data", "digits")
     (('', None, 'ifso:resnet32'), ('', None, 'digits'))
     """
@@ -230,5 +232,12 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
         return "", path, f":{name}"
     kind, colon, path = value.partition(":")
     if option == "data" and path:
-        return f"{kind}{colon}", path, ""
+        path, behind = _before_options(path) if kind == "coco" else (path, "")
+        return f"{kind}{colon}", path, behind
     return "", None, value
+
+
+def _before_options(path: str) -> tuple[str, str]:
+    from ifso.data.coco_options import path_and_options
+
+    return path_and_options(path)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.inspect import shape
+from ifso.cli.inspect import images_of, shape, words_of
 from ifso.cli.output import chatter_to_stderr, print_json
 from ifso.cli.progress import progress
 from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from ifso.data.sets import Data
 
 DESCRIPTION = "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half."
-DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH or file.py:factory"
-BATCH = 128
+DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, coco:PATH or file.py:factory"
+BATCH, BOXES_BATCH = 128, 2
+"""Samples in a batch, and images with boxes."""
+BOXES_RATE = 0.001
+"""The learning rate between removals for data with boxes, whose batches are so small: the paper's for RetinaNet."""
 
 
 def add_parser(commands: Any) -> None:
@@ -46,10 +49,13 @@ def _add_task(group: Any) -> None:
     group.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     group.add_argument("--data", metavar="DATA", help=DATA)
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
-    group.add_argument("--input", type=shape, metavar="1,3,32,32", help="shape of the input (that of the data)")
     group.add_argument(
-        "--batch", type=int, metavar="N", help=f"samples in a batch, of each rank under torchrun ({BATCH})"
+        "--input", type=shape, metavar="1,3,32,32", help="shape of the input that costs are counted on (the data's)"
     )
+    group.add_argument(
+        "--batch", type=int, metavar="N",
+        help=f"samples in a batch, of each rank under torchrun ({BATCH}; {BOXES_BATCH} with boxes)",
+    )  # fmt: skip
     group.add_argument("--ignore", nargs="+", action="extend", metavar="NAME", help="modules to leave alone")
 
 
@@ -80,7 +86,13 @@ def _add_method(group: Any) -> None:
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (1)")
     group.add_argument("--round-to", type=int, metavar="N", help="channels of pruned layers are a multiple of this")
     group.add_argument("--min-units", type=int, metavar="N", help="units that stay in every layer (1)")
-    group.add_argument("--lr", type=float, metavar="RATE", help="learning rate between removals (0.01)")
+    group.add_argument(
+        "--eval-mode", action="store_const", const=False, dest="train_mode",
+        help="score and step with the running statistics of batch norms and without dropout",
+    )  # fmt: skip
+    group.add_argument(
+        "--lr", type=float, metavar="RATE", help=f"learning rate between removals (0.01; {BOXES_RATE:g} with boxes)"
+    )
     group.add_argument("--recalibrate", type=int, metavar="N", help="batches to renew batch-norm statistics with (20)")
     group.add_argument("--weight-update", type=int, metavar="N", help="batches for ΔW of Proposition 1 (0: none)")
 
@@ -126,6 +138,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
 
     import ifso
     from ifso.cli.tensorboard import TensorBoardListener
+    from ifso.cli.train_options import tell_notes
     from ifso.data import open_data
     from ifso.pruning.events import Silent
     from ifso.training.precision import tensor_cores
@@ -146,17 +159,24 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             ranks=place.ranks,
             download=args.download,
         )
+        tell_notes(data, listener.said)
+        if _has_boxes(data) and not settings.keys() & {"lr", "preset"}:
+            settings = {**settings, "lr": BOXES_RATE}
+            options = _options(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
         model = network_for(settings["model"], data.num_classes, device=place.device, **given)
+        _check_fits(model, data)
+        model.train(settings.get("train_mode", True))
+        example = _example_inputs(settings, data, place.device)
         return ifso.prune(
             model,
-            data.train_batches(batch_size=settings.get("batch", BATCH)),
+            data.train_batches(batch_size=settings.get("batch", BOXES_BATCH if _has_boxes(data) else BATCH)),
             loss_in(precision, data.loss_fn),
             budget=budget,
-            example_inputs=_example_inputs(settings, data, place.device),
+            example_inputs=example,
             evaluate=_evaluation(data, precision),
             listener=listener,
-            about={"arguments": settings},
+            about={"arguments": settings, **({"counted_on": words_of(example)} if _has_boxes(data) else {})},
             **options,
             **({"resume": args.out} if args.resume else {"out": args.out}),
         )
@@ -179,18 +199,31 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _has_boxes(data: Data) -> bool:
+    return getattr(data, "task", "") == "detection"
+
+
+def _check_fits(model: nn.Module, data: Data) -> None:
+    """A network that is no detector, or has too few classes, is refused before any work."""
+    from ifso.training.detector_fitting import check_detector_fits
+
+    if _has_boxes(data):
+        check_detector_fits(model, data)
+
+
 def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
     import torch
 
     if "input" not in settings:
         return data.example_inputs()
+    if _has_boxes(data):
+        return images_of(settings["input"], device=device)
     return torch.zeros(settings["input"], device=device)
 
 
 def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
-    """Accuracy on the test set, if the data has one and is a matter of classes."""
+    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.errors import DataError
-    from ifso.training.evaluation import evaluate
     from ifso.training.losses import cross_entropy
     from ifso.training.precision import autocast
 
@@ -198,15 +231,30 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
         batches = data.test_batches()
     except DataError:
         return None
-    if data.loss_fn is not cross_entropy:
+    if data.loss_fn is not cross_entropy and not _has_boxes(data):
         return None
+    values = _average_precision if _has_boxes(data) else _accuracy
 
-    def accuracy(model: nn.Module) -> dict[str, float]:
+    def measure(model: nn.Module) -> dict[str, float]:
         with autocast(precision, next(model.parameters()).device):
-            found = evaluate(model, batches, over_ranks=True)
-        return {"accuracy": found.top1, "test_loss": found.loss}
+            return values(model, batches)
 
-    return accuracy
+    return measure
+
+
+def _accuracy(model: nn.Module, batches: Any) -> dict[str, float]:
+    from ifso.training.evaluation import evaluate
+
+    found = evaluate(model, batches, over_ranks=True)
+    return {"accuracy": found.top1, "test_loss": found.loss}
+
+
+def _average_precision(model: nn.Module, batches: Any) -> dict[str, float]:
+    from ifso.training.average_precision import evaluate_detector
+
+    found = evaluate_detector(model, batches, over_ranks=True)
+    values = {"map": found.map, "map50": found.map50, "map75": found.map75}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _Help(argparse.Action):

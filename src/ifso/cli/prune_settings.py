@@ -15,7 +15,7 @@ from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
 PASSED_ON = (
     "preset", "normalize", "accumulate", "accumulation", "batches_per_score", "units_per_step", "round_to", "min_units",
-    "ignore", "seed", "recalibrate", "weight_update",
+    "ignore", "seed", "recalibrate", "weight_update", "train_mode",
 )  # fmt: skip
 """Options that ``ifso.prune`` has under the same name."""
 

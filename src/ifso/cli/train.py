@@ -14,7 +14,7 @@ from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
 from ifso.cli.ranks import Place, joined, leave
-from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of
+from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of, tell_notes
 from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
 
@@ -81,6 +81,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
         return summary
     with training_progress("train") if place.speaks else nullcontext(Silent()) as listener:
         data = open_data(options["data"], **opening(options, settings, place, download=args.download))
+        tell_notes(data, listener.said)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")

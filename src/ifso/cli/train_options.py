@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.eval import _positive, _share
+from ifso.cli.eval_options import positive, share
 from ifso.cli.prune_settings import refuse_others, stored_options
 
 if TYPE_CHECKING:
     from ifso.cli.ranks import Place
+    from ifso.data import Data
     from ifso.training.settings import TrainSettings
 
 FIELDS = (
     "epochs", "batch", "lr", "schedule", "milestones", "factor", "warm_up", "momentum", "nesterov", "weight_decay",
     "decay_all", "label_smoothing", "ema", "clip", "accumulate", "distill", "temperature", "precision", "channels_last",
-    "compile", "seed",
+    "compile", "seed", "warm_up_steps",
 )  # fmt: skip
 """Those of ``TrainSettings``, which takes torch to ask for."""
 
 OPTIONS = (*FIELDS, "recipe", "model", "weights", "data", "validation", "evaluate_every", "device")
 """Those that a training is resumed with."""
 
-RECIPE = "paper"
+RECIPE, BOXES = "paper", "detection"
+"""Recipes where none is asked for: of classifiers, and of detectors on ``coco:`` data."""
+
+
+RECIPES = (
+    "paper; ours: one cycle, and a teacher; quick: shorter; scratch: from random weights; "
+    f"detection: the paper's for RetinaNet ({RECIPE}; {BOXES} on coco:)"
+)
 
 
 def add_recipe(group: Any) -> None:
     """Recipe and settings that change it. None has a default here: what is not given is left to the recipe."""
-    group.add_argument("--recipe", metavar="NAME", help=f"paper, or ours: one cycle, and a teacher ({RECIPE})")
+    group.add_argument("--recipe", metavar="NAME", help=RECIPES)
     group.add_argument("--epochs", type=int, metavar="N", help="rounds over the training set (200)")
     group.add_argument("--batch", type=int, metavar="N", help="images in a batch, of all ranks together (128)")
     group.add_argument("--lr", type=float, metavar="RATE", help="highest learning rate (0.1)")
@@ -38,6 +46,7 @@ def add_recipe(group: Any) -> None:
     group.add_argument("--milestones", nargs="+", type=float, metavar="SHARE", help="of the run, for step (0.6 0.8)")
     group.add_argument("--factor", type=float, metavar="X", help="by which step multiplies the rate there (0.1)")
     group.add_argument("--warm-up", type=float, metavar="EPOCHS", help="in which the rate rises at first (0)")
+    group.add_argument("--warm-up-steps", type=int, metavar="N", help="the same in steps (0; 500 in detection)")
     group.add_argument("--momentum", type=float, metavar="X", help="of SGD (0.9)")
     _add_switch(group, "--nesterov", "Nesterov's momentum")
     group.add_argument("--weight-decay", type=float, metavar="X", help="1e-4, or 5e-4 in ours")
@@ -52,7 +61,7 @@ def add_data(group: Any) -> None:
     """Downloading and what is set apart."""
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
     group.add_argument(
-        "--validation", type=_share, metavar="SHARE",
+        "--validation", type=share, metavar="SHARE",
         help="of the training set, or number of images, set apart and evaluated on in place of the test set (0)",
     )  # fmt: skip
 
@@ -65,7 +74,7 @@ def add_running(group: Any) -> None:
     )
     _add_switch(group, "--channels-last", "channels-last memory layout")
     _add_switch(group, "--compile", "torch.compile the network")
-    group.add_argument("--evaluate-every", type=_positive, metavar="N", help="epochs between two evaluations (1)")
+    group.add_argument("--evaluate-every", type=positive, metavar="N", help="epochs between two evaluations (1)")
     group.add_argument("--resume", action="store_true", help="go on after an interruption; needs no other options")
     group.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -100,7 +109,21 @@ def settings_of(options: Mapping[str, Any]) -> TrainSettings:
     if options.get("epochs") == 0:
         raise TrainingError("--epochs 0 trains nothing; give 1 or more")
     changes = {name: options[name] for name in FIELDS if name in options}
-    return recipe_of(options.get("recipe", RECIPE), **changes)
+    return recipe_of(options.get("recipe") or default_recipe(options.get("data")), **changes)
+
+
+def default_recipe(data: str | None) -> str:
+    """The recipe for data of that name, where none is asked for.
+
+    >>> default_recipe("coco:cells"), default_recipe("digits")
+    ('detection', 'paper')
+    """
+    return BOXES if is_boxes(data) else RECIPE
+
+
+def is_boxes(data: str | None) -> bool:
+    """Is DATA a name of images with boxes?"""
+    return data is not None and data.startswith("coco:")
 
 
 def opening(options: Mapping[str, Any], settings: TrainSettings, place: Place, *, download: bool) -> dict[str, Any]:
@@ -113,6 +136,12 @@ def opening(options: Mapping[str, Any], settings: TrainSettings, place: Place, *
         "ranks": place.ranks,
         "download": download,
     }
+
+
+def tell_notes(data: Data, say: Callable[[str], None]) -> None:
+    """What data says of itself: boxes that were left out, a file that stands in for another."""
+    for note in getattr(data, "notes", ()):
+        say(note)
 
 
 def one_of(options: Sequence[Mapping[str, Any]], name: str, default: str) -> str:

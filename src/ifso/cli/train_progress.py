@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ifso.training.lane import Epoch
     from ifso.training.listening import Listener
 
+SHOWN = {"top1": "top1", "map": "mAP"}
+"""Measures of an epoch that are shown, and what they are called."""
+
 REDRAWN = 0.1
 """Seconds between two movements of a bar within an epoch."""
 
@@ -48,12 +51,12 @@ class Course:
         return self.elapsed(now) * (self.epochs - self.done) / (self.done - self._from)
 
     def facts(self) -> dict[str, str]:
-        """The last epoch's loss, rate and accuracy, as far as they are known."""
+        """The last epoch's loss, rate and accuracy, or mAP of a detector, as far as they are known."""
         if self.last is None:
             return {}
         known = {"loss": loss_words(self.last.loss), "lr": f"{self.last.lr:.3g}"}
         measures = self.last.measures
-        return {**known, "top1": f"{measures['top1']:.2f}"} if "top1" in measures else known
+        return known | {word: f"{measures[name]:.2f}" for name, word in SHOWN.items() if name in measures}
 
 
 class PlainProgress:

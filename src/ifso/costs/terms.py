@@ -33,7 +33,7 @@ class Term:
     layers: tuple[Tensor, ...]
 
     @cached_property
-    def _distinct(self) -> list[Tensor]:
+    def distinct(self) -> list[Tensor]:
         """The layers without repetition: one of equal ones, and length 1 along dims where nothing changes."""
         distinct: list[Tensor] = []
         for layer in self.layers:
@@ -52,7 +52,7 @@ class Term:
         What survives is then the product of the numbers of kept slices: Π over dims.
         """
         lines: list[tuple[int, Tensor]] = []
-        for layer in self._distinct:
+        for layer in self.distinct:
             dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
             if len(dims) != 1 or any(dim == dims[0] for dim, _ in lines):
                 return None
@@ -62,10 +62,10 @@ class Term:
     @cached_property
     def _core(self) -> tuple[int, list[Tensor]]:
         """(times, layers on the dims that belong to units)."""
-        varying = [dim for dim in range(len(self.shape)) if any(layer.shape[dim] > 1 for layer in self._distinct)]
+        varying = [dim for dim in range(len(self.shape)) if any(layer.shape[dim] > 1 for layer in self.distinct)]
         times = math.prod(size for dim, size in enumerate(self.shape) if dim not in varying)
         core_shape = [self.shape[dim] for dim in varying]
-        layers = [layer.reshape([layer.shape[dim] for dim in varying]).expand(core_shape) for layer in self._distinct]
+        layers = [layer.reshape([layer.shape[dim] for dim in varying]).expand(core_shape) for layer in self.distinct]
         return times, layers
 
     def count(self, kept: Tensor) -> int:

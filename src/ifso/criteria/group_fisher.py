@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ class GroupFisher(Criterion):
     mode samples meet, and L_n stands for everything that the mask of sample n changes.
 
     Samples lie along the first dim of every reading layer's input. N is the smallest such dim; where it is k·N
-    (windows, tokens), k rows after each other belong to one sample.
+    (windows, tokens), k rows after each other belong to one sample. After regions were cut out of images, as for the
+    second stage of a detector, rows that are as many belong to the image they were cut out of.
     """
 
     name = "group-fisher"
@@ -38,44 +39,69 @@ class GroupFisher(Criterion):
         """Scores [units]."""
         taps = _Taps()
         with undisturbed(task.model), torch.enable_grad():
-            with ReadingLayers(task, taps.visit, everywhere=True):
+            with ReadingLayers(task, taps.visit, everywhere=True) as taps.layers:
                 loss = checked(task.loss_fn(task.model, batch))
-            grads = taps.gradients(loss)
-        samples = min(grad.shape[0] for _, grad, _ in grads)
+            calls = taps.gradients(loss)
+        samples = _samples(calls)
         total = torch.zeros(samples, task.graph.num_units + 1, dtype=torch.float64, device=task.device)
-        for name, grad, owner in grads:
-            if grad.shape[0] % samples:
-                raise ScoreError(
-                    f"criterion 'group-fisher' needs samples along the first dim: the layer of {name} sees "
-                    f"{grad.shape[0]} rows, another {samples}; use a criterion of whole batches, such as ifso or taylor"
-                )
-            place = places(owner, task.graph.num_units)
-            total.index_add_(1, place, grad.to(total.dtype).unflatten(0, (samples, -1)).sum(1))
+        for call, grad in calls:
+            place = places(call.owner, task.graph.num_units)
+            total.index_add_(1, place, _by_sample(call, grad.to(total.dtype), samples))
         scale = samples if self.reduction == "mean" else 1
         return (total[:, :-1] * scale).square().sum(0)
 
 
+class _Call(NamedTuple):
+    """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each."""
+
+    name: str
+    mask: Tensor
+    owner: Tensor
+    images: Tensor | None
+
+
+def _samples(calls: list[tuple[_Call, Tensor]]) -> int:
+    """N, the smallest number of rows of a layer that does not look at regions."""
+    whole = [len(grad) for call, grad in calls if call.images is None]
+    return min(whole, default=0) or max(int(call.images[-1]) + 1 for call, _ in calls if call.images is not None)
+
+
+def _by_sample(call: _Call, grad: Tensor, samples: int) -> Tensor:
+    """Rows [rows, channels] added up to [samples, channels]."""
+    if call.images is not None:
+        return grad.new_zeros(samples, grad.shape[1]).index_add_(0, call.images, grad)
+    if len(grad) % samples:
+        raise ScoreError(
+            f"criterion 'group-fisher' needs samples along the first dim: the layer of {call.name} sees "
+            f"{len(grad)} rows, another {samples}; use a criterion of whole batches, such as ifso or taylor"
+        )
+    return grad.unflatten(0, (samples, -1)).sum(1)
+
+
 @dataclass
 class _Taps:
-    """A mask [rows, channels] for every call of a reading layer: shared heads have one for each level."""
+    """A mask for every call of a reading layer: shared heads have one for each level."""
 
-    seen: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    seen: list[_Call] = field(default_factory=list)
+    layers: ReadingLayers | None = None
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Remember a new mask and let ``x`` pass through it."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        mask = torch.ones((), dtype=dtype, device=x.device).expand(in_rows(x, dim).shape[:2]).requires_grad_()
-        self.seen.append((name, mask, owner))
+        rows = in_rows(x, dim).shape[:2]
+        mask = torch.ones((), dtype=dtype, device=x.device).expand(rows).requires_grad_()
+        regions = None if self.layers is None else self.layers.regions
+        self.seen.append(_Call(name, mask, owner, regions if regions is not None and len(regions) == rows[0] else None))
         return _Masked.apply(x, mask, dim)
 
-    def gradients(self, loss: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-        """(parameter, ∂L/∂mask, unit of each channel) of all calls that the loss depends on."""
+    def gradients(self, loss: Tensor) -> list[tuple[_Call, Tensor]]:
+        """Each call of a layer with ∂L/∂mask."""
         if not self.seen:
             raise ScoreError("criterion 'group-fisher': no layer that reads units ran; does loss_fn call the model?")
-        grads = torch.autograd.grad(loss, [mask for _, mask, _ in self.seen], allow_unused=True)
+        grads = torch.autograd.grad(loss, [call.mask for call in self.seen], allow_unused=True)
         found = [
-            (name, torch.zeros_like(mask) if grad is None else grad, owner)
-            for (name, mask, owner), grad in zip(self.seen, grads, strict=True)
+            (call, torch.zeros_like(call.mask) if grad is None else grad)
+            for call, grad in zip(self.seen, grads, strict=True)
         ]
         self.seen.clear()
         return found

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.curvature.objective import Objective, System, num_samples, pieces
+from ifso.criteria.samples import num_samples, pieces
+from ifso.curvature.objective import Objective, System
 from ifso.curvature.primal import Primal
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import create_solver
@@ -29,7 +28,8 @@ class Ifso(Criterion):
       before the absolute value), or one in each of these ``"layers"`` (the authors' program: absolute values add up).
     * ``weights``: ``W`` is the kernels and matrices of the ``"layers"``, or ``"all"`` trainable parameters.
     * ``micro_batch``: differentiate so many samples at a time and add up, to fit into less memory. Exact for losses
-      that are means over samples; batch norm in train mode then takes its statistics over each part.
+      that are means over samples; batch norm in train mode then takes its statistics over each part. What both passes
+      have in common is then computed twice rather than kept.
     * ``careful``: compute the network itself in full float32 even where TF32 is allowed; tangents may be rounded. None
       does so for layers of at most 64 channels, where it costs next to nothing.
 
@@ -63,10 +63,10 @@ class Ifso(Criterion):
         """1ᵀ ∂²L/∂W∂M H⁻¹ ∂²L/∂M∂W [readers, units], before absolute values are taken."""
         products = self.products(task)
         parts = list(self._parts(batch))
-        primal = Primal() if len(parts) == 1 else None
-        v = reduce(torch.add, (share * products.mixed(part, primal) for part, share in parts))
+        primal = Primal() if self.micro_batch is None else None
+        v = _mean((products.mixed(part, primal), share) for part, share in parts)
         u = self._solve(products, [part for part, _ in parts], v)
-        return reduce(torch.add, (share * products.sensitivity(part, u, primal) for part, share in parts))
+        return _mean((products.sensitivity(part, u, primal), share) for part, share in parts)
 
     def products(self, task: Task) -> Products:
         """What is multiplied with, the same for all batches of a task."""
@@ -92,3 +92,13 @@ class Ifso(Criterion):
             return v
         solver = create_solver(self.inverse, **(self.inverse_options or {}))
         return solver.solve(System(Objective(products, parts), self.curvature, products.surviving), v).u
+
+
+def _mean(parts: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """Σ share · part, in the memory of the first: vectors over all weights are large."""
+    total = None
+    for part, share in parts:
+        part = part if share == 1 else part.mul_(share)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total

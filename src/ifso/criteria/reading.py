@@ -21,6 +21,8 @@ takes the place of ``x``."""
 _CONVS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _TRANSPOSED: dict[Any, int] = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
 _LAYERS: dict[Any, int] = {F.linear: 0, **_CONVS, **_TRANSPOSED}
+_REGIONS = frozenset({"torchvision.roi_align", "torchvision.ps_roi_align", "torchvision.roi_pool"})
+"""Names of operators that cut regions [regions, 5] (image, x1, y1, x2, y2), their second argument, out of images."""
 _ARGUMENTS = {"input": 0, "weight": 1, "bias": 2, "groups": 6}
 
 
@@ -29,11 +31,16 @@ class ReadingLayers(TorchFunctionMode):
 
     Units that no layer reads (queries and keys) are visited at the output of the layer that makes them.
     ``everywhere=True`` refuses a reading parameter that is differentiated in any other use.
+
+    ``regions`` holds, where regions were cut out of images since the last layer before (``roi_align``), the image that
+    each comes from, in the order of the images; else it is None. Layers that see as many rows see these regions.
     """
 
     def __init__(self, task: Task, visit: Visit, everywhere: bool) -> None:
         super().__init__()
         self._visit, self._everywhere = visit, everywhere
+        self.regions: Tensor | None = None
+        self._cutting = False
         self._readers: dict[int, list[Reader]] = {}
         for reader in task.readers:
             self._readers.setdefault(id(task.tensors[reader.parameter]), []).append(reader)
@@ -41,6 +48,7 @@ class ReadingLayers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call of a torch function."""
         kwargs = kwargs or {}
+        self._follow_regions(func, args)
         weight = _argument(args, kwargs, "weight") if func in _LAYERS else None
         if id(weight) in self._readers:
             return self._layer(func, args, kwargs, self._readers[id(weight)])
@@ -48,6 +56,17 @@ class ReadingLayers(TorchFunctionMode):
         if self._everywhere:
             self._refuse_other_uses(func, (args, kwargs), result)
         return result
+
+    def _follow_regions(self, func: Any, args: Any) -> None:
+        """Add up the regions of all levels of a pyramid."""
+        if func in _LAYERS:
+            self._cutting = False
+        elif str(func) in _REGIONS:
+            with torch._C.DisableTorchFunction():
+                images = args[1][:, 0].detach().long()
+                earlier = [self.regions] if self._cutting and self.regions is not None else []
+                self.regions = torch.cat([*earlier, images]).sort().values
+            self._cutting = True
 
     def _layer(self, func: Any, args: Any, kwargs: Any, readers: list[Reader]) -> Any:
         transposed, groups = func in _TRANSPOSED, _argument(args, kwargs, "groups") or 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ifso.curvature.losses import one_line, same_modes, undisturbed
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
+from ifso.training.detector_fitting import check_detector_fits, is_detections
 from ifso.training.losses import cross_entropy
 
 SAMPLES = 2
@@ -24,6 +25,8 @@ IGNORED = -100
 def check_fits(model: nn.Module, data: Data) -> None:
     """One clear line if the images or the labels of ``data`` do not fit ``model``, which is left as it was.
 
+    Data with boxes wants a detector (:mod:`ifso.training.detector_fitting`).
+
     The network sees two images in eval mode. Labels are those of the first training batch, beside ``num_classes``. Data
     with a loss of its own is not tried, because only that loss knows how the network is called.
 
@@ -33,6 +36,9 @@ def check_fits(model: nn.Module, data: Data) -> None:
     ...
     ifso.errors.DataError: digits has 10 classes, but the network 9 outputs; give it as many, or other data
     """
+    if getattr(data, "task", None) == "detection":
+        check_detector_fits(model, data)
+        return
     if data.loss_fn is not cross_entropy:
         return
     with _same_random_numbers():
@@ -85,6 +91,11 @@ def _outputs(model: nn.Module, images: Tensor, name: str) -> int:
             f"images {shape} of {name} do not fit the network ({one_line(error)}); "
             "give images of the size, colours and device that it takes, or another network"
         ) from error
+    if is_detections(logits, len(images)):
+        raise DataError(
+            f"{name} has a label for each image and no boxes, but the network is a detector; "
+            "give data with boxes (coco:PATH), or a classifier"
+        )
     if not isinstance(logits, Tensor) or logits.dim() < 2 or len(logits) != len(images):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise DataError(f"the network gave {found} for {len(images)} images of {name}; it must give [N, classes]")

@@ -15,6 +15,7 @@ from ifso.data.sets import Data
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
 from ifso.models.from_file import find_in_file
+from ifso.training.detection import detection_loss
 
 PARTS = ("train_batches", "validation_batches", "test_batches")
 
@@ -23,9 +24,11 @@ class FileData(Data):
     """What ``factory()`` of a file returned: an object with ``train_batches``, an iterable of batches.
 
     It may also have ``test_batches``, ``validation_batches``, ``num_classes``, ``input_shape`` (without the batch) and
-    ``loss_fn(model, batch)``; without the last a batch is (images, labels) and the loss their cross entropy. The file
-    decides how large its batches are and how they are made: what is asked for here does not change them. A factory that
-    takes ``rank`` or ``ranks`` is told which of several processes it makes batches for; otherwise all have the same.
+    ``loss_fn(model, batch)``; without the last a batch is (images, labels) and the loss their cross entropy. With
+    ``task = "detection"`` a batch is (images, targets) as detectors take them, see :mod:`ifso.training.detection`, and
+    a target has ``boxes``, ``labels`` and ``image_id``. The file decides how large its batches are and how they are
+    made: what is asked for here does not change them. A factory that takes ``rank`` or ``ranks`` is told which of
+    several processes it makes batches for; otherwise all have the same.
     """
 
     def __init__(self, path: str, factory: str, device: torch.device | str, share: Share = ALONE) -> None:
@@ -39,7 +42,8 @@ class FileData(Data):
             )
         self.num_classes = self._number(getattr(source, "num_classes", None))
         self.input_shape = self._shape(getattr(source, "input_shape", None))
-        loss_fn = getattr(source, "loss_fn", None)
+        self.task = self._task(getattr(source, "task", "classification"))
+        loss_fn = getattr(source, "loss_fn", detection_loss if self.task == "detection" else None)
         if loss_fn is not None:
             if not callable(loss_fn):
                 raise DataError(f"{self.name}: loss_fn is {type(loss_fn).__name__}; give a function (model, batch)")
@@ -58,10 +62,13 @@ class FileData(Data):
         return self._part("test_batches")
 
     def example_inputs(self) -> Any:
-        """Zeros [1, …] of ``input_shape``, or the first image of a training batch."""
+        """Zeros [1, …] of ``input_shape``, or the first image of a training batch; for a detector in a list."""
         if self.input_shape is not None:
-            return torch.zeros(1, *self.input_shape, device=self._device)
+            image = torch.zeros(self.input_shape, device=self._device)
+            return ([image],) if self.task == "detection" else image[None]
         batch = next(iter(self.train_batches()))
+        if self.task == "detection" and isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], list):
+            return (batch[0][:1],)
         if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor) and batch[0].dim() > 1:
             return batch[0][:1]
         raise DataError(f"{self.name} says no input_shape, and its batches are not (images, labels); give input_shape")
@@ -85,6 +92,11 @@ class FileData(Data):
                 "give a list, a DataLoader or an object with __iter__"
             )
         return batches
+
+    def _task(self, task: Any) -> str:
+        if task not in ("classification", "detection"):
+            raise DataError(f"{self.name}: task is {task!r}; give classification or detection")
+        return task
 
     def _number(self, classes: Any) -> int | None:
         if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or classes < 1):

@@ -1,15 +1,16 @@
-"""DATA names: ``digits``, ``cifar10:PATH``, ``cifar100:PATH``, ``imagenet:PATH`` or ``path/file.py:factory``."""
+"""DATA names: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:`` or ``coco:PATH``; ``path/file.py:factory``."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ifso.data.batches import Augmentation, Images
 from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
+from ifso.data.coco import open_coco
 from ifso.data.devices import usable_device
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
@@ -18,8 +19,7 @@ from ifso.data.sets import Data, ImageData, split
 from ifso.data.shares import Share, in_turn
 from ifso.errors import DataError
 
-FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH or file.py:factory"
-LATER = ("coco",)
+FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, coco:PATH or file.py:factory"
 
 
 def open_data(
@@ -32,6 +32,7 @@ def open_data(
     ranks: int = 1,
     download: bool = False,
     workers: int | None = None,
+    **options: Any,
 ) -> Data:
     """The data set called ``name``, its batches on ``device``.
 
@@ -40,6 +41,8 @@ def open_data(
 
     Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see :class:`Share`); give
     all of them the same seed. ``download`` allows CIFAR to be fetched; ``workers`` processes decode images in files.
+    Further ``options`` are those of ``coco:PATH`` (:class:`~ifso.data.coco_options.CocoOptions`). They may also stand
+    in the name, as in ``coco:PATH,size=480x640``.
 
     >>> data = open_data("digits", validation=142)
     >>> len(data.x_train), len(data.x_test), data.num_classes, data.input_shape
@@ -50,8 +53,15 @@ def open_data(
     """
     device, share = usable_device(device), Share(rank, ranks)
     kind, _, path = name.partition(":")
-    if name.rpartition(":")[0].endswith(".py"):
+    own = name.rpartition(":")[0].endswith(".py")
+    if options and (own or kind != "coco"):
+        raise DataError(f"{name} has no option {next(iter(options))}; only coco:PATH has further ones")
+    if own:
         return _from_file(name, device, validation, share)
+    if kind == "coco" and path:
+        return open_coco(
+            path, device=device, seed=seed, validation=validation, share=share, workers=workers, options=options
+        )
     if kind == "imagenet" and path:
         return open_imagenet(path, device=device, seed=seed, validation=validation, share=share, workers=workers)
     train, test, about = _images(name, share, download)
@@ -73,9 +83,7 @@ def _images(name: str, share: Share, download: bool) -> tuple[Images, Images, _A
         open_it = partial(open_cifar, kind, path, download)
         images = in_turn(share, open_it) if download else open_it()
         return *images, _About(CIFAR[kind].num_classes, AUGMENTATION)
-    if kind in LATER:
-        raise DataError(f"{name!r}: {kind}: is not there yet; use {FORMS}")
-    close = get_close_matches(kind, ("digits", *CIFAR, "imagenet"), n=1)
+    close = get_close_matches(kind, ("digits", *CIFAR, "imagenet", "coco"), n=1)
     hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
     raise DataError(f"{name!r} is no data set; write {FORMS}{hint}")
 

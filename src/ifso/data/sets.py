@@ -18,9 +18,14 @@ from ifso.training.losses import cross_entropy
 
 
 class Data(ABC):
-    """A data set. ``num_classes`` and ``input_shape`` (C, H, W) are None where nobody knows them."""
+    """A data set. ``num_classes`` and ``input_shape`` (C, H, W) are None where nobody knows them.
+
+    ``task`` is ``"classification"`` or ``"detection"``; ``notes`` are lines that a user of the data should see.
+    """
 
     name: str
+    task: str = "classification"
+    notes: tuple[str, ...] = ()
     num_classes: int | None
     input_shape: tuple[int, ...] | None
     loss_fn: LossFn = staticmethod(cross_entropy)

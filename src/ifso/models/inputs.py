@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ifso.errors import TraceError
+from ifso.models.detectors import example_images, is_detector
+from ifso.models.names import read_name
 from ifso.models.providers import OWN_IMAGES
 
 FRAMES = 16
@@ -23,7 +25,9 @@ def default_inputs(name: str, model: nn.Module) -> Any:
     >>> default_inputs("ifso:resnet20", create_model("ifso:resnet20")).shape
     torch.Size([1, 3, 32, 32])
     """
-    prefix, _, inner = name.partition(":")
+    prefix, inner, _ = read_name(name)
+    if is_detector(model):
+        return example_images(1, DEFAULT_SIZE, DEFAULT_SIZE)
     if prefix == "ifso":
         return torch.randn(1, *OWN_IMAGES.get(inner, (3, 32, 32)))
     if prefix == "timm":
@@ -41,8 +45,6 @@ def _timm_inputs(model: nn.Module) -> Tensor:
 
 def _torchvision_inputs(inner: str, model: nn.Module) -> Any:
     family = type(model).__module__.removeprefix("torchvision.models.").partition(".")[0]
-    if family == "detection":
-        return ([torch.rand(3, DEFAULT_SIZE, DEFAULT_SIZE)],)
     if family == "optical_flow":
         return torch.randn(1, 3, 128, 128), torch.randn(1, 3, 128, 128)
     size = _torchvision_size(inner, model)

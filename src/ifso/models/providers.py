@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ifso.errors import ModelNotFound
+from ifso.models.detectors import SMALL, is_detector, refuse_unknown, small_retinanet
 from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
 from ifso.models.vgg import CifarVGG16
 
@@ -37,6 +38,11 @@ class Provider:
 
 
 def _build_own(name: str, **options: Any) -> nn.Module:
+    if name in SMALL:
+        _package("torchvision")
+        model = small_retinanet(name, **options)
+        refuse_unknown(model, f"ifso:{name}", small_retinanet, options)
+        return model
     return OWN[name](**options)
 
 
@@ -48,7 +54,10 @@ def _build_torchvision(name: str, **options: Any) -> nn.Module:
     models = _package("torchvision.models")
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     no_weights = {key: None for key in ("weights", "weights_backbone") if key in accepted}
-    return models.get_model(name, **{**no_weights, **options})
+    model = models.get_model(name, **{**no_weights, **options})
+    if is_detector(model):
+        refuse_unknown(model, f"torchvision:{name}", models.get_model_builder(name), options)
+    return model
 
 
 def _timm_names() -> Sequence[str]:
@@ -71,7 +80,7 @@ def _package(name: str) -> ModuleType:
 
 
 PROVIDERS = {
-    "ifso": Provider(lambda: list(OWN), _build_own),
+    "ifso": Provider(lambda: [*OWN, *SMALL], _build_own),
     "torchvision": Provider(_torchvision_names, _build_torchvision),
     "timm": Provider(_timm_names, _build_timm),
 }

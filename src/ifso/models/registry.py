@@ -1,4 +1,4 @@
-"""MODEL names: ``torchvision:NAME``, ``timm:NAME``, ``ifso:NAME`` or ``path/file.py:factory``."""
+"""MODEL names: ``torchvision:NAME``, ``timm:NAME``, ``ifso:NAME`` or ``path/file.py:factory``, with options."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 from torch import nn
 
 from ifso.errors import ModelNotFound
+from ifso.models.detectors import is_detector, prepare_, refuse_thawed
 from ifso.models.from_file import build_from_file
-from ifso.models.providers import PROVIDERS
+from ifso.models.names import ModelName, read_name
+from ifso.models.providers import PROVIDERS, Provider
 from ifso.models.weights import load_weights
 
 FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
+OF_DETECTORS = ("norms", "backbone")
 
 
 def create_model(
@@ -23,32 +26,51 @@ def create_model(
 ) -> nn.Module:
     """The network called ``name``, randomly initialised or with ``weights`` from a file.
 
-    ``options`` go to the network's builder. Nothing is downloaded.
+    ``options``, and those that follow the name after commas, go to the network's builder. Detectors also take
+    ``norms`` and ``backbone`` (see :func:`ifso.models.detectors.prepare_`). Nothing is downloaded.
 
     >>> create_model("ifso:resnet20", num_classes=100).fc.out_features
     100
+    >>> create_model("ifso:resnet20,num_classes=7").fc.out_features
+    7
     """
+    written = read_name(name)
     if num_classes is not None:
         options["num_classes"] = num_classes
-    model = _build(name, options)
+    options = {**written.options, **options}
+    special = {key: options.pop(key) for key in OF_DETECTORS if key in options and written.source in PROVIDERS}
+    model = _build(written, name, options)
+    if is_detector(model):
+        prepare_(model, name, **special)
+    elif special:
+        raise ModelNotFound(f"{name} is no detector; it takes no {' and no '.join(special)}")
     if weights is not None:
+        if is_detector(model):
+            refuse_thawed(model, name, weights)
         load_weights(model, weights)
     return model
 
 
-def _build(name: str, options: dict[str, Any]) -> nn.Module:
-    prefix, _, inner = name.partition(":")
+def _build(written: ModelName, name: str, options: dict[str, Any]) -> nn.Module:
+    prefix, inner = written.source, written.inner
     if prefix in PROVIDERS:
         provider = PROVIDERS[prefix]
         names = provider.names()
         if inner not in names:
             some = f"; there are {', '.join(names[:3])} and {len(names) - 3} more"
             raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: names}) or some}")
-        return provider.build(inner, **options)
-    path, _, factory = name.rpartition(":")
-    if path.endswith(".py"):
-        return build_from_file(path, factory, **options)
+        return _built(provider, name, inner, options)
+    if prefix.endswith(".py"):
+        return build_from_file(prefix, inner, **options)
     raise ModelNotFound(f"{name!r} is no model name; write {FORMS}{_suggest(inner or prefix, _all_names())}")
+
+
+def _built(provider: Provider, name: str, inner: str, options: dict[str, Any]) -> nn.Module:
+    try:
+        return provider.build(inner, **options)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ModelNotFound(f"{name} cannot be built with {given or 'no options'}: {error}") from error
 
 
 def _all_names() -> dict[str, Sequence[str]]:

@@ -18,6 +18,8 @@ PREFIXES = ("module.", "model.", "_orig_mod.")
 ALIASES = (("linear.", "fc."),)
 """Names other programs give to a layer that ours calls differently; used only where the model lacks the first."""
 
+COUNTER = "num_batches_tracked"
+
 State = Mapping[str, Tensor]
 
 
@@ -25,18 +27,25 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """Load ``path`` (.safetensors, .pt, .pth) into ``model``; every key must fit, else nothing is loaded.
 
     Wrappers (``state_dict``, ``model``), prefixes (``module.``, ``model.``, ``_orig_mod.``) and missing
-    ``num_batches_tracked`` are taken care of.
+    ``num_batches_tracked``, or those of batch norms that are frozen in ``model``, are taken care of.
     """
     path = Path(path)
     target = model.state_dict()
-    state = _rename(_read(path), target)
-    counters = {key: value for key, value in target.items() if key.endswith("num_batches_tracked")}
-    state = {**counters, **state}
-    _check(state, target, path)
+    state = _rename(read_state(path), target)
+    counters = {key: value for key, value in target.items() if key.endswith(COUNTER)}
+    state = {**counters, **{key: value for key, value in state.items() if not _is_of_frozen(key, target)}}
+    check_fit(state, target, path)
     model.load_state_dict(state)
 
 
-def _read(path: Path) -> State:
+def _is_of_frozen(key: str, target: State) -> bool:
+    """Is it the counter of a batch norm that is frozen in the model, and has none?"""
+    norm = key.removesuffix(COUNTER)
+    return key != norm and key not in target and f"{norm}running_mean" in target
+
+
+def read_state(path: Path) -> State:
+    """The tensors in a file, by name; without the wrapper they may be in."""
     if not path.is_file():
         raise WeightsError(f"no weight file {path}")
     readers = {".safetensors": _read_safetensors, ".pt": _read_checkpoint, ".pth": _read_checkpoint}
@@ -102,7 +111,8 @@ def _any_starts(keys: Iterable[str], prefix: str) -> bool:
     return any(key.startswith(prefix) for key in keys)
 
 
-def _check(state: State, target: State, path: Path) -> None:
+def check_fit(state: State, target: State, path: str | Path) -> None:
+    """WeightsError unless both have the same names and shapes."""
     misfits = {
         "missing": [key for key in target if key not in state],
         "unexpected": [key for key in state if key not in target],

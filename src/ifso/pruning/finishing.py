@@ -9,6 +9,7 @@ from torch import nn
 
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel, measure_latency
+from ifso.costs.recounting import recount
 from ifso.curvature.losses import same_modes
 from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
@@ -23,7 +24,7 @@ from ifso.pruning.afterwards import (
     update_weights_,
 )
 from ifso.pruning.checking import Check, refuse_failed, worst
-from ifso.pruning.ledger import KINDS, Ledger
+from ifso.pruning.ledger import Ledger
 from ifso.pruning.ranks import average_over_ranks_, copy_from_first_, from_first, together
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import Run
@@ -34,6 +35,7 @@ from ifso.pruning.stream import not_finite, on_device
 LOSS_BATCHES = 4
 """Batches whose mean loss is measured where a user gives no ``evaluate``."""
 MOST_CALIBRATIONS = 3
+MOST_SHOWN = 4
 TIMES = 3
 
 
@@ -88,13 +90,10 @@ class Finisher:
     def _check(self) -> None:
         """The cost of the smaller network, traced and counted anew, and the budget."""
         run = self._run
-        found = count(run.network.graph, run.network.graph.kept(None)).as_dict()
-        promised = count(run.network.original, run.network.kept).as_dict()
-        wrong = {kind: found[kind] for kind in KINDS if found[kind] != promised[kind]}
-        text = "; ".join(f"{kind} {number:,} instead of {promised[kind]:,}" for kind, number in wrong.items())
-        run.checks.append(
-            Check("cost recounted", not wrong, text or f"{found['macs']:,} MACs, {found['params']:,} parameters")
-        )
+        promised = count(run.network.original, run.network.kept)
+        wrong = recount(run.network.original, run.network.kept, run.network.graph)
+        text = "; ".join(wrong[:MOST_SHOWN]) or f"{promised.macs:,} MACs, {promised.params:,} parameters"
+        run.checks.append(Check("cost recounted", not wrong, text))
         target, shares = Target(run.settings.budget), run.ledger.shares()
         gap = target.gap(shares)
         kept = ", ".join(

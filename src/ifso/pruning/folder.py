@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 SCORES = "scores.safetensors"
+FIRST_SCORES = "first_scores.safetensors"
+STRUCTURE = "structure.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
@@ -116,7 +118,8 @@ class RunFolder:
         """A run that failed before its first removal leaves nothing behind, so that it can be started anew there."""
         if self.finished or (self.path / RECIPE).exists() or self.metrics()[0]:
             return
-        for path in (*self._checkpoints().values(), self.path / METRICS, self.path / CONFIG, self.path / LOCK):
+        files = (self.path / name for name in (METRICS, FIRST_SCORES, STRUCTURE, CONFIG, LOCK))
+        for path in (*self._checkpoints().values(), *files):
             self._remove(path)
         with suppress(OSError):
             (self.path / CHECKPOINTS).rmdir()
@@ -195,6 +198,10 @@ class RunFolder:
     def write_scores(self, scores: Mapping[str, Tensor]) -> None:
         """``scores.safetensors``: a tensor for each group."""
         write_tensor_file(self.path / SCORES, scores)
+
+    def write_first_scores(self, scores: Mapping[str, Tensor]) -> None:
+        """``first_scores.safetensors``: those of the first step, normalised, a tensor for each group."""
+        write_tensor_file(self.path / FIRST_SCORES, scores)
 
     def write_model(self, model: nn.Module, recipe: Recipe) -> None:
         """``recipe.json`` and ``model.safetensors``, for :func:`ifso.load`."""

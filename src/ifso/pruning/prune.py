@@ -22,19 +22,20 @@ from ifso.pruning.afterwards import Evaluate, mean_loss
 from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener, Silent
 from ifso.pruning.finishing import LOSS_BATCHES, Finisher
-from ifso.pruning.folder import Checkpoint, RunFolder, refuse_other
+from ifso.pruning.folder import STRUCTURE, Checkpoint, RunFolder, refuse_other
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.ranks import from_first, rank, together
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
-from ifso.pruning.run import Progress, Run
+from ifso.pruning.run import RESUMED, Progress, Run
 from ifso.pruning.schedule import Schedule
 from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import Settings, criterion_of, describe, preset_of, sgd
 from ifso.pruning.state import shrink_to_
 from ifso.pruning.stream import BatchStream, not_finite, on_device
+from ifso.pruning.structure import structure_of
 from ifso.pruning.timing import timed
 from ifso.pruning.worker import MakeOptimizer, Worker
 from ifso.surgery.recipe import digest_of, name_of
@@ -301,5 +302,8 @@ class _Start:
         run.folder = folder
         folder.rewind(run.progress.removals)
         run.metrics = folder.metrics()[0]
+        folder.write_json(STRUCTURE, structure_of(run.network.original))
+        if run.progress.removals:
+            run.say(f"{RESUMED} {run.progress.removals}")
         for note in folder.notes:
             run.say(note)

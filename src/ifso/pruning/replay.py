@@ -17,12 +17,13 @@ T = TypeVar("T")
 
 
 def can_capture(network: ShrinkingNetwork) -> bool:
-    """On one GPU, with nothing random in the model and no channel counts read on the way?"""
+    """On one GPU, with nothing random in the model, no channel counts read on the way, no course decided by values?"""
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     random = any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in network.model.modules()
     )
-    return network.device.type == "cuda" and alone and not random and not network.graph.reductions
+    plain = not (random or network.graph.reductions or network.graph.on_real_tensors)
+    return network.device.type == "cuda" and alone and plain
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:

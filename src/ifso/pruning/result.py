@@ -14,7 +14,8 @@ from ifso.costs.counting import Cost
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.afterwards import Measure
 from ifso.pruning.checking import Check
-from ifso.pruning.folder import RunFolder
+from ifso.pruning.folder import STRUCTURE, RunFolder
+from ifso.pruning.structure import structure_of
 from ifso.surgery.recipe import Recipe
 
 LABELS = {
@@ -74,6 +75,7 @@ class PruneResult:
         with RunFolder.create(path, self.config) as run:
             for line in self.metrics:
                 run.append(line)
+            run.write_json(STRUCTURE, structure_of(self.graph))
             run.write_scores(self.scores)
             run.write_model(self.model, self.recipe)
             run.finish(self.summary())

@@ -12,10 +12,10 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel
+from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn
 from ifso.errors import DataError, DivergedError, RunError
 from ifso.pruning.checking import Check, compare, outputs
@@ -43,6 +43,9 @@ WORTH_IT = {"cpu": 1e10, "cuda": 2e12}
 MULTIPLE = {"cpu": 1, "cuda": 8}
 """Then groups keep a multiple of so many, zeros among them."""
 
+
+RESUMED = "resumed after removal"
+"""How the note about a resume begins; the number of the removal follows."""
 
 SCORES = "scores"
 """The last scores among the tensors of a checkpoint."""
@@ -177,6 +180,8 @@ class Run:
             self.progress.step += 1
             self.worker.remove_([unit for move in made for unit in move.units])
         self.scores.copy_(scores)
+        if self.folder is not None and self.progress.step == 1:
+            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
         for move in made:
             self._record(move, loss)
         if self.shrink and target.gap(self.ledger.shares()) > 0:
@@ -255,7 +260,7 @@ class Run:
     def _passes(self) -> float:
         """Forward passes of the example inputs that a step is worth: a score counts 12, a gradient 3."""
         rounds = self.settings.accumulate * (12 * self.settings.batches_per_score + 3)
-        return from_first(rounds * _samples(self.examples[0]) / _samples(self.network.original.inputs))
+        return from_first(rounds * rough_count(self.examples[0]) / rough_count(self.network.original.inputs))
 
     def _compact(self, multiple: int = 1) -> None:
         """Take units out for real, and look whether the network still does the same."""
@@ -287,11 +292,6 @@ class Run:
         self.network.can_shrink = state["can_shrink"]
         self.scores.copy_(tensors[SCORES])
         self._remember()
-
-
-def _samples(batch: Any) -> int:
-    """The largest first dim of a tensor."""
-    return max((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), default=1)
 
 
 def _mixed(seed: int, rounds: int) -> int:

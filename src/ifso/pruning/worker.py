@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
+from ifso.criteria.samples import num_samples, pieces
 from ifso.curvature.losses import LossFn, WatchedLoss, checked, same_modes, scalar, undisturbed
-from ifso.curvature.objective import num_samples, pieces
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.network import ShrinkingNetwork
@@ -192,9 +192,9 @@ class Worker:
 
     def _cut(self, batches: Sequence[Any]) -> bool:
         """Halve the micro-batches from now on. False if they cannot be smaller."""
-        now = self._micro or max(num_samples(batch) for batch in batches)
-        if now <= 1:
+        if self._micro == 1:
             return False
+        now = self._micro or max(num_samples(batch) for batch in batches)
         self._micro = (now + 1) // 2
         self._replays.clear()
         if isinstance(self.criterion, Ifso):

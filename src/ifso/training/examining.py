@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ifso.data.sets import Data
 from ifso.pruning.ranks import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
+from ifso.training.headline import detects
 from ifso.training.modes import eval_mode
 from ifso.training.narrow import narrow_layers
 from ifso.training.precision import autocast, tensor_cores
@@ -18,10 +19,14 @@ from ifso.training.steps import capture
 LARGE, SMALL = 2000, 500
 """Images in an evaluated batch on a GPU, and on a CPU."""
 
+PHOTOGRAPHS = 8
+"""Images with boxes in an evaluated batch."""
+
 
 def evaluated_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
     """What a network on ``device`` is evaluated on: the validation part, or the test set."""
     size = LARGE if torch.device(device).type == "cuda" else SMALL
+    size = PHOTOGRAPHS if detects(data) else size
     return data.validation_batches(size) if validation else data.test_batches(size)
 
 

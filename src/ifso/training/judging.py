@@ -1,22 +1,25 @@
-"""How well a network in training does, and one clear line where a batch does not fit it."""
+"""How well a network in training does, by what its data asks for; one clear line where a batch does not fit it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ifso.curvature.losses import LossFn, one_line
+from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, TrainingError
 from ifso.training.examining import Examiner, evaluated_batches
+from ifso.training.headline import AVERAGES, detects
 from ifso.training.lane import Measures
 from ifso.training.losses import cross_entropy
 from ifso.training.measuring import explaining, quality
 from ifso.training.settings import TrainSettings
+
+Result = TypeVar("Result")
 
 
 def examination(
@@ -24,7 +27,7 @@ def examination(
 ) -> Callable[[nn.Module], Measures]:
     """What tells how well the network does: ``top1``, ``top5`` and ``eval_loss``; of another loss the mean alone.
 
-    Numbers that are not finite are left out.
+    Of a detector ``map``, ``map50``, ``map75`` and those by area. Numbers that are not finite are left out.
     """
     batches = evaluated_batches(data, next(model.parameters()).device, validation=validation)
     examiner = Examiner(batches, settings.precision)
@@ -35,7 +38,10 @@ def examination(
                 found: Any = examiner(network)
         else:
             found = quality(network, data, batches, settings.precision, over_ranks=True)
-        values = {"top1": found.top1, "top5": found.top5, "eval_loss": found.loss}
+        if detects(data):
+            values = {name: getattr(found.detection, name) for name in AVERAGES}
+        else:
+            values = {"top1": found.top1, "top5": found.top5, "eval_loss": found.loss}
         return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
     return measures
@@ -52,10 +58,13 @@ def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validatio
     return measures(model)
 
 
-def explained(loss_fn: LossFn, name: str) -> LossFn:
-    """The loss, with one clear line where a batch does not fit the network."""
+def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callable[[nn.Module, Any], Result]:
+    """The loss, or losses by name, with one clear line where a batch does not fit the network."""
+    boxes = detects(data)
+    what = "images and boxes" if boxes else "images and labels"
+    gives = "a dict of losses for (images, targets)" if boxes else "[N, classes]"
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model: nn.Module, batch: Any) -> Result:
         try:
             return loss_fn(model, batch)
         except (IfsoError, torch.OutOfMemoryError):
@@ -64,8 +73,8 @@ def explained(loss_fn: LossFn, name: str) -> LossFn:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise
             raise TrainingError(
-                f"a batch of {name} cannot be learned from ({one_line(error)}); check its images and labels, "
-                "and that the network gives [N, classes] in train mode"
+                f"a batch of {data.name} cannot be learned from ({one_line(error)}); check its {what}, "
+                f"and that the network gives {gives} in train mode"
             ) from error
 
     return loss

@@ -28,6 +28,8 @@ from ifso.training.checkpoint import (
 )
 from ifso.training.learner import Learner
 from ifso.training.losses import cross_entropy
+from ifso.training.named_losses import NamedLosses
+from ifso.training.schedule import refuse_long_warm_up
 from ifso.training.settings import TrainSettings
 from ifso.training.steps import CapturedSteps, PlainSteps, Steps, capturable
 
@@ -40,7 +42,8 @@ SAVE_EVERY = 15.0
 class Epoch:
     """An epoch that is over: its number from 1, the mean loss of its batches, the rate it ended with, its seconds.
 
-    ``measures`` are what the network was worth then, such as ``top1``; none where it was not evaluated.
+    ``measures`` are what the network was worth then, such as ``top1``; none where it was not evaluated. ``losses`` are
+    the means of what ``loss`` is the sum of, where that has names.
     """
 
     number: int
@@ -48,6 +51,7 @@ class Epoch:
     lr: float
     seconds: float
     measures: Measures = field(default_factory=dict)
+    losses: Measures = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,13 @@ class Lane:
         loss_fn: LossFn = cross_entropy,
         watch: Watch | None = None,
     ) -> None:
+        refuse_long_warm_up(settings, len(batches) if hasattr(batches, "__len__") else None)
         self.model, self.settings = model, settings
         self.done: list[Epoch] = []
         self.notes: list[str] = []
         self._batches, self._watch = batches, watch or Watch()
         self._learner = Learner(model, settings, loss_fn)
+        self._named = loss_fn if isinstance(loss_fn, NamedLosses) else None
         self._saved = time.monotonic()
         self._modes = [(module, module.training) for module in model.modules()]
 
@@ -118,7 +124,8 @@ class Lane:
             )
         seconds = time.perf_counter() - started
         lr = float(self._learner.optimizer.param_groups[0]["lr"])
-        self.done.append(Epoch(number + 1, loss, lr, seconds, self._measured(number + 1)))
+        losses = {} if self._named is None else self._named.taken()
+        self.done.append(Epoch(number + 1, loss, lr, seconds, self._measured(number + 1), losses))
         self._save()
         if self._watch.on_epoch is not None:
             self._watch.on_epoch(self.done[-1])

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ifso.curvature.losses import LossFn, checked
-from ifso.errors import TrainingError
 from ifso.pruning.ranks import several
 from ifso.training.averaging import Ema
+from ifso.training.listed import is_listed, part_of
 from ifso.training.narrow import narrow_layers
 from ifso.training.optimizers import momenta, set_rate_, sgd
 from ifso.training.precision import autocast, scaler, tensor_cores
@@ -23,7 +22,8 @@ from ifso.training.settings import TrainSettings
 class Learner:
     """A network with all that a step of training needs and changes.
 
-    ``narrow`` layers have kernels of their own where they can be had (:mod:`ifso.training.narrow`), unless it is False.
+    ``narrow`` layers have kernels of their own where they can be had (:mod:`ifso.training.narrow`), unless it is False
+    or batches are lists of images, whose sizes may differ.
     Under ``torch.distributed`` gradients are averaged over the processes, and statistics of norms are the first one's.
     """
 
@@ -63,10 +63,10 @@ class Learner:
         """Gradients of the mean loss over all micro-batches of ``batch``."""
         parts, precision = self.settings.accumulate, self.settings.precision
         for number in range(parts):
-            part = batch if parts == 1 else tree_map(_Part(number, parts), batch)
+            part = part_of(batch, number, parts)
             with (
                 autocast(precision, self.device),
-                narrow_layers(precision, self.device) if self.narrow else nullcontext(),
+                narrow_layers(precision, self.device) if self.narrow and not is_listed(part) else nullcontext(),
                 self._in_step(number == parts - 1),
             ):
                 loss = checked(self._loss_fn(self._net, part)) / parts
@@ -100,20 +100,6 @@ class Learner:
     def _in_step(self, last: bool) -> AbstractContextManager[Any]:
         """Processes exchange gradients once a step, with the last micro-batch."""
         return nullcontext() if last or not several() else self._net.no_sync()  # type: ignore[operator]
-
-
-class _Part:
-    """Micro-batch ``number`` of ``parts`` of a tensor; whatever is no tensor stays as it is."""
-
-    def __init__(self, number: int, parts: int) -> None:
-        self._number, self._parts = number, parts
-
-    def __call__(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if len(leaf) % self._parts:
-            raise TrainingError(f"a batch of {len(leaf)} cannot be cut into {self._parts} equal micro-batches")
-        return leaf.chunk(self._parts)[self._number]
 
 
 def _wrapped(model: nn.Module, settings: TrainSettings) -> nn.Module:

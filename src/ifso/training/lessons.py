@@ -12,12 +12,18 @@ from ifso.data.batches import TrainBatches
 from ifso.data.sets import Data
 from ifso.errors import TrainingError
 from ifso.pruning.ranks import several
+from ifso.training.detection import detection_loss, detection_losses
+from ifso.training.detector_distillation import detector_distillation
+from ifso.training.headline import detects
 from ifso.training.losses import classification, cross_entropy, distillation, distillation_from_logits
+from ifso.training.named_losses import NamedLosses
 from ifso.training.settings import TrainSettings
 from ifso.training.teacher import Answers, TaughtBatches, pays
 
 Tables = dict[nn.Module, Answers]
 """Answers that were asked for already, by the teacher."""
+
+NO_TEACHER = "distillation needs a teacher, the network before pruning; give one, or distill=0"
 
 
 def lessons(
@@ -38,12 +44,14 @@ def lessons(
     if settings.batch % ranks:
         raise TrainingError(f"a batch of {settings.batch} cannot be shared by {ranks} processes; give a multiple")
     batches = data.train_batches(settings.batch // ranks)
+    if detects(data):
+        return batches, _detection_loss(data, settings, teacher)
     if data.loss_fn is not cross_entropy:
         return batches, _own_loss(data, settings)
     if not settings.distill:
         return batches, classification(settings.label_smoothing)
     if teacher is None:
-        raise TrainingError("distillation needs a teacher, the network before pruning; give one, or distill=0")
+        raise TrainingError(NO_TEACHER)
     options = {
         "temperature": settings.temperature,
         "weight": settings.distill,
@@ -62,6 +70,21 @@ def lessons(
 
 def _third(batch: Any) -> Any:
     return batch[2]
+
+
+def _detection_loss(data: Data, settings: TrainSettings, teacher: nn.Module | None) -> LossFn:
+    """The losses of a detector by name, and how far it is from its teacher; one that the data brings is taken as is."""
+    if settings.label_smoothing:
+        raise TrainingError(f"{data.name} has boxes; label smoothing is for classifiers only")
+    if settings.compile:
+        raise TrainingError(f"{data.name} has boxes; detectors cannot be compiled, train without --compile")
+    if data.loss_fn is not detection_loss:
+        return _own_loss(data, settings)
+    if not settings.distill:
+        return NamedLosses(detection_losses)
+    if teacher is None:
+        raise TrainingError(NO_TEACHER)
+    return NamedLosses(detector_distillation(teacher, weight=settings.distill, temperature=settings.temperature))
 
 
 def _own_loss(data: Data, settings: TrainSettings) -> LossFn:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,13 @@ from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.graph.tracing import trace
 from ifso.training.evaluation import evaluate
+from ifso.training.headline import detects
+from ifso.training.listed import of_batch, size_of
 from ifso.training.losses import cross_entropy
 from ifso.training.precision import autocast, tensor_cores
+
+if TYPE_CHECKING:
+    from ifso.training.average_precision import AveragePrecision
 
 REPEATS = 15
 ROUNDS = 3
@@ -46,13 +51,22 @@ CPU_INFO = Path("/proc/cpuinfo")
 class Quality:
     """On ``samples`` images: shares of right answers in percent and the mean loss.
 
-    Where the data has a loss of its own there are no shares, and ``loss`` is the mean over batches.
+    Where the data has a loss of its own there are no shares, and ``loss`` is the mean over batches. Of a detector there
+    is average precision in place of both.
     """
 
-    loss: float
+    loss: float | None
     samples: int
     top1: float | None = None
     top5: float | None = None
+    detection: AveragePrecision | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        if self.detection is None:
+            return {name: getattr(self, name) for name in ("loss", "samples", "top1", "top5")}
+        found = asdict(self.detection)
+        return {"samples": found.pop("images"), **found}
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ class Measured:
             for timing in self.timings
         ]
         return {
-            **asdict(self.quality), **self.cost.as_dict(), "activation_bytes": self.activation_bytes,
+            **self.quality.as_dict(), **self.cost.as_dict(), "activation_bytes": self.activation_bytes,
             "latency": timings, "training_peak_bytes": self.training_peak,
         }  # fmt: skip
 
@@ -100,6 +114,8 @@ class Measured:
 def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
     """How well the network does on ``batches`` of the data."""
     with tensor_cores(precision), autocast(precision, _device(model)), explaining(f"batches of {data.name}"):
+        if detects(data):
+            return _detected(model, batches, over_ranks)
         if data.loss_fn is cross_entropy:
             found = evaluate(model, batches, over_ranks=over_ranks)
             return Quality(found.loss, found.samples, found.top1, found.top5)
@@ -107,6 +123,13 @@ def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str
 
         whole = list(batches)
         return Quality(mean_loss(model, WatchedLoss(data.loss_fn), whole), sum(map(size_of, whole)))
+
+
+def _detected(model: nn.Module, batches: Iterable[Any], over_ranks: bool) -> Quality:
+    from ifso.training.average_precision import evaluate_detector
+
+    found = evaluate_detector(model, batches, over_ranks=over_ranks)
+    return Quality(None, found.images, detection=found)
 
 
 def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost, int]:
@@ -120,15 +143,6 @@ def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost
     with same_modes(model):
         found = cost(model, trace(model.eval(), inputs))
     return found, found.activations * (2 if precision in HALF else 4)
-
-
-def of_batch(example_inputs: Any, batch: int) -> Any:
-    """The first of the example inputs, ``batch`` times, in the memory layout that it has.
-
-    >>> of_batch(torch.zeros(1, 3, 8, 8).to(memory_format=torch.channels_last), 4).stride()
-    (192, 1, 24, 3)
-    """
-    return map_tensors(example_inputs, lambda tensor: torch.cat([tensor[:1]] * batch))
 
 
 def laid_out(values: Any, *, channels_last: bool) -> Any:
@@ -249,15 +263,6 @@ def explaining(what: str) -> Iterator[None]:
         if isinstance(error, IfsoError):
             raise
         raise DataError(f"the network fails on {what} ({one_line(error)}); check that they fit together") from error
-
-
-def size_of(batch: Any) -> int:
-    """How many images a batch holds.
-
-    >>> size_of((torch.zeros(6, 3, 8, 8), torch.zeros(6)))
-    6
-    """
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def _bytes(values: Sequence[Any]) -> int:

@@ -28,11 +28,13 @@ from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
 from ifso.training.crew import Crew
 from ifso.training.fit import own_random_numbers
+from ifso.training.headline import headline
 from ifso.training.judging import examination, explained
 from ifso.training.lane import SAVE_EVERY, Epoch, Lane, Measures, Watch
 from ifso.training.lessons import Tables, lessons
 from ifso.training.listening import Listener
 from ifso.training.measuring import hardware
+from ifso.training.named_losses import NamedLosses
 from ifso.training.padding import Padding, padded_
 from ifso.training.settings import TrainSettings
 
@@ -44,8 +46,8 @@ class Training:
     It is evaluated on the validation part of the data if ``validation``, else on the test set, after ``every`` epochs
     and at the end. ``fixed`` must be the same when the training is resumed, ``about`` need not: both go into
     ``config.json``. ``start`` is what the summary calls the network before training, None if it is not evaluated then;
-    ``before`` are accuracies of others that belong beside it. With ``wide``, a network as ``model`` was before pruning,
-    ``model`` is trained in that shape (:mod:`ifso.training.padding`), where that makes no difference.
+    ``before`` are accuracies, or the mAP, of others that belong beside it. With ``wide``, a network as ``model`` was
+    before pruning, ``model`` is trained in that shape (:mod:`ifso.training.padding`), where that makes no difference.
     """
 
     name: str
@@ -104,7 +106,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
         return None
     with located(place):
         summary = parsed(place.read_bytes())
-        if summary is None or "last_top1" not in summary:
+        if summary is None or not {"last_top1", "last_map"} & summary.keys():
             raise RunError("damaged, or not of a training; delete it and resume the training, which writes it again")
     return summary
 
@@ -121,6 +123,7 @@ class RunningTraining(Lane):
     ) -> None:
         batches, loss_fn = lesson
         self._training, self.folder, self._listener = training, folder, listener
+        self._headline = headline(training.data)
         self._measures = _measures_of(training, listener)
         self._length = len(batches) if hasattr(batches, "__len__") else 0
         self._steps_done, self._before = 0, dict(training.before)
@@ -133,7 +136,8 @@ class RunningTraining(Lane):
     def run(self) -> Generator[bool]:
         """As a lane's; the network is evaluated before and saved afterwards."""
         if self._training.start is not None and self._measures is not None:
-            self._before |= _top1(self._training.start, self._measures(self.model))
+            found = self._measures(self.model)
+            self._before |= {self._training.start: found[self._headline]} if self._headline in found else {}
         try:
             for stepped in super().run():
                 if stepped:
@@ -179,15 +183,17 @@ class RunningTraining(Lane):
 
     def _summary(self) -> dict[str, Any]:
         training = self._training
-        found = [epoch.measures["top1"] for epoch in self.done if "top1" in epoch.measures]
+        name = self._headline
+        found = [epoch.measures[name] for epoch in self.done if name in epoch.measures]
         return {
             "folder": str(training.folder),
             "data": training.data.name,
             "split": "validation" if training.validation else "test",
             "before": self._before,
-            "last_top1": found[-1] if found else None,
-            "best_top1": max(found, default=None),
+            f"last_{name}": found[-1] if found else None,
+            f"best_{name}": max(found, default=None),
             "last": self.done[-1].measures,
+            **({"losses": self.done[-1].losses} if self.done[-1].losses else {}),
             "epochs": len(self.done),
             "loss": self.done[-1].loss,
             "seconds": sum(epoch.seconds for epoch in self.done),
@@ -211,14 +217,13 @@ def _line(epoch: Epoch) -> dict[str, Any]:
 
     >>> _line(Epoch(3, 0.5, 0.1, 2.0, {"top1": 90.0}))
     {'epoch': 3, 'loss': 0.5, 'lr': 0.1, 'seconds': 2.0, 'top1': 90.0}
+    >>> _line(Epoch(3, 0.5, 0.1, 2.0, {}, {"boxes": 0.3, "loss_classes": 0.2}))
+    {'epoch': 3, 'loss': 0.5, 'lr': 0.1, 'seconds': 2.0, 'loss_boxes': 0.3, 'loss_classes': 0.2}
     """
     plain = asdict(epoch)
-    measures = plain.pop("measures")
-    return {"epoch": plain.pop("number"), **plain, **measures}
-
-
-def _top1(name: str, measures: Measures) -> dict[str, float]:
-    return {name: measures["top1"]} if "top1" in measures else {}
+    measures, losses = plain.pop("measures"), plain.pop("losses")
+    named = {f"loss_{name.removeprefix('loss_')}": loss for name, loss in losses.items()}
+    return {"epoch": plain.pop("number"), **plain, **named, **measures}
 
 
 def _refuse_unfit(training: Training) -> None:
@@ -258,7 +263,9 @@ def _lesson(training: Training, listener: Listener, tables: Tables, ranks: int, 
     batches, loss_fn = lessons(
         data, settings, teacher, ranks=ranks, tables=tables, networks=networks, say=listener.said
     )
-    return batches, explained(loss_fn, training.data.name)
+    if isinstance(loss_fn, NamedLosses):
+        return batches, NamedLosses(explained(loss_fn.losses_of, data))
+    return batches, explained(loss_fn, data)
 
 
 def _padded(training: Training, listener: Listener) -> Padding | None:

@@ -43,10 +43,10 @@ class PlainSteps:
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(number)
         settings, self.count = self._learner.settings, 0
-        steps = len(self._batches) if hasattr(self._batches, "__len__") else 1
+        steps = max(len(self._batches), 1) if hasattr(self._batches, "__len__") else 1
         for batch in self._batches:
             done = number + min(self.count / steps, 1.0)
-            self._learner.set_rate(rate(settings, done / settings.epochs))
+            self._learner.set_rate(rate(settings, done / settings.epochs, steps))
             self._learner.learn(batch)
             self.count += 1
             yield True

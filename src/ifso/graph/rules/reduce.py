@@ -18,7 +18,10 @@ OVER_CHANNELS = "reduced over channels"
     "aten.logsumexp", "aten.any", "aten.all", "aten.nansum", "aten.count_nonzero",
 )  # fmt: skip
 def reduce(call: Call, labels: Labels) -> None:
-    """Reduced dims lose their ids; ids that vary elsewhere too are linked into rows (attention heads)."""
+    """Reduced dims lose their ids; ids that vary elsewhere too are linked into rows (attention heads).
+
+    Where the place of the largest is asked for, as of a class, channels must keep their places.
+    """
     x, out = call.args[0], call.outputs[0]
     others = [ref for ref in call.inputs if ref != x]
     if others:
@@ -29,13 +32,27 @@ def reduce(call: Call, labels: Labels) -> None:
     ndim = len(labels.shape(x))
     dims = _reduced_dims(call, ndim)
     keepdim = out is not None and len(labels.tape.shape(out)) == ndim
+    placed = _asks_for_places(call, labels)
     results = []
     for layer in labels[x]:
+        if placed and any(layer.varies(dim) for dim in dims):
+            labels.freeze(layer.ids, f"its order matters in {call.op}")
+            continue
         reduced = _over(layer, dims, call, labels)
         if reduced is not None:
             results.append(reduced if keepdim else _drop(reduced, dims))
     for ref in call.outputs:
         labels.set(ref, results, like=x)
+
+
+def _asks_for_places(call: Call, labels: Labels) -> bool:
+    """Does something use the place of the largest or smallest: what argmax gives, or the second output of max?"""
+    if call.op in ("aten.argmax", "aten.argmin"):
+        return True
+    if call.op not in ("aten.max", "aten.min") or len(call.outputs) < 2:
+        return False
+    places, tape = call.outputs[1], labels.tape
+    return places in tape.outputs or any(places == ref for other in tape.calls for ref in other.inputs)
 
 
 def _reduced_dims(call: Call, ndim: int) -> list[int]:

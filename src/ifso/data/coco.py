@@ -1,0 +1,199 @@
+"""Images with boxes as COCO has them: ``coco:PATH`` with ``images/`` and ``instances_train.json`` and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ifso.data.coco_batches import Batch, BoxLoading, Drawing, HeldTest, HeldTraining, few, testing, training
+from ifso.data.coco_files import SplitFiles, find_splits, image_files
+from ifso.data.coco_json import categories_of, read_document, read_instances, refuse_others
+from ifso.data.coco_options import CocoOptions, read_options
+from ifso.data.coco_samples import BoxSamples
+from ifso.data.decoding import TestFiles, TrainFiles, workers_for
+from ifso.data.sets import Data, split
+from ifso.data.shares import ALONE, Share
+from ifso.errors import DataError
+from ifso.training.detection import detection_loss
+
+HELD_BYTES = 2**31
+"""A set whose pixels take more is decoded whenever it is needed; on a GPU, one that takes an eighth of what is free."""
+
+
+@dataclass(frozen=True, eq=False)
+class CocoData(Data):
+    """Images with boxes. ``train`` is without ``validation``, which is None if there is none.
+
+    ``categories`` are names by label − 1, empty where no category has the label. ``notes`` say what is otherwise than
+    one might think, a line each.
+    """
+
+    name: str
+    categories: tuple[str, ...]
+    train: BoxSamples
+    validation: BoxSamples | None
+    test: BoxSamples
+    seed: int
+    loading: BoxLoading
+    share: Share = ALONE
+    notes: tuple[str, ...] = ()
+
+    task = "detection"
+    loss_fn = staticmethod(detection_loss)
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """The categories and the background, which is 0."""
+        return len(self.categories) + 1
+
+    @property
+    def input_shape(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        """(3, H, W) if all images of the training and the test set are of one size, otherwise None."""
+        sizes = {*self.train.sizes, *self.test.sizes}
+        return (3, *sizes.pop()) if len(sizes) == 1 else None
+
+    def train_batches(
+        self, batch_size: int = 2, augment: bool = True, drop_last: bool = True
+    ) -> HeldTraining | TrainFiles:
+        """Shuffled batches of (images, targets), mirrored in half of all cases unless told otherwise."""
+        return training(self.train, Drawing(batch_size, drop_last, augment, self.seed), self.share, self.loading)
+
+    def validation_batches(self, batch_size: int = 8) -> HeldTest | TestFiles:
+        """What was set apart, in a fixed order; ``truth`` is what is to be found in it."""
+        if self.validation is None:
+            raise DataError(f"{self.name} was opened without a validation part; use open_data(…, validation=0.1)")
+        return testing(self.validation, batch_size, self.share, self.loading)
+
+    def test_batches(self, batch_size: int = 8) -> HeldTest | TestFiles:
+        """The test set in the order of its file; ``truth`` is what is to be found in it."""
+        return testing(self.test, batch_size, self.share, self.loading)
+
+    def example_inputs(self) -> tuple[list[Tensor]]:
+        """The first test image [3, H, W] in a list, as a detector in eval mode takes it."""
+        return (few(self.test, 1, self.loading)[0],)
+
+    def first_batch(self) -> Batch:
+        """Two training images and their targets, without augmentation."""
+        return few(self.train, 2, self.loading)
+
+
+def open_coco(
+    path: str,
+    *,
+    device: torch.device,
+    seed: int,
+    validation: float | int,
+    share: Share,
+    workers: int | None,
+    options: Mapping[str, Any],
+) -> CocoData:
+    """The images and boxes in ``path``: ``images/`` with ``instances_train.json`` and its like, or COCO's own layout.
+
+    Options of :class:`CocoOptions` may follow the path after commas.
+
+    The test set is ``instances_test.json``, or ``instances_val.json`` where that is missing. What is set apart for
+    validation is cut from the training set if ``validation`` asks for it, otherwise it is ``instances_val.json``,
+    unless that is the test set.
+    """
+    name = f"coco:{path}"
+    _need_torchvision(name)
+    folder, chosen = read_options(path, options)
+    loading, splits = BoxLoading(device, workers_for(workers)), find_splits(Path(folder))
+    reader = _Reader(splits["train"], chosen)
+    train, test = reader.train, reader.samples(splits["test" if "test" in splits else "val"])
+    held_out = None
+    if validation:
+        train, held_out = split(train, validation, seed)
+    elif "test" in splits and "val" in splits:
+        held_out = reader.samples(splits["val"])
+    if "test" not in splits:
+        reader.notes.append(f"{name} has no instances_test.json: its test set is {test.source}")
+    train = _learnable(train, chosen.keep_empty)
+    parts = _in_memory([train, test, *([] if held_out is None else [held_out])], loading, chosen.hold)
+    return CocoData(
+        name,
+        reader.categories,
+        parts[0],
+        parts[2] if held_out is not None else None,
+        parts[1],
+        seed,
+        loading,
+        share,
+        tuple(reader.notes),
+    )
+
+
+class _Reader:
+    """Reads the splits of a set, which have the same categories; ``notes`` say what was left out."""
+
+    def __init__(self, train: SplitFiles, options: CocoOptions) -> None:
+        document = read_document(train.instances)
+        self.options, self.notes = options, list[str]()
+        self._known = categories_of(train.instances, document)
+        self._labels = _labels(train.instances, self._known, options.labels)
+        self.train = self._samples(train, document)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """Names by label − 1."""
+        names = {self._labels[number]: name for number, name in self._known.items()}
+        return tuple(names.get(label, "") for label in range(1, max(names) + 1))
+
+    def samples(self, files: SplitFiles) -> BoxSamples:
+        """The images and boxes of another split."""
+        document = read_document(files.instances)
+        refuse_others(files.instances, categories_of(files.instances, document), self._known)
+        return self._samples(files, document)
+
+    def _samples(self, files: SplitFiles, document: Mapping[str, Any]) -> BoxSamples:
+        path = files.instances
+        found = read_instances(path, document, self._labels, drop_degenerate=self.options.drop_degenerate)
+        if found.dropped:
+            count, first = len(found.dropped), found.dropped[0]
+            self.notes.append(f"{path}: {count} boxes without area were left out, the first is annotation {first}")
+        images = image_files(files, found.names, found.annotations.image_ids.tolist())
+        return BoxSamples(path, found.annotations, images, self.options.resizing)
+
+
+def _labels(path: Path, known: Mapping[int, str], numbering: str) -> dict[int, int]:
+    """The label of each category's id."""
+    if numbering == "contiguous":
+        return {number: label for label, number in enumerate(known, 1)}
+    if min(known) < 1:
+        raise DataError(
+            f"{path}: category {min(known)} cannot be a label, 0 is the background; give other ids or labels"
+        )
+    return {number: number for number in known}
+
+
+def _learnable(train: BoxSamples, keep_empty: bool) -> BoxSamples:
+    """Without the images that have no box, if they are not wanted; some must have one."""
+    places = train.annotations.learnable()
+    if not len(places):
+        raise DataError(f"{train.source}: no image of the training set has a box to learn from")
+    return train if keep_empty or len(places) == len(train) else train.part(places)
+
+
+def _in_memory(parts: list[BoxSamples], loading: BoxLoading, hold: bool | None) -> list[BoxSamples]:
+    """The parts with their pixels held on the device if they fit there."""
+    if hold is None:
+        most = HELD_BYTES
+        if loading.device.type == "cuda":
+            most = min(most, torch.cuda.mem_get_info(loading.device)[0] // 8)
+        hold = sum(part.bytes for part in parts) <= most
+    return [part.held(loading.device, loading.workers) for part in parts] if hold else parts
+
+
+def _need_torchvision(name: str) -> None:
+    try:
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
+            'pip install "ifso[vision]"'
+        ) from error

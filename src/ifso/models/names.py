@@ -1,0 +1,45 @@
+"""A MODEL as it is written: where it comes from, its name there, and options for its builder."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, NamedTuple
+
+from ifso.errors import ModelNotFound
+
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+class ModelName(NamedTuple):
+    """``source`` is a provider or a Python file, ``inner`` the name there."""
+
+    source: str
+    inner: str
+    options: dict[str, Any]
+
+
+def read_name(text: str) -> ModelName:
+    """A MODEL with its options, which follow the name after commas: ``SOURCE:NAME,KEY=VALUE,KEY=VALUE``.
+
+    >>> read_name("torchvision:retinanet_resnet50_fpn,min_size=480,norms=frozen")
+    ModelName(source='torchvision', inner='retinanet_resnet50_fpn', options={'min_size': 480, 'norms': 'frozen'})
+    >>> read_name("nets/small.py:make")
+    ModelName(source='nets/small.py', inner='make', options={})
+    """
+    whole, *given = text.split(",")
+    if ".py:" in text:
+        path, _, rest = text.partition(".py:")
+        whole, *given = rest.split(",")
+        whole = f"{path}.py:{whole}"
+    source, _, inner = whole.rpartition(":") if whole.rpartition(":")[0].endswith(".py") else whole.partition(":")
+    return ModelName(source, inner, dict(_option(part, text) for part in given))
+
+
+def _option(part: str, text: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not equals or not key.isidentifier():
+        raise ModelNotFound(f"{text!r}: {part!r} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
+    try:
+        return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,150 @@
+"""A detector learns from boxes and from what a teacher, the network before pruning, says at every anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ifso.errors import TrainingError
+from ifso.pruning.ranks import several, sum_over_ranks
+from ifso.training.detection import detection_losses
+from ifso.training.modes import eval_mode
+from ifso.training.named_losses import LossesOf
+from ifso.training.wide_heads import unwrapped, wide
+
+CONFIDENT = 0.3
+"""The score of a class from which on the teacher knows where a box is."""
+
+SCORES, BOXES, CENTRE = "cls_logits", "bbox_regression", "bbox_ctrness"
+NEEDED = "distillation of detectors is for RetinaNet and FCOS: a transform, a backbone and a head with sigmoid scores"
+
+
+@dataclass
+class _Heard:
+    """Of a pass of the student: its images after resizing [N, 3, H, W], and what its head said."""
+
+    images: Tensor | None = None
+    answers: Mapping[str, Tensor] | None = None
+
+
+def detector_distillation(teacher: nn.Module, *, weight: float = 0.5, temperature: float = 1.0) -> LossesOf:
+    """Losses by name: (1 − weight) · those of the boxes, and weight · :func:`differences` from the teacher.
+
+    The teacher, in eval mode, sees the pixels that the student saw. Both are networks such as torchvision's RetinaNet
+    and FCOS, with the same anchors and classes; others are refused.
+    """
+    refuse_other_detectors(teacher, "teacher")
+
+    def losses_of(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        refuse_other_detectors(unwrapped(model), "network")
+        with listening(model) as heard:
+            hard = detection_losses(model, batch)
+        assert heard.images is not None
+        soft = differences(_answers(heard.answers, "network"), _asked(teacher, heard.images), temperature)
+        return {
+            **{name: (1 - weight) * loss for name, loss in hard.items()},
+            **{f"distilled_{name}": weight * loss for name, loss in soft.items()},
+        }
+
+    return losses_of
+
+
+def differences(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:
+    """How far the student's answers are from the teacher's, over all anchors of all images.
+
+    With scores p = σ(z/T) of the teacher, q of the student, and N anchors at which the teacher is confident (a score
+    σ(z) above :data:`CONFIDENT`; N is 1 at least):
+
+    - classes: T² · Σ |p − q| · KL(p ‖ q) / N over all anchors and classes. The factor |p − q| leaves the many anchors
+      at which both see nothing without weight.
+    - boxes: Σ |student − teacher|₁ / N over the confident anchors, as they are coded by the head.
+    - centres (FCOS): Σ KL(σ(teacher) ‖ σ(student)) / N over those.
+
+    N is of the batch, not of each image: an image in which the teacher sees little would outweigh the others. Under
+    ``torch.distributed`` it is of the joint batch, so that the mean over processes is the loss of one process.
+
+    >>> teacher = {"cls_logits": torch.tensor([[[9.0], [-9.0]]]), "bbox_regression": torch.zeros(1, 2, 4)}
+    >>> student = {"cls_logits": torch.tensor([[[9.0], [-9.0]]]), "bbox_regression": torch.ones(1, 2, 4)}
+    >>> {name: float(loss) for name, loss in differences(student, teacher, 1.0).items()}
+    {'classes': 0.0, 'boxes': 4.0}
+    """
+    for name in teacher:
+        if name not in student or student[name].shape != teacher[name].shape:
+            shape = list(student[name].shape) if name in student else "nothing"
+            raise TrainingError(
+                f"{name} of the network is {shape} and of the teacher {list(teacher[name].shape)}; "
+                "give a teacher with the same anchors and classes"
+            )
+    given, said = (each[SCORES] / temperature for each in (teacher, student))
+    sure = teacher[SCORES].sigmoid().amax(-1) > CONFIDENT
+    gap = (given.sigmoid() - said.sigmoid()).abs()
+    found = {
+        "classes": temperature**2 * (gap * _divergence(given, said)).sum(-1),
+        "boxes": (student[BOXES] - teacher[BOXES]).abs().sum(-1) * sure,
+    }
+    if CENTRE in teacher:
+        found["centres"] = _divergence(teacher[CENTRE], student[CENTRE]).sum(-1) * sure
+    count = _of_joint_batch(sure)
+    return {name: far.sum() / count for name, far in found.items()}
+
+
+def _of_joint_batch(sure: Tensor) -> Tensor:
+    """How many anchors are confident, 1 at least: those of all processes, divided by their number."""
+    return sum_over_ranks(sure.sum()).clamp(min=1) / (dist.get_world_size() if several() else 1)
+
+
+def _divergence(given: Tensor, said: Tensor) -> Tensor:
+    """KL(p ‖ q) of two coins with p = σ(given), q = σ(said), for each element."""
+    p = given.sigmoid()
+    cross = F.binary_cross_entropy_with_logits(said, p, reduction="none")
+    return cross - F.binary_cross_entropy_with_logits(given, p, reduction="none")
+
+
+def refuse_other_detectors(model: nn.Module, who: str) -> None:
+    """TrainingError unless the network is made as torchvision's RetinaNet and FCOS are."""
+    from torchvision.models.detection.ssd import SSD
+
+    whole = all(isinstance(getattr(model, name, None), nn.Module) for name in ("transform", "backbone", "head"))
+    if not whole or isinstance(model, SSD):
+        raise TrainingError(f"the {who} is {type(model).__name__}; {NEEDED}; train without --distill")
+
+
+@contextmanager
+def listening(model: nn.Module) -> Iterator[_Heard]:
+    """Within it a pass of the model leaves its images and its answers in what is given."""
+    heard, network = _Heard(), unwrapped(model)
+
+    def resized(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        heard.images = outputs[0].tensors
+
+    def answered(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        heard.answers = outputs
+
+    with ExitStack() as stack:
+        stack.enter_context(network.get_submodule("transform").register_forward_hook(resized))
+        stack.enter_context(network.get_submodule("head").register_forward_hook(answered))
+        yield heard
+
+
+@torch.no_grad()
+def _asked(teacher: Any, images: Tensor) -> dict[str, Tensor]:
+    """What the teacher says at every anchor about images [N, 3, H, W] that are resized already."""
+    with eval_mode(teacher):
+        features = teacher.backbone(images)
+        answers = teacher.head([features] if isinstance(features, Tensor) else list(features.values()))
+    return _answers(answers, "teacher")
+
+
+def _answers(answers: Any, who: str) -> dict[str, Tensor]:
+    """Scores [N, anchors, classes] and codes of boxes [N, anchors, 4], in float32."""
+    if not isinstance(answers, Mapping) or not {SCORES, BOXES} <= answers.keys():
+        found = ", ".join(answers) if isinstance(answers, Mapping) else type(answers).__name__
+        raise TrainingError(f"the head of the {who} gives {found}, not {SCORES} and {BOXES}; {NEEDED}")
+    return {name: wide(answers[name]) for name in (SCORES, BOXES, CENTRE) if name in answers}
