@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,31 +12,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 
-from ifso.criteria.base import Criterion
-from ifso.criteria.registry import create
-from ifso.data.registry import open_data
+from ifso.demo_study import CRITERIA, DATA, KEPT, MODEL, Effort, Row, Study, write_json
 from ifso.errors import RunError
-from ifso.models import create_model
-from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
-from ifso.pruning.prune import prune
-from ifso.surgery.files import replacing
-from ifso.surgery.store import load, save
-from ifso.training.evaluation import Accuracy, evaluate
-from ifso.training.fit import fit
-from ifso.training.lane import Epoch, Watch
-from ifso.training.losses import cross_entropy
-from ifso.training.settings import TrainSettings
-
-MODEL, DATA = "ifso:resnet8-digits", "digits"
-KEPT = 0.5
-CRITERIA = {"ifso": 1, "magnitude": 1, "random": 3}
-"""What is compared, and how often it is done: chance deserves more than one try."""
-
-NORMALIZED = ("ifso",)
-"""Criteria whose scores are divided by √ΔMem, as in the paper; the others are what their name says and no more."""
+from ifso.report import write_report
+from ifso.surgery.store import save
 
 POINTS = 1.0
 """By so many points of accuracy the fine-tuned network may stay behind the unpruned one."""
@@ -46,39 +25,7 @@ POINTS = 1.0
 Checks = tuple[tuple[str, bool], ...]
 """What was checked, in words, and whether it is so."""
 
-SUMMARY, FINAL = "demo.json", "finetuned"
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long things are done. Pruning adds up ``accumulate`` scores, with a step of SGD after each, per removal."""
-
-    train_epochs: int = 20
-    train_rate: float = 0.1
-    finetune_epochs: int = 10
-    finetune_rate: float = 0.05
-    batch_size: int = 64
-    accumulate: int = 5
-    units_per_step: int = 3
-
-
-@dataclass(frozen=True)
-class Row:
-    """One network: shares of MACs and parameters kept, accuracies in percent, seconds of training or pruning.
-
-    ``before`` is the accuracy after pruning, ``after`` the one after fine-tuning, which took ``finetune_seconds``;
-    ``loss`` is the mean cross entropy on the test set in the end. With several ``runs`` all numbers are means.
-    """
-
-    name: str
-    macs: float
-    params: float
-    before: float
-    after: float
-    loss: float
-    seconds: float
-    finetune_seconds: float
-    runs: int = 1
+SUMMARY, FINAL, REPORT = "demo.json", "finetuned", "report.html"
 
 
 @dataclass(frozen=True)
@@ -119,14 +66,15 @@ def demonstrate(
     """
     begun, folder = time.perf_counter(), _free(out)
     with _one_thread():
-        study = _Study(seed, say, effort)
+        study = Study(seed, say, effort)
         rows, checks = _compare(folder, study, listener)
     outcome = Outcome(tuple(rows), folder, time.perf_counter() - begun, study.test_images, checks)
-    _write(folder / SUMMARY, outcome.as_json())
+    write_json(folder / SUMMARY, outcome.as_json())
+    write_report([folder / name for name in run_names()], folder / REPORT)
     return outcome
 
 
-def _compare(folder: Path, study: _Study, listener: Listener) -> tuple[list[Row], Checks]:
+def _compare(folder: Path, study: Study, listener: Listener) -> tuple[list[Row], Checks]:
     unpruned, row = study.trained()
     rows, models = [row], {}
     for name, runs in CRITERIA.items():
@@ -136,6 +84,11 @@ def _compare(folder: Path, study: _Study, listener: Listener) -> tuple[list[Row]
         models[name] = found[0][0]
     save(models["ifso"], folder / FINAL)
     return rows, _checks(rows, study.same_again(models["ifso"], folder / FINAL))
+
+
+def run_names() -> list[str]:
+    """The folders of all prunings."""
+    return [_run_name(name, number) for name, runs in CRITERIA.items() for number in range(1, runs + 1)]
 
 
 def _run_name(name: str, number: int) -> str:
@@ -176,14 +129,6 @@ def _free(out: Path) -> Path:
     return folder
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    try:
-        with replacing(path) as new:
-            new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
 def _checks(rows: Sequence[Row], same_again: bool) -> Checks:
     unpruned, ours = rows[0], rows[1]
     least = unpruned.after - POINTS
@@ -192,91 +137,3 @@ def _checks(rows: Sequence[Row], same_again: bool) -> Checks:
         (f"accuracy with {ours.name} after fine-tuning is at least {least:.2f} %", ours.after >= least - 1e-9),
         ("the saved network, loaded into a fresh one, gives the same bits", same_again),
     )
-
-
-class _Study:
-    """Data and training, the same for all networks."""
-
-    def __init__(self, seed: int, say: Callable[[str], None], effort: Effort) -> None:
-        self._seed, self._say, self._effort = seed, say, effort
-        self._data = open_data(DATA, seed=seed)
-        self.test_images = sum(len(labels) for _, labels in self._data.test_batches())
-
-    def trained(self) -> tuple[nn.Module, Row]:
-        """The network before pruning."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
-            model = create_model(MODEL)
-        effort = self._effort
-        self._say(f"training {MODEL} on {DATA}, {effort.train_epochs} epochs")
-        seconds = self._fit(model, effort.train_epochs, effort.train_rate, "one-cycle")
-        found = self._tested(model)
-        self._say(f"accuracy {found.top1:.2f} %")
-        return model, Row("unpruned", 1.0, 1.0, found.top1, found.top1, found.loss, seconds, 0.0)
-
-    def pruned(
-        self, unpruned: nn.Module, name: str, number: int, folder: Path, listener: Listener
-    ) -> tuple[nn.Module, Row]:
-        """A copy of the network, pruned with a criterion and fine-tuned. ``number`` tells its runs apart, from 1."""
-        which = f", {number} of {CRITERIA[name]}" if CRITERIA[name] > 1 else ""
-        self._say(f"removing half of the MACs with {name}{which}")
-        model, effort = copy.deepcopy(unpruned), self._effort
-        result = prune(
-            model,
-            self._data.train_batches(effort.batch_size),
-            cross_entropy,
-            budget=Budget(macs=KEPT),
-            example_inputs=self._data.example_inputs(),
-            criterion=self._criterion(name, number),
-            normalize="sqrt-memory" if name in NORMALIZED else "none",
-            accumulate=effort.accumulate,
-            units_per_step=effort.units_per_step,
-            seed=self._seed,
-            listener=listener,
-            out=folder,
-        )
-        before = self._tested(model).top1
-        self._say(f"fine-tuning for {effort.finetune_epochs} epochs")
-        seconds = self._fit(model, effort.finetune_epochs, effort.finetune_rate, "cosine")
-        after = self._tested(model)
-        self._say(f"accuracy {before:.2f} %, after fine-tuning {after.top1:.2f} %")
-        macs, params = (getattr(result.after, kind) / getattr(result.before, kind) for kind in ("macs", "params"))
-        return model, Row(name, macs, params, before, after.top1, after.loss, result.seconds, seconds)
-
-    def same_again(self, model: nn.Module, folder: Path) -> bool:
-        """Does the network in ``folder``, loaded into a fresh one, compute the same?"""
-        (images, _), loaded = next(iter(self._data.test_batches())), load(folder, create_model(MODEL))
-        with torch.no_grad():
-            return torch.equal(loaded.eval()(images), model.eval()(images))
-
-    def _criterion(self, name: str, number: int) -> Criterion:
-        if name != "random":
-            return create(name)
-        return create(name, seed=self._seed * CRITERIA[name] + number)
-
-    def _fit(self, model: nn.Module, epochs: int, lr: float, schedule: str) -> float:
-        """Train; the seconds it took."""
-        begun = time.perf_counter()
-        settings = TrainSettings(
-            epochs=epochs,
-            batch=self._effort.batch_size,
-            lr=lr,
-            schedule=schedule,
-            nesterov=True,
-            weight_decay=5e-4,
-            seed=self._seed,
-        )
-        fit(model, self._data.train_batches(settings.batch), settings, watch=Watch(on_epoch=self._tell(epochs)))
-        return time.perf_counter() - begun
-
-    def _tell(self, epochs: int) -> Callable[[Epoch], None]:
-        """A line after every fifth epoch."""
-
-        def tell(epoch: Epoch) -> None:
-            if epoch.number % 5 == 0:
-                self._say(f"epoch {epoch.number} of {epochs}, loss {epoch.loss:.4f}")
-
-        return tell
-
-    def _tested(self, model: nn.Module) -> Accuracy:
-        return evaluate(model, self._data.test_batches())

@@ -23,16 +23,17 @@ PLAIN = """\
 prune: start model=net units=20 macs=1.0000/0.6 params=1.0000/0.5 folder=runs/a
 prune: done=2% removals=1 macs=0.9800/0.6 params=0.9900/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:01 left=0:00:49
 prune: 3 layers were compacted
-prune: done=18% removals=6 macs=0.8800/0.6 params=0.9100/0.5 loss=– unit=l1.[red]c[3] +2 elapsed=0:00:06 left=0:00:27
-prune: done=20% removals=7 macs=0.8700/0.6 params=0.9000/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:07 left=0:00:28
+prune: done=18% removals=6 macs=0.8800/0.6 params=0.9100/0.5 loss=– unit=l1.[red]c[3] +2 elapsed=0:00:06 left=0:00:31
+prune: done=20% removals=7 macs=0.8700/0.6 params=0.9000/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:07 left=0:00:32
 """
 
 RICH = """\
-                       0% MACs 100.0% → 60.0% loss – 0:00:00 left -:--:--
+                       0% MACs 100.0% → 60.0% left -:--:-- loss – so far 0:00:00
 [bold]3 layers were compacted[/bold]
-━━━━╸                 25% MACs 90.0% → 60.0% loss 0.1235 0:00:10 left 0:00:30 l1.[red]c[3] +2
+━━━━╸                 25% MACs 90.0% → 60.0% left 0:00:30 loss 0.1235 so far 0:00:10 l1.[red]c[3] +2
 """
-NARROW = "━╸        25% MACs 90.0% → 60.0% loss 0.1235 0:00:10 left 0:00:…\n"
+NARROW = "━╸        25% MACs 90.0% → 60.0% left 0:00:30 loss 0.1235 so fa…\n"
+NARROWER = " 25% MACs 90.0% → 60.0% left 0:00:30 lo…\n"
 
 INTERRUPTED = """
 import signal, sys, time
@@ -81,6 +82,15 @@ class TestCourse:
         assert course.left(now=110.0) is None
         course.moved({"macs": 0.7}, now=120.0)
         assert (course.elapsed(120.0), course.left(120.0)) == (20.0, pytest.approx(20.0))
+
+    def test_a_run_that_slows_down_is_believed(self):
+        """100 removals at a tenth of a second each, then 30 that take a second: the late pace counts."""
+        course = Course(plan(), now=0.0)
+        for number in range(1, 101):
+            course.moved({"macs": 1 - 0.002 * number}, now=0.1 * number)
+        for number in range(1, 31):
+            course.moved({"macs": 0.8 - 0.002 * number}, now=10.0 + number)
+        assert course.left(now=40.0) == pytest.approx(70.0)
 
     def test_overshooting_is_done(self):
         course = Course(plan(), now=0.0)
@@ -171,6 +181,7 @@ def interrupt(*_):
 
 def test_a_narrow_terminal_cuts_the_end_of_the_line_off():
     assert on_screen(draw(width=64)).splitlines(keepends=True)[-1] == NARROW
+    assert on_screen(draw(width=40)).splitlines(keepends=True)[-1] == NARROWER
 
 
 class TestSeveral:

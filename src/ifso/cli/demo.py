@@ -63,7 +63,7 @@ def table(outcome: Outcome) -> Table:
     """Accuracies in percent, one row for each network."""
     from rich.table import Table
 
-    from ifso.demo import DATA, KEPT, MODEL
+    from ifso.demo_study import DATA, KEPT, MODEL
 
     found = Table(title=f"{MODEL} on {DATA}, pruned to {KEPT:.0%} of its MACs", title_justify="left")
     for heading in COLUMNS:
@@ -78,7 +78,8 @@ def table(outcome: Outcome) -> Table:
 
 
 def _remarks(outcome: Outcome) -> list[str]:
-    from ifso.demo import CRITERIA, FINAL, SUMMARY
+    from ifso.demo import FINAL, REPORT, SUMMARY
+    from ifso.demo_study import CRITERIA
 
     runs = ", ".join(name if count == 1 else f"{name}-1 to {name}-{count}" for name, count in CRITERIA.items())
     checks = [f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks]
@@ -86,6 +87,7 @@ def _remarks(outcome: Outcome) -> list[str]:
         f"One of the {outcome.test_images} test images is {100 / outcome.test_images:.2f} points of accuracy.",
         *checks,
         f"run folder: {outcome.folder} (runs {runs}; the fine-tuned network in {FINAL}, the numbers in {SUMMARY})",
+        f"to look at: {outcome.folder / REPORT}",
         f"{outcome.seconds:.0f} s in all",
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
@@ -20,6 +21,12 @@ Clock = Callable[[], float]
 EVERY = 5.0
 """Seconds between plain lines."""
 
+PER_SECOND = 4
+"""How often a terminal is drawn anew."""
+
+NARROW = 56
+"""Characters of a terminal that has no room for a bar beside the words."""
+
 LABELS = {"macs": "MACs", "conv_macs": "conv MACs", "params": "parameters"}
 UNKNOWN = "-:--:--"
 
@@ -28,7 +35,8 @@ class Course:
     """How far a run has come, and how long it may still take.
 
     The share done is that of the way from the whole network to the target, for the target that is furthest from done.
-    Time left supposes that the rest goes as quickly as what was done since ``now``.
+    Time left supposes that the rest goes as quickly as the second half of the time since ``now`` did: units that are
+    removed later are often cheaper, so that it takes more of them.
 
     >>> course = Course(Plan("net", 10, {"macs": 0.6, "params": 0.5}, {"macs": 1.0, "params": 1.0}, 0, None), now=0.0)
     >>> course.moved({"macs": 0.9, "params": 0.9}, now=30.0)
@@ -40,10 +48,13 @@ class Course:
         self._targets = plan.targets
         self._began, self._moved = now, now
         self._at_start = self.done = self._share_done(plan.shares)
+        self._times, self._ways = [now], [self.done]
 
     def moved(self, shares: Mapping[str, float], now: float) -> None:
         """So much is left now."""
         self.done, self._moved = self._share_done(shares), now
+        self._times.append(now)
+        self._ways.append(self.done)
 
     @property
     def percent(self) -> int:
@@ -60,8 +71,10 @@ class Course:
             return 0.0
         if self.done <= self._at_start:
             return None
-        whole = (self._moved - self._began) * (1 - self.done) / (self.done - self._at_start)
-        return max(0.0, whole - (now - self._moved))
+        half = bisect_right(self._times, (self._began + self._moved) / 2) - 1
+        since = half if self._ways[half] < self.done else 0
+        pace = (self._moved - self._times[since]) / (self.done - self._ways[since])
+        return max(0.0, pace * (1 - self.done) - (now - self._moved))
 
     def _share_done(self, shares: Mapping[str, float]) -> float:
         ways = ((1 - shares[kind]) / (1 - target) for kind, target in self._targets.items())
@@ -158,7 +171,10 @@ class PlainProgress:
 
 
 class RichProgress:
-    """A bar, then what is left of the first target, the loss, times and the last unit, cut off where the line ends."""
+    """A line with a bar, what is left of each target, times, the loss and the last unit, cut off where it ends.
+
+    Below it, for a run that writes a folder, what is left of every layer (:class:`ifso.cli.live.Layers`).
+    """
 
     def __init__(self, console: Console | None = None, clock: Clock = time.monotonic, refresh: bool = True) -> None:
         self._console = console or _console()
@@ -167,17 +183,13 @@ class RichProgress:
 
     def started(self, plan: Plan) -> None:
         """The bar appears."""
-        from rich.progress import BarColumn, Progress
-        from rich.table import Column
+        from ifso.cli.live import Layers
 
-        self._kind, self._target = next(iter(plan.targets.items()))
-        self._share, self._loss, self._unit = plan.shares[self._kind], math.nan, ""
+        self._targets, self._shares = plan.targets, plan.shares
+        self._loss, self._unit = math.nan, ""
+        self._layers = Layers.of(plan)
         self._course = Course(plan, self._clock())
-        width = 20 if self._console.width >= 100 else 8
-        bar = BarColumn(width, complete_style="cyan", finished_style="green", table_column=Column(no_wrap=True))
-        self._progress = Progress(
-            bar, _words_column(self._words), console=self._console, auto_refresh=self._refresh, get_time=self._clock
-        )
+        self._progress = self._drawn()
         self._task = self._progress.add_task("prune", total=1.0)
         self._progress.update(self._task, completed=self._course.done)
         self._progress.start()
@@ -186,7 +198,9 @@ class RichProgress:
         """The bar moves."""
         assert self._progress is not None
         self._course.moved(removal.shares, self._clock())
-        self._share, self._loss, self._unit = removal.shares[self._kind], removal.loss, unit_words(removal.units)
+        self._shares, self._loss, self._unit = removal.shares, removal.loss, unit_words(removal.units)
+        if self._layers is not None:
+            self._layers.removed(removal)
         self._progress.update(self._task, completed=self._course.done)
 
     def said(self, line: str) -> None:
@@ -201,12 +215,37 @@ class RichProgress:
                 bar.stop()
             self._console.show_cursor()
 
+    def _drawn(self) -> Progress:
+        """The line, and the layers below it; on a narrow terminal words come before the bar."""
+        from rich.console import RenderableType
+        from rich.progress import BarColumn, Progress
+        from rich.table import Column
+
+        layers, width = self._layers, self._console.width
+        length = 20 if width >= 100 else 8
+        bar = BarColumn(length, complete_style="cyan", finished_style="green", table_column=Column(no_wrap=True))
+
+        class WithLayers(Progress):
+            def get_renderables(self) -> Iterator[RenderableType]:
+                yield from super().get_renderables()
+                if layers is not None:
+                    yield layers
+
+        columns = [*([bar] if width >= NARROW else []), _words_column(self._words)]
+        return WithLayers(
+            *columns, console=self._console, auto_refresh=self._refresh, refresh_per_second=PER_SECOND,
+            get_time=self._clock,
+        )  # fmt: skip
+
     def _words(self) -> str:
         now = self._clock()
+        costs = [
+            f"{LABELS.get(kind, kind)} {self._shares[kind]:.1%} → {target:.1%}"
+            for kind, target in self._targets.items()
+        ]
         return (
-            f"{self._course.percent:3}% {LABELS.get(self._kind, self._kind)} {self._share:.1%} → {self._target:.1%} "
-            f"loss {loss_words(self._loss)} {duration(self._course.elapsed(now))} "
-            f"left {duration(self._course.left(now))} {self._unit}"
+            f"{self._course.percent:3}% {' '.join(costs)} left {duration(self._course.left(now))} "
+            f"loss {loss_words(self._loss)} so far {duration(self._course.elapsed(now))} {self._unit}"
         ).rstrip()
 
 

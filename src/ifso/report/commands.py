@@ -1,0 +1,67 @@
+"""The command lines that repeat a run, or go on with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from ifso.report.record import RunRecord, Tuning
+from ifso.report.values import at, mapping, text
+
+REPEATED = ("criterion_option",)
+"""Options that are given once for each value."""
+
+RENAMED = {"decay_all": "decay_norms"}
+"""Options that are stored under another name."""
+
+JOINED = ("input",)
+"""Options whose values stand behind commas."""
+
+
+def prune_command(run: RunRecord) -> str | None:
+    """The command that repeats a pruning; None if Python began it."""
+    told = text(at(run.config, "about", "command"))
+    if told is not None or not run.arguments:
+        return told
+    return shlex.join(["ifso", "prune", *options(run.arguments), "--out", str(run.folder)])
+
+
+def resume_command(run: RunRecord) -> str | None:
+    """The command that goes on with an unfinished pruning; None if only Python can."""
+    return shlex.join(["ifso", "prune", "--resume", "--out", str(run.folder)]) if run.arguments else None
+
+
+def finetune_command(run: RunRecord, tuning: Tuning) -> str | None:
+    """The command that repeats a fine-tuning; None if Python began it."""
+    told = text(at(tuning.config, "about", "command"))
+    given = mapping(at(tuning.config, "about", "arguments"))
+    if told is not None or not given:
+        return told
+    out = [] if tuning.folder == run.folder / "finetune" else ["--out", str(tuning.folder)]
+    return shlex.join(["ifso", "finetune", str(run.folder), *options(given, negatable=True), *out])
+
+
+def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[str]:
+    """Stored arguments as they are typed; with ``negatable`` a switch that is off is said so.
+
+    >>> options({"model": "ifso:resnet32", "macs": 0.5, "channels_last": True, "criterion_option": ["a=1", "b=2"]})
+    ['--model', 'ifso:resnet32', '--macs', '0.5', '--channels-last', '--criterion-option', 'a=1',
+    '--criterion-option', 'b=2']
+    >>> options({"input": [1, 3, 32, 32], "ignore": ["fc", "stem"], "compile": False}, negatable=True)
+    ['--input', '1,3,32,32', '--ignore', 'fc', 'stem', '--no-compile']
+    """
+    found: list[str] = []
+    for name, value in arguments.items():
+        word = RENAMED.get(name, name).replace("_", "-")
+        option = f"--{word}"
+        if isinstance(value, bool):
+            found += [option] if value else [f"--no-{word}"] if negatable else []
+        elif isinstance(value, list) and name in REPEATED:
+            found += [part for each in value for part in (option, str(each))]
+        elif isinstance(value, list):
+            words = list(map(str, value))
+            found += [option, *([",".join(words)] if name in JOINED else words)]
+        elif value is not None:
+            found += [option, str(value)]
+    return found
