@@ -26,6 +26,7 @@ EXPECTED = {
     "vgg16-cifar100": (40, 50),
     "resnet56-cifar100": (40, 50),
     "resnet50-imagenet": (40, 50),
+    "retinanet-coco": (50, 60),
 }
 
 
@@ -49,13 +50,14 @@ def test_every_row_of_the_tables_has_a_file():
     named = {f"{task}-{percent}" for task, percents in EXPECTED.items() for percent in percents}
     assert {name for name, row in rows().items() if row.tables} == named
     tables = {task: {table for row in rows().values() if row.task == task for table in row.tables} for task in EXPECTED}
-    assert list(tables.values()) == [{"table1"}, {"table2"}, {"table3"}, {"table4"}, {"table6"}, {"table5"}]
+    assert list(tables.values()) == [{"table1"}, {"table2"}, {"table3"}, {"table4"}, {"table6"}, {"table5"}, {"table7"}]
 
 
 def test_every_study_is_there_and_none_is_empty():
     assert set(studies()) == {
-        *(f"table{number}" for number in range(1, 7)),
-        *("normalization", "inverse", "coupling", "figure5", "figure6", "figure7", "figure8"),
+        *(f"table{number}" for number in range(1, 8)),
+        "retinanet-bccd",
+        *("quick", "normalization", "inverse", "coupling", "figure5", "figure6", "figure7", "figure8"),
     }
     for name in studies():
         names = [job.name for job in study(name)]
@@ -67,10 +69,13 @@ def test_every_study_is_there_and_none_is_empty():
 def test_every_shipped_job_is_one_that_prune_and_training_take(name):
     for job in study(name, seeds=2):
         row = job.row
-        assert row.network.removeprefix("ifso:") in OWN or row.network == "torchvision:resnet50"
+        own_or_not = row.network.removeprefix("ifso:") in OWN
+        assert own_or_not or row.network in ("torchvision:resnet50", "torchvision:retinanet_resnet50_fpn")
         settings = job.train_settings()
-        epochs = row.finetune["epochs"] if job.recipe == "paper" else RECIPES[job.recipe].epochs
-        assert (settings.epochs, settings.batch, settings.seed) == (epochs, row.finetune["batch"], job.seed)
+        own = RECIPES["detection" if row.detects else job.recipe]
+        epochs = row.finetune["epochs"] if job.recipe == "paper" or row.detects else own.epochs
+        batch = row.finetune.get("batch", own.batch)
+        assert (settings.epochs, settings.batch, settings.seed) == (epochs, batch, job.seed)
         if job.missing():
             continue
         keywords = job.prune_keywords()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ifso.bench.timing import in_turns, make_ready, middle, peak_bytes
+from ifso.bench.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
@@ -26,7 +26,10 @@ from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import trace
 from ifso.models import create_model, default_inputs
+from ifso.models.detectors import is_detector
 from ifso.repro.correlation import spearman
+from ifso.training.detection import detection_loss
+from ifso.training.detector_fitting import classes_of
 from ifso.training.losses import cross_entropy
 
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -47,6 +50,7 @@ class Setup:
     """What is measured: a MODEL, the size of its batch and images, where and in which precision and layout.
 
     ``weights`` is a file with trained weights and ``images`` an .npz of CIFAR images; both are random otherwise.
+    ``size`` is of squares, or (height, width). A detector sees images with :data:`BOXES` random boxes each.
     """
 
     model: str
@@ -54,11 +58,15 @@ class Setup:
     device: str = "cpu"
     precision: str = "float32"
     channels_last: bool = False
-    size: int | None = None
+    size: int | tuple[int, int] | None = None
     weights: str | None = None
     images: str | None = None
     eval_mode: bool = False
 
+
+BOXES = 8
+PHOTOGRAPH = (480, 640)
+"""Height and width of a detector's images if nothing is said."""
 
 SCORES = ("ifso", "authors")
 """Methods that approximate the exact score, so that it can be said how well: names begin with one of these."""
@@ -72,10 +80,16 @@ class Workbench:
         self.model = create_model(setup.model, weights=setup.weights).eval()
         layout = torch.channels_last if setup.channels_last else torch.contiguous_format
         self.model = self.model.to(self.device).to(memory_format=layout)
-        images, labels = self._random_batch() if setup.images is None else _cifar_batch(setup.images, setup.batch)
-        images = images.to(self.device).contiguous(memory_format=layout)
-        self.graph: ChannelGraph = trace(self.model, images[:1])
-        self.batch = images, labels.to(self.device)
+        self.detects = is_detector(self.model) and not hasattr(self.model, "roi_heads")  # which draw regions at random
+        self.batch: Any
+        if self.detects:
+            self.batch = self._random_boxes()
+            example: Any = (self.batch[0][:1],)
+        else:
+            images, labels = self._random_batch() if setup.images is None else _cifar_batch(setup.images, setup.batch)
+            images = images.to(self.device).contiguous(memory_format=layout)
+            self.batch, example = (images, labels.to(self.device)), images[:1]
+        self.graph: ChannelGraph = trace(self.model, example)
         self.model.train(not setup.eval_mode)
         self._precision = setup.precision
         self._space = weight_space(self.model, self.graph)
@@ -84,20 +98,40 @@ class Workbench:
     def _random_batch(self) -> tuple[Tensor, Tensor]:
         example = default_inputs(self.setup.model, self.model)
         if not isinstance(example, Tensor):
-            raise IfsoError(f"bench score measures image classifiers; {self.setup.model} takes something else")
+            raise IfsoError(
+                f"bench score measures image classifiers and one-stage detectors; {self.setup.model} is neither"
+            )
         shape = list(example.shape[1:])
         if self.setup.size is not None:
-            shape[1:] = [self.setup.size] * (len(shape) - 1)
+            shape[1:] = _sides(self.setup.size)
         images = torch.randn(self.setup.batch, *shape)
         classes = self.model(images[:1].to(self.device)).shape[1]
         return images, torch.randint(0, classes, (self.setup.batch,))
 
+    def _random_boxes(self) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Images of one size, each with boxes of a tenth to a half of its sides."""
+        if self.setup.images is not None:
+            raise IfsoError(f"--images are for classifiers; {self.setup.model} is a detector, leave them out")
+        height, width = _sides(self.setup.size or PHOTOGRAPH)
+        random, classes = torch.Generator().manual_seed(0), classes_of(self.model) or 2
+        images, targets = [], []
+        for _ in range(self.setup.batch):
+            images.append(torch.rand(3, height, width, generator=random).to(self.device))
+            middles, sides = torch.rand(BOXES, 2, generator=random), torch.rand(BOXES, 2, generator=random)
+            sides = 0.1 + 0.4 * sides
+            corners = torch.cat([middles - sides / 2, middles + sides / 2], 1).clamp(0, 1)
+            boxes = corners * torch.tensor([width, height, width, height])
+            labels = torch.randint(1, classes, (BOXES,), generator=random)
+            targets.append({"boxes": boxes.to(self.device), "labels": labels.to(self.device)})
+        return images, targets
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross entropy, the model under autocast if it is to run in bf16."""
-        images, labels = batch
+        """Cross entropy, or the losses of a detector, the model under autocast if it is to run in bf16."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16"):
-            logits = model(images)
-        return F.cross_entropy(logits.float(), labels)
+            if self.detects:
+                return detection_loss(model, batch)
+            logits = model(batch[0])
+        return F.cross_entropy(logits.float(), batch[1])
 
     def methods(self) -> dict[str, Callable[[], Any]]:
         """What is compared, by name."""
@@ -118,8 +152,11 @@ class Workbench:
     def fidelity(self, scores: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Spearman's correlation of scores with the exact ones in float64, on the CPU.
 
-        Those of the authors' program are compared with exact ones that treat coupled layers as it does.
+        Those of the authors' program are compared with exact ones that treat coupled layers as it does. Not of a
+        detector, for which that would take many minutes.
         """
+        if self.detects:
+            return {}
         model = copy.deepcopy(self.model).to("cpu", torch.float64)
         batch = self.batch[0].to("cpu", torch.float64), self.batch[1].cpu()
         task = Task(model, self.graph, cross_entropy, self.graph.kept(None))
@@ -165,11 +202,23 @@ class _Substituted(nn.Module):
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        self._call = lambda images: functional_call(model, tensors, (images,))
+        self.train(model.training)
+        self._call = lambda *inputs: functional_call(model, tensors, inputs)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
-        return self._call(images)
+    def forward(self, *inputs: Any) -> Any:
+        """Logits, or the losses of a detector."""
+        return self._call(*inputs)
+
+
+def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _warm(function: Callable[[], Any], device: torch.device) -> Ready:
+    """A function that cannot be captured as a CUDA graph: matching boxes to anchors waits for the GPU."""
+    for _ in range(WARM_UP if device.type == "cuda" else 1):
+        function()
+    return Ready(function, function, device, captured=False)
 
 
 def measure(
@@ -200,10 +249,11 @@ def measure(
             if name.startswith(SCORES):
                 scores[name] = found.cpu()
             rows[name] = {"peak_bytes": peak_bytes(function, bench.device)}
-            ready[name] = make_ready(function, bench.device)
+            ready[name] = _warm(function, bench.device) if bench.detects else make_ready(function, bench.device)
         say(f"{setup.model}: {repeats} rounds of all")
         seconds = in_turns(ready, repeats)
-        say(f"{setup.model}: the same in float64, for the ranks")
+        if not bench.detects:
+            say(f"{setup.model}: the same in float64, for the ranks")
         fidelity = bench.fidelity(scores)
     finally:
         conv.fp32_precision, cudnn.benchmark = before

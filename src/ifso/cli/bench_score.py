@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.bench_options import add_machine, take_threads
 from ifso.cli.output import console, print_json, say
+from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help="default: %(default)s")
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="some of them, beside the gradient (all)")
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="samples in the batch (%(default)s)")
-    parser.add_argument("--size", type=int, metavar="PIXELS", help="height and width of the images")
+    parser.add_argument("--size", metavar="PIXELS", help="height and width of the images, or both: 480x640")
     parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     parser.add_argument("--images", metavar="FILE.npz", help="CIFAR images x_train, y_train (random ones otherwise)")
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
@@ -34,18 +35,30 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def size_of(text: str | None) -> int | tuple[int, int] | None:
+    """A side of squares, or height and width; None if nothing is said.
+
+    >>> size_of("224"), size_of("480x640")
+    (224, (480, 640))
+    """
+    sides = [] if text is None else text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise IfsoError(f"--size {text} is no size; write 224, or 480x640 for height and width")
+    numbers = [int(side) for side in sides]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else next(iter(numbers), None)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure each model and print the tables."""
     from ifso.bench.score import Setup, measure
-    from ifso.errors import IfsoError
 
-    if any(number is not None and number < 1 for number in (args.batch, args.repeats, args.size, args.threads)):
-        raise IfsoError("--batch, --repeats, --size and --threads take numbers from 1 up")
+    if any(number is not None and number < 1 for number in (args.batch, args.repeats, args.threads)):
+        raise IfsoError("--batch, --repeats and --threads take numbers from 1 up")
     take_threads(args)
     results = []
     for name in args.models:
         setup = Setup(
-            name, args.batch, args.device, args.precision, args.channels_last, args.size,
+            name, args.batch, args.device, args.precision, args.channels_last, size_of(args.size),
             args.weights, args.images, args.eval,
         )  # fmt: skip
         results.append(measure(setup, args.repeats, say, args.methods))

@@ -33,10 +33,11 @@ CAPTION = (
 
 
 DESCRIPTION = (
-    "Run studies of the paper again, or what is left of them: table1 … table6, normalization, inverse, coupling, "
+    "Run studies of the paper again, or what is left of them: table1 … table7, normalization, inverse, coupling, "
     "figure1, figure5 … figure8, or rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed); "
     "recipe: candidates for ours, on images that are held out. "
-    "What was interrupted goes on when the same command is given again."
+    "What was interrupted goes on when the same command is given again. "
+    "--draw makes pictures of what is there: figure1, figure3 … figure8."
 )
 ONLY_FIGURE1 = ("networks", "masks", "renew")
 RECIPE = "recipe"
@@ -51,6 +52,12 @@ RECIPE_CAPTION = (
 NOT_FIGURE1 = (
     "table", "markdown", "list", "weights", "criteria", "recipes", "epochs", "units_per_step", "prune", "one_pruning",
     "validation", "device", "precision", "prune_precision", "channels_last", "compile", "lanes",
+)  # fmt: skip
+DRAWN_ONLY = ("figure3", "figure4")
+NOT_DRAWN = (
+    *ONLY_FIGURE1, "resume", "table", "markdown", "list", "data", "weights", "seeds", "epochs", "units_per_step",
+    "prune", "one_pruning", "validation", "device", "precision", "prune_precision", "channels_last", "compile", "lanes",
+    "workers",
 )  # fmt: skip
 
 
@@ -69,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 def _add_what(group: Any) -> None:
     group.add_argument(
-        "--data", action="append", metavar="NAME:PATH", help="cifar10:PATH, cifar100:PATH or imagenet:PATH; repeat it"
+        "--data", action="append", metavar="NAME:PATH", help="cifar10, cifar100, imagenet, coco or bccd:PATH; repeat"
     )
     group.add_argument("--weights", type=Path, metavar="DIR", help="folder of weights that are given, not trained")
     group.add_argument("--seeds", type=int, metavar="N", help="runs of each kind (as the study says; 1 with --smoke)")
@@ -101,6 +108,8 @@ def _add_shown(group: Any) -> None:
     group.add_argument("--table", action="store_true", help="show the tables of what is in DIR/results")
     group.add_argument("--markdown", type=Path, metavar="FILE", help="with --table: write them into a file")
     group.add_argument("--list", action="store_true", help="show what would be run and how far it is")
+    group.add_argument("--draw", action="store_true", help="draw figures of what is there into DIR/figures")
+    group.add_argument("--runs", nargs="+", type=Path, metavar="RUN", help="figure3 or figure4 of these runs")
 
 
 def _add_figure1(group: Any) -> None:
@@ -112,6 +121,12 @@ def _add_figure1(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the studies, or show what there is."""
+    if args.draw:
+        return _draw(args)
+    _refuse(args, ("runs",), "only --draw has")
+    for name in DRAWN_ONLY:
+        if name in args.studies:
+            raise IfsoError(f"{name} shows a pruned network and is not run but drawn: ifso repro {name} --draw")
     if args.workers is not None and args.workers < 1:
         raise IfsoError(f"--workers {args.workers}: give 1 or more")
     if FIGURE1 in args.studies:
@@ -130,6 +145,13 @@ def run(args: argparse.Namespace) -> int:
     return repro_runs.run(args)
 
 
+def _draw(args: argparse.Namespace) -> int:
+    from ifso.cli import repro_draw
+
+    _refuse(args, NOT_DRAWN, "--draw has no")
+    return repro_draw.run(args)
+
+
 def _refuse(args: argparse.Namespace, options: tuple[str, ...], words: str) -> None:
     for name in options:
         if getattr(args, name) not in (None, False):
@@ -141,10 +163,11 @@ def _others(studies: list[str]) -> str:
 
 
 def _figure1(args: argparse.Namespace) -> int:
-    """Run the study of small networks, write figure1.json and figure1.svg, and print the tables."""
+    """Run the study of small networks, write figure1.json and its pictures, and print the tables."""
+    from ifso.figures.loss_change import draw_loss_change
+    from ifso.figures.sheet import PlotUnavailable
     from ifso.repro.figure1 import figure1, write
     from ifso.repro.images import checksum, data_path
-    from ifso.repro.scatter import PlotUnavailable, draw
     from ifso.repro.settings import choose
 
     if args.data is not None and len(args.data) > 1:
@@ -160,8 +183,7 @@ def _figure1(args: argparse.Namespace) -> int:
     }
     written = [str(write(document, out))]
     try:
-        draw(document, out / "figure1.svg")
-        written.append(str(out / "figure1.svg"))
+        written += map(str, draw_loss_change(document, out / FIGURE1))
     except PlotUnavailable as error:
         print(f"ifso: {error}", file=sys.stderr)
     if args.json:

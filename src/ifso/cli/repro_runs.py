@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ifso.repro.dealing import Rank
-    from ifso.repro.results import Result
+    from ifso.repro.results import AnyResult
     from ifso.repro.workshop import Workshop
 
 OUT = Path("repro")
 LANES = {"cpu": 1, "cuda": 8}
 ON_CUDA = {"precision": "bf16", "channels_last": True}
+MEASURES = {"top1": "Top-1", "map": "mAP"}
 INTERRUPTED = 130
 NOT_SMOKE = ("data", "weights", "epochs", "units_per_step", "prune", "validation")
 POSITIVE = ("seeds", "epochs", "units_per_step", "validation", "lanes")
@@ -201,7 +202,7 @@ def _tell(failures: Sequence[Sequence[Any]]) -> None:
         print(f"ifso: error: {names[0]}{more}: {reason}", file=sys.stderr)
 
 
-def _results(shop: Workshop, jobs: Sequence[Job]) -> list[Result]:
+def _results(shop: Workshop, jobs: Sequence[Job]) -> list[AnyResult]:
     from ifso.repro.results import path_of, read_file
 
     places = [path_of(job.name, shop.results, smoke=shop.smoke) for job in jobs]
@@ -245,16 +246,23 @@ def _result_table(document: dict[str, Any], shop: Workshop) -> Table:
     measured = f"{shop.validation} held-out images" if shop.validation else "the test set"
     if shop.smoke:
         measured = "a few generated images, which means nothing,"
-    caption = f"Top-1 on {measured} in per cent. Written into {shop.results / 'smoke' if shop.smoke else shop.results}."
+    worth = " or ".join(dict.fromkeys(MEASURES[_measure(entry)] for entry in runs))
+    place = shop.results / "smoke" if shop.smoke else shop.results
+    caption = f"{worth} on {measured} in per cent. Written into {place}."
     failed = f", {len(document['failures'])} failed" if document["failures"] else ""
     table = Table(title=f"{len(runs)} runs done{failed}", caption=caption, title_justify="left", caption_justify="left")
     table.add_column("run", overflow="fold")
     for heading in ("MACs kept", "base", "pruned", "last epoch", "best epoch", "seconds"):
         table.add_column(heading, justify="right")
     for entry in runs:
-        shares = [f"{entry[name]:.2f}" for name in ("base_top1", "pruned_top1", "last_top1", "best_top1")]
+        shares = [f"{entry[f'{stage}_{_measure(entry)}']:.2f}" for stage in ("base", "pruned", "last", "best")]
         table.add_row(_name(entry), f"{entry['macs_kept']:.1%}", *shares, f"{entry['seconds']:.0f}")
     return table
+
+
+def _measure(entry: dict[str, Any]) -> str:
+    """What the network of a run is judged by."""
+    return next(measure for measure in MEASURES if f"last_{measure}" in entry)
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from ifso.repro.comparison import Spread
 from ifso.repro.grids import Line
-from ifso.repro.results import Result
+from ifso.repro.results import AnyResult, Result
 from ifso.repro.rows import Job, Reported, Row, Study, method_name
 
 NOT_RUN, UNKNOWN = "not run", "–"
@@ -25,21 +26,24 @@ WORDS = 2
 class Runs:
     """Results by what they have in common but for the seed; those of smoke runs are left out."""
 
-    def __init__(self, results: Iterable[Result]) -> None:
+    def __init__(self, results: Iterable[AnyResult]) -> None:
         self.all = [result for result in results if not result.smoke]
-        self._found: dict[tuple[str, str, str], list[Result]] = {}
+        self._found: dict[tuple[str, str, str], list[AnyResult]] = {}
         for result in self.all:
             key = (result.row, method_name(result.criterion, result.variant), result.recipe)
             self._found.setdefault(key, []).append(result)
 
-    def of(self, job: Job) -> list[list[Result]]:
-        """The results of a job and its other seeds, those made alike together, those made as the row says first."""
-        groups: dict[tuple[str, ...], list[Result]] = {}
+    def of(self, job: Job) -> list[list[Any]]:
+        """The results of a job and its other seeds, those made alike together, those made as the row says first.
+
+        They are of one kind: :class:`Result`, or of a detector ``DetectionResult``.
+        """
+        groups: dict[tuple[str, ...], list[AnyResult]] = {}
         for result in self._found.get((job.row.name, method_name(job.criterion, job.changes), job.recipe), []):
             groups.setdefault(otherwise(job, result), []).append(result)
         return [groups[words] for words in sorted(groups, key=lambda words: (len(words), words))]
 
-    def whole(self, job: Job, pruned: tuple[str, ...] | None = None) -> list[Result]:
+    def whole(self, job: Job, pruned: tuple[str, ...] | None = None) -> list[Any]:
         """Those fine-tuned for as long as the recipe says; if ``pruned`` is given, pruned otherwise in just that."""
         for group in self.of(job):
             if group[0].epochs == usual_epochs(job) and pruned in (None, otherwise(job, group[0])):
@@ -52,7 +56,7 @@ def usual_epochs(job: Job) -> int:
     return job.row.finetune["epochs"] if job.recipe == "paper" else job.train_settings().epochs
 
 
-def otherwise(job: Job, result: Result) -> tuple[str, ...]:
+def otherwise(job: Job, result: AnyResult) -> tuple[str, ...]:
     """In what a result was not made as its row and recipe say, in words."""
     epochs = [] if result.epochs == usual_epochs(job) else [f"{result.epochs} epochs"]
     usual = {**job.prune, "seed": result.prune.get("seed")}
@@ -60,9 +64,9 @@ def otherwise(job: Job, result: Result) -> tuple[str, ...]:
     return (*epochs, *sorted(changed))
 
 
-def last_top1(group: list[Result]) -> Spread:
-    """What counts of a group of runs."""
-    return Spread.of([result.last_top1 for result in group])
+def last_top1(group: Sequence[AnyResult]) -> Spread:
+    """What counts of a group of runs; of detectors it is mAP."""
+    return Spread.of([result.worth("last") for result in group])
 
 
 def signed(number: float) -> str:
@@ -109,17 +113,18 @@ def reported(row: Row, study: Study) -> list[Line]:
     if any(variant.label for variant in study.variants):
         told = [(variant.label, variant.paper.get(row.name)) for variant in study.variants]
         return [_reported("paper", label, line, study) for label, line in told if line]
-    found = [_reported("rival", _noted(rival.method, rival.note), rival, study) for rival in row.rivals]
+    found = [_reported("rival", noted(rival.method, rival.note), rival, study) for rival in row.rivals]
     for criterion in sorted(row.paper, key=lambda name: name == "ifso"):
         line = row.paper[criterion]
         name = f"{PAPER_NAMES.get(criterion, criterion)}-{row.removed * 100:.10g}"
-        found.append(_reported("paper", _noted(name, line.note), line, study, best=criterion == "ifso"))
+        found.append(_reported("paper", noted(name, line.note), line, study, best=criterion == "ifso"))
         if line.last is not None:
             found.append(_reported("paper", f"{name} (last epoch)", line, study, last=line.last))
     return found
 
 
-def _noted(name: str, note: str) -> str:
+def noted(name: str, note: str) -> str:
+    """A name with a note in brackets, if there is one."""
     return f"{name} ({note})" if note else name
 
 
@@ -151,6 +156,11 @@ def _shared(group: list[Result]) -> list[str]:
     return ["one pruning"] if len(set(seeds)) < len(seeds) else []
 
 
+def seeds_of(group: Sequence[AnyResult]) -> str:
+    """How many runs a group has, in words."""
+    return f"{len(group)} seed{'s' if len(group) > 1 else ''}"
+
+
 def _numbers(group: list[Result], study: Study) -> Line:
     base = Spread.of([result.base_top1 for result in group])
     return (
@@ -159,6 +169,6 @@ def _numbers(group: list[Result], study: Study) -> Line:
         str(last_top1(group)),
         signed(Spread.of([result.base_top1 - result.last_top1 for result in group]).mean),
         str(Spread.of([result.best_top1 for result in group])),
-        f"{len(group)} seed{'s' if len(group) > 1 else ''}",
+        seeds_of(group),
         *(EXTRA[column][1](group) for column in study.columns),
     )

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
 CRITERIA = ("ifso", "group-fisher", "magnitude", "magnitude-average", "random")
-RECIPES = ("paper", "ours")
-DATA = ("cifar10", "cifar100", "imagenet")
+RECIPES = ("paper", "quick", "ours", "detection", "distilled")
+BASE_RECIPES = ("paper", "scratch", "detection")
+BOXES = ("coco", "bccd")
+"""Data with boxes, which are opened as ``coco:PATH``."""
+
+DATA = ("cifar10", "cifar100", "imagenet", *BOXES)
 TABLES = {
     "table1": "VGG-16 on CIFAR-10",
     "table2": "ResNet-32 on CIFAR-10",
@@ -24,8 +28,9 @@ TABLES = {
     "table4": "VGG-16 on CIFAR-100",
     "table5": "ResNet-50 on ImageNet",
     "table6": "ResNet-56 on CIFAR-100",
+    "table7": "RetinaNet on COCO",
 }
-"""The paper's tables of classification, numbered as they appear in it."""
+"""The paper's tables, numbered as they appear in it."""
 
 PRUNE_OPTIONS: Mapping[str, type] = {
     "schedule": str, "normalize": str, "accumulate": int, "accumulation": str, "batches_per_score": int,
@@ -37,6 +42,11 @@ PRUNE_OPTIONS: Mapping[str, type] = {
 CRITERION_OPTIONS: Mapping[str, type] = {
     "inverse": str, "inverse_options": dict, "coupled": str, "weights": str, "curvature": str
 }  # fmt: skip
+TRAIN_OPTIONS: Mapping[str, type] = {
+    "lr": float, "schedule": str, "warm_up_steps": int, "clip": float, "weight_decay": float, "ema": float
+}  # fmt: skip
+"""Settings of training, beside epochs and batch, that a row may have others of than the recipe."""
+
 COLUMNS = ("params_kept", "prune_seconds")
 LAYOUTS = ("lines", "matrix")
 
@@ -46,6 +56,8 @@ class Reported:
     """What somebody reports, in per cent: MACs ``removed``, top-1 of the unpruned and of the ``pruned`` network.
 
     ``last`` is the last epoch where ``pruned`` is the best one and both are known, ``params_kept`` the weights left.
+    Of detectors it is mAP in place of top-1, with ``map50`` and ``map75`` of the pruned one and the ``memory`` of
+    fine-tuning in GB; ``structure`` are the channels that layers of the neck and the head are left with.
     """
 
     method: str
@@ -55,21 +67,29 @@ class Reported:
     last: float | None = None
     params_kept: float | None = None
     note: str = ""
+    map50: float | None = None
+    map75: float | None = None
+    memory: float | None = None
+    structure: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Base:
-    """Where the unpruned network comes from: ``weights`` of that file name, which are given, or training."""
+    """Where the unpruned network comes from: ``weights`` of that file name, which are given, or training.
+
+    ``train`` are further changes to the recipe.
+    """
 
     weights: str | None = None
     recipe: str | None = None
     epochs: int | None = None
     batch: int | None = None
     note: str = ""
+    train: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Only what is said."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, "")}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, "", {})}
 
     def train_settings(self) -> TrainSettings:
         """How the unpruned network is trained, without a teacher."""
@@ -77,7 +97,7 @@ class Base:
 
         if self.recipe is None:
             raise IfsoError(f"the unpruned network is not trained: its weights are given, {self.weights}")
-        return recipe_of(self.recipe, epochs=self.epochs, batch=self.batch, distill=0.0)
+        return recipe_of(self.recipe, epochs=self.epochs, batch=self.batch, distill=0.0, **self.train)
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,7 @@ class Row:
 
     ``prune`` are keywords of :func:`ifso.prune` and ``normalize`` what the scores of each criterion are divided by;
     ``finetune`` are changes to a recipe of :mod:`ifso.training.settings`. ``paper`` is what the paper reports, by
-    criterion, and ``rivals`` what others do near this budget.
+    criterion, and ``rivals`` what others do near this budget. ``options`` are those of the network's builder.
     """
 
     name: str
@@ -99,15 +119,21 @@ class Row:
     base: Base
     prune: Mapping[str, Any]
     normalize: Mapping[str, str]
-    finetune: Mapping[str, int]
+    finetune: Mapping[str, Any]
     tables: tuple[str, ...] = ()
     paper: Mapping[str, Reported] = field(default_factory=dict)
     rivals: tuple[Reported, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def task(self) -> str:
         """Network and data, such as ``resnet32-cifar10``: rows of the same task share the unpruned network."""
         return task_of(self.network, self.data)
+
+    @property
+    def detects(self) -> bool:
+        """Is the network a detector?"""
+        return self.data in BOXES
 
     def at(self, removed: float) -> Row:
         """The same for another budget, of which nobody has reported anything."""
@@ -141,12 +167,12 @@ class Study:
 
 
 def task_of(network: str, data: str) -> str:
-    """A task in short.
+    """A task in short; of a network's name, what stands before the first underscore.
 
-    >>> task_of("ifso:resnet32", "cifar10")
-    'resnet32-cifar10'
+    >>> task_of("ifso:resnet32", "cifar10"), task_of("torchvision:retinanet_resnet50_fpn", "coco")
+    ('resnet32-cifar10', 'retinanet-coco')
     """
-    return f"{network.partition(':')[2]}-{data}"
+    return f"{network.partition(':')[2].partition('_')[0]}-{data}"
 
 
 def row_name(network: str, data: str, removed: float) -> str:
@@ -176,6 +202,7 @@ def read_row(path: Path) -> Row:
         tables=_known(section, "tables", section.take_list("tables", str), tuple(TABLES)),
         paper=_paper(section.section("paper")),
         rivals=tuple(_rival(rival) for rival in section.sections("rivals")),
+        options=_builder_options(section.take("options", dict, {})),
     )
     section.done()
     expected = row_name(row.network, row.data, row.removed)
@@ -230,14 +257,15 @@ def _positive(section: Section, key: str, default: Any = REQUIRED) -> Any:
 def _base(section: Section) -> Base:
     base = Base(
         weights=section.take("weights", str, None),
-        recipe=section.take("recipe", str, None, among=RECIPES),
+        recipe=section.take("recipe", str, None, among=BASE_RECIPES),
         epochs=_positive(section, "epochs", None),
         batch=_positive(section, "batch", None),
         note=section.take("note", str, ""),
+        train=_options(section.section("train"), TRAIN_OPTIONS),
     )
     section.done()
     trained = (base.recipe, base.epochs, base.batch)
-    if (base.weights is None) == (None in trained) or (base.weights is not None and any(trained)):
+    if (base.weights is None) == (None in trained) or (base.weights is not None and any((*trained, base.train))):
         raise section.error("[base] needs either weights, or recipe, epochs and batch")
     return base
 
@@ -254,10 +282,11 @@ def _normalizers(section: Section) -> dict[str, str]:
     return found
 
 
-def _finetune(section: Section) -> dict[str, int]:
-    found = {"epochs": _positive(section, "epochs"), "batch": _positive(section, "batch")}
+def _finetune(section: Section) -> dict[str, Any]:
+    found = {"epochs": _positive(section, "epochs"), "batch": _positive(section, "batch", None)}
+    found |= {key: section.take(key, kind, None) for key, kind in TRAIN_OPTIONS.items()}
     section.done()
-    return found
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _paper(section: Section) -> dict[str, Reported]:
@@ -283,9 +312,20 @@ def _reported(section: Section, *, method: str, base: float | None, note: str = 
         last=section.take("last", float, None),
         params_kept=section.take("params_kept", float, None),
         note=note,
+        **{name: section.take(name, float, None) for name in ("map50", "map75", "memory")},
+        structure=_structure(section.section("structure")),
     )
     section.done()
     return line
+
+
+def _structure(section: Section) -> dict[str, int]:
+    return {layer: section.take(layer, int) for layer in section.keys}
+
+
+def _builder_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Whatever the builder takes; it refuses what it does not."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _rival(section: Section) -> Reported:

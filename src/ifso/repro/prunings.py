@@ -91,8 +91,10 @@ class Prunings:
             self._failures[self._name(job)] = PruningFailed(*answer)
             return
         facts = self._shop.prune_facts(job)
-        kept, top1 = facts["shares"]["macs"], facts["measures"][-1]["accuracy"]
-        self._say(f"pruned {self._name(job)}: {kept:.1%} of the MACs, {top1:.2f} %, in {facts['seconds']:.0f} s")
+        kept, found = facts["shares"]["macs"], facts["measures"][-1]
+        worth = found.get("accuracy", found.get("map"))
+        words = "" if worth is None else f"{worth:.2f} %, "
+        self._say(f"pruned {self._name(job)}: {kept:.1%} of the MACs, {words}in {facts['seconds']:.0f} s")
 
     def _name(self, job: Job | None) -> str:
         assert job is not None

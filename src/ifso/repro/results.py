@@ -7,16 +7,53 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ifso.errors import IfsoError
 from ifso.repro.rows import job_name
 
-HISTORY = ("epoch", "loss", "top1", "lr")
+
+class _Outcome:
+    """What results have in common. ``measure`` is what networks are compared by, in per cent."""
+
+    measure: ClassVar[str]
+    row: str
+    criterion: str
+    recipe: str
+    seed: int
+    variant: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot have come out of a run."""
+        for entry in fields(self):  # type: ignore[arg-type]
+            _check_kind(entry.name, getattr(self, entry.name), str(entry.type))
+        for name in (f"{stage}_{self.measure}" for stage in ("base", "last", "best", "pruned")):
+            if not 0 <= getattr(self, name) <= 100:
+                raise IfsoError(f"{name} is {getattr(self, name)!r}; it is in per cent, from 0 to 100")
+        for name in ("macs_kept", "params_kept"):
+            if not 0 < getattr(self, name) <= 1:
+                raise IfsoError(f"{name} is {getattr(self, name)!r}; it is a share, above 0 and up to 1")
+        if self.worth("best") < self.worth("last"):
+            raise IfsoError(
+                f"best_{self.measure} is {self.worth('best')!r}, below last_{self.measure}, {self.worth('last')!r}"
+            )
+        for number, epoch in enumerate(self.history):
+            _check_epoch(number, epoch, self.measure)
+
+    @property
+    def name(self) -> str:
+        """The name of the run, and of its file."""
+        return job_name(self.row, self.criterion, self.variant, self.recipe, self.seed)
+
+    def worth(self, stage: str) -> float:
+        """What the network was worth at a stage: ``"base"``, ``"pruned"``, ``"last"`` or ``"best"``."""
+        value: float = getattr(self, f"{stage}_{self.measure}")
+        return value
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(_Outcome):
     """One network pruned and fine-tuned. Accuracies are in per cent on the test set, ``macs_kept`` is a share.
 
     ``last_top1`` is what counts; ``best_top1`` of all epochs is chosen on the test set, as the paper does.
@@ -24,6 +61,8 @@ class Result:
     of pruning. ``variant`` holds the options that differ from the row's, ``train`` and ``prune`` all of them, ``base``
     how the unpruned network was got. A ``smoke`` result only shows that things run.
     """
+
+    measure: ClassVar[str] = "top1"
 
     row: str
     criterion: str
@@ -48,28 +87,53 @@ class Result:
     base: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot have come out of a run."""
-        for entry in fields(self):
-            _check_kind(entry.name, getattr(self, entry.name), str(entry.type))
-        for name in ("base_top1", "last_top1", "best_top1", "pruned_top1"):
-            if not 0 <= getattr(self, name) <= 100:
-                raise IfsoError(f"{name} is {getattr(self, name)!r}; it is in per cent, from 0 to 100")
-        for name in ("macs_kept", "params_kept"):
-            if not 0 < getattr(self, name) <= 1:
-                raise IfsoError(f"{name} is {getattr(self, name)!r}; it is a share, above 0 and up to 1")
-        if self.best_top1 < self.last_top1:
-            raise IfsoError(f"best_top1 is {self.best_top1!r}, below last_top1, {self.last_top1!r}")
-        for number, epoch in enumerate(self.history):
-            _check_epoch(number, epoch)
 
-    @property
-    def name(self) -> str:
-        """The name of the run, and of its file."""
-        return job_name(self.row, self.criterion, self.variant, self.recipe, self.seed)
+@dataclass(frozen=True)
+class DetectionResult(_Outcome):
+    """One detector pruned and fine-tuned: as :class:`Result`, with mAP in place of top-1.
+
+    ``before`` and ``after`` hold ``map``, ``map50``, ``map75`` and those by area of the unpruned and of the fine-tuned
+    network. ``memory`` is that of a step of training at its peak, in bytes, of the ``unpruned`` and the ``pruned``
+    network, and where it was measured. ``channels`` are those that every layer reads and writes:
+    ``[read before, read now, written before, written now]``.
+    """
+
+    measure: ClassVar[str] = "map"
+
+    row: str
+    criterion: str
+    recipe: str
+    seed: int
+    epochs: int
+    macs_kept: float
+    base_map: float
+    last_map: float
+    best_map: float
+    history: list[dict[str, Any]]
+    seconds: float
+    hardware: str
+    torch: str
+    params_kept: float
+    pruned_map: float
+    prune_seconds: float
+    ifso: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    memory: dict[str, Any]
+    channels: dict[str, Any]
+    variant: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    prune: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    smoke: bool = False
 
 
-def write(result: Result, folder: Path) -> Path:
+AnyResult = Result | DetectionResult
+KIND_OF = {"last_map": DetectionResult}
+"""By a field that no other kind has."""
+
+
+def write(result: AnyResult, folder: Path) -> Path:
     """Write ``folder/NAME.json``, whole or not at all; a smoke result goes into ``folder/smoke/``."""
     from ifso.surgery.files import replacing
 
@@ -89,12 +153,12 @@ def path_of(name: str, folder: Path, *, smoke: bool = False) -> Path:
     return (folder / "smoke" if smoke else folder) / f"{name}.json"
 
 
-def read(folder: Path) -> list[Result]:
+def read(folder: Path) -> list[AnyResult]:
     """All results of a folder, in the order of their names; none if there is no such folder. Smoke ones stay out."""
     return [found for found in (read_file(path) for path in sorted(folder.glob("*.json"))) if not found.smoke]
 
 
-def read_file(path: Path) -> Result:
+def read_file(path: Path) -> AnyResult:
     """One result."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
@@ -102,12 +166,13 @@ def read_file(path: Path) -> Result:
         raise IfsoError(f"{path} is damaged ({' '.join(str(error).split())}); remove it and run it again") from error
     if not isinstance(document, dict):
         raise IfsoError(f"{path} is no result: it holds a {type(document).__name__}; remove it and run it again")
-    known = [entry.name for entry in fields(Result)]
+    kind = next((kind for name, kind in KIND_OF.items() if name in document), Result)
+    known = [entry.name for entry in fields(kind)]
     for what, keys in (("lacks", _without(known, document)), ("has the unknown", _without(document, known))):
         if keys:
             raise IfsoError(f"{path} {what} {', '.join(keys)}; remove it and run it again")
     try:
-        result = Result(**document)
+        result: AnyResult = kind(**document)
     except IfsoError as error:
         raise IfsoError(f"{path}: {error}; remove it and run it again") from error
     if result.name != path.stem:
@@ -144,9 +209,10 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
         raise IfsoError(f"{name} is {value!r}, below 0")
 
 
-def _check_epoch(number: int, epoch: Any) -> None:
-    if not isinstance(epoch, dict) or set(epoch) != set(HISTORY):
-        raise IfsoError(f"history[{number}] is {epoch!r}; it must have {', '.join(HISTORY)}")
-    for key in HISTORY:
-        if not (key == "top1" and epoch[key] is None):
+def _check_epoch(number: int, epoch: Any, measure: str) -> None:
+    keys = ("epoch", "loss", measure, "lr")
+    if not isinstance(epoch, dict) or set(epoch) != set(keys):
+        raise IfsoError(f"history[{number}] is {epoch!r}; it must have {', '.join(keys)}")
+    for key in keys:
+        if not (key == measure and epoch[key] is None):
             _check_kind(f"history[{number}].{key}", epoch[key], "int" if key == "epoch" else "float")

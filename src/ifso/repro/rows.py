@@ -23,6 +23,11 @@ OURS_TO_USE = ("lr", "batch")
 """Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
 
 MIXED = "mixed:"
+DETECTORS_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "detection": ("detection", {}),
+    "distilled": ("detection", {"distill": 0.5}),
+}
+"""How detectors are fine-tuned, by boxes alone or by what the unpruned network says as well, as changes to a recipe."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,10 @@ class Job:
         from ifso.training.settings import recipe_of
 
         changes = dict(self.row.finetune)
-        if self.recipe != "paper":
+        if self.recipe not in ("paper", *DETECTORS_RECIPES):
             changes.pop("epochs", None)
-        return recipe_of(self.recipe, **changes, seed=self.seed)
+        name, more = DETECTORS_RECIPES.get(self.recipe, (self.recipe, {}))
+        return recipe_of(name, **{**changes, **more}, seed=self.seed)
 
 
 def job_name(row: str, criterion: str, changes: Mapping[str, Any], recipe: str, seed: int) -> str:

@@ -7,7 +7,6 @@ was interrupted goes on there when the same command is given again.
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import ifso
 from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError
 from ifso.pruning.folder import differences
+from ifso.repro import detectors
+from ifso.repro.outcomes import Measure, detection_result_of, result_of
 from ifso.repro.plans import Row
 from ifso.repro.prunings import Prunings
-from ifso.repro.results import Result, path_of, read_file, write
+from ifso.repro.results import AnyResult, path_of, read_file, write
 from ifso.repro.rows import Job
 from ifso.repro.workshop import Workshop
 from ifso.surgery.files import FolderLock
@@ -65,7 +65,7 @@ class Running:
         self._shop, self._say, self._lanes, self._workers = workshop, say, lanes, workers
         self.failed: list[Failure] = []
         self._crew, self._tables = Crew(), Tables()
-        self._bases: dict[str, tuple[nn.Module, float]] = {}
+        self._bases: dict[str, tuple[nn.Module, dict[str, float]]] = {}
         self._in_training: dict[str, FolderLock] = {}
         self._elsewhere: set[str] = set()
         self._waiting: dict[str, Job] = {}
@@ -165,7 +165,8 @@ class Running:
         settings, data = self._shop.base_settings(row), self._shop.open(row, 0)
         model = self._shop.placed(self._shop.fresh(row, data.num_classes))
         batches, loss_fn = lessons(data, settings)
-        watch = self._watch(f"{row.task} unpruned", data, settings.epochs, self._shop.work / "training" / row.task)
+        folder = self._shop.work / "training" / row.task
+        watch = self._watch(f"{row.task} unpruned", row, data, settings.epochs, folder)
         self._in_training[row.task] = lock
         self._say(f"training {row.task} for {settings.epochs} epochs")
         lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
@@ -194,11 +195,11 @@ class Running:
             if failure is not None and job.row.task == row.task:
                 self._fail(job, failure)
 
-    def _base(self, row: Row, data: Data) -> tuple[nn.Module, float]:
-        """The unpruned network and its accuracy; it is the teacher, too."""
+    def _base(self, row: Row, data: Data) -> tuple[nn.Module, dict[str, float]]:
+        """The unpruned network and what it is worth, if that can be measured; it is the teacher, too."""
         if row.task not in self._bases:
-            model = self._shop.base(row, data)
-            self._bases[row.task] = model, self._examiner(data, "float32")(model).top1
+            model, measure = self._shop.base(row, data), self._measure(row, data, "float32")
+            self._bases[row.task] = model, {} if measure is None else measure(model)
         return self._bases[row.task]
 
     # -------------------------------------------------------------------------------------------------- fine-tuning
@@ -206,83 +207,63 @@ class Running:
     def _finetune(self, job: Job) -> None:
         self._shop.refuse_other_pruning(job)
         settings, data = self._shop.settings(job), self._shop.open(job.row, job.seed)
-        teacher, base_top1 = self._base(job.row, data)
+        teacher, _ = self._base(job.row, data)
         model = self._shop.trainable(job, data)
         others = self._waiting.values()
         alike = 1 + sum(other.row.task == job.row.task and other.recipe == job.recipe for other in others)
         batches, loss_fn = lessons(data, settings, teacher, tables=self._tables, networks=alike, say=self._say)
-        watch = self._watch(job.name, data, settings.epochs, self._shop.work / "training" / job.name)
+        folder = self._shop.training_folder(job)
+        if job.row.detects:
+            detectors.memory_of_training(folder, teacher, model, data, settings)
+        watch = self._watch(job.name, job.row, data, settings.epochs, folder)
         self._say(f"fine-tuning {job.name} for {settings.epochs} epochs")
         lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
-        self._crew.add(lane, partial(self._finetuned, job, lane, base_top1))
+        self._crew.add(lane, partial(self._finetuned, job, lane))
 
-    def _finetuned(self, job: Job, lane: Lane, base_top1: float, failure: IfsoError | None) -> None:
-        if failure is not None:
-            self._fail(job, failure)
-            return
+    def _finetuned(self, job: Job, lane: Lane, failure: IfsoError | None) -> None:
         for note in lane.notes:
             self._say(f"{job.name}: {note}")
-        result = result_of(self._shop, job, lane, base_top1)
+        try:
+            if failure is not None:
+                raise failure
+            result = self._result(job, lane)
+        except IfsoError as error:
+            self._fail(job, error)
+            return
         write(result, self._shop.results)
-        self._say(f"{job.name}: {base_top1:.2f} → {result.last_top1:.2f} % (last epoch), best {result.best_top1:.2f}")
+        base, last, best = (result.worth(stage) for stage in ("base", "last", "best"))
+        self._say(f"{job.name}: {base:.2f} → {last:.2f} % (last epoch), best {best:.2f}")
 
-    def _watch(self, name: str, data: Data, epochs: int, folder: Any) -> Watch:
-        examiner = self._examiner(data, self._shop.train.get("precision", "float32"))
+    def _result(self, job: Job, lane: Lane) -> AnyResult:
+        data = self._shop.open(job.row, job.seed)
+        unpruned, worth = self._base(job.row, data)
+        if not job.row.detects:
+            return result_of(self._shop, job, lane, worth)
+        measure = detectors.averages(data, self._batches(data), lane.settings.precision)
+        return detection_result_of(self._shop, job, lane, unpruned, worth, measure)
+
+    def _watch(self, name: str, row: Row, data: Data, epochs: int, folder: Any) -> Watch:
+        """Detectors, whose evaluation takes long, are evaluated less often."""
+        measure = self._measure(row, data, self._shop.train.get("precision", "float32"))
+        every = max(1, epochs // detectors.EVALUATIONS) if row.detects else EVERY
 
         def tell(epoch: Epoch) -> None:
-            if epoch.measures and (epoch.number % (4 * EVERY) == 0 or epoch.number == epochs):
-                top1 = epoch.measures["top1"]
-                self._say(f"{name}: epoch {epoch.number} of {epochs}, loss {epoch.loss:.4f}, {top1:.2f} %")
+            if epoch.measures and (row.detects or epoch.number % (4 * EVERY) == 0 or epoch.number == epochs):
+                worth = epoch.measures["map" if row.detects else "top1"]
+                self._say(f"{name}: epoch {epoch.number} of {epochs}, loss {epoch.loss:.4f}, {worth:.2f} %")
 
-        def top1(model: nn.Module) -> dict[str, float]:
-            return {"top1": examiner(model).top1}
+        return Watch(measure, every, 1 if row.detects else FINAL, tell, folder)
 
-        return Watch(top1, EVERY, FINAL, tell, folder)
+    def _batches(self, data: Data) -> Any:
+        return evaluated_batches(data, self._shop.device, validation=bool(self._shop.validation))
 
-    def _examiner(self, data: Data, precision: str) -> Examiner:
-        validation = bool(self._shop.validation)
-        return Examiner(evaluated_batches(data, self._shop.device, validation=validation), precision)
-
-
-def result_of(shop: Workshop, job: Job, lane: Lane, base_top1: float) -> Result:
-    """What a fine-tuned network came to."""
-    facts = shop.prune_facts(job)
-    history = [
-        {"epoch": epoch.number, "loss": epoch.loss, "top1": epoch.measures.get("top1"), "lr": epoch.lr}
-        for epoch in lane.done
-    ]
-    found = [entry["top1"] for entry in history if entry["top1"] is not None]
-    return Result(
-        row=job.row.name,
-        criterion=job.criterion,
-        recipe=job.recipe,
-        seed=job.seed,
-        epochs=lane.settings.epochs,
-        macs_kept=facts["shares"]["macs"],
-        base_top1=base_top1,
-        last_top1=found[-1],
-        best_top1=max(found),
-        history=history,
-        seconds=sum(epoch.seconds for epoch in lane.done),
-        hardware=hardware(shop.device),
-        torch=torch.__version__,
-        params_kept=facts["after"]["params"] / facts["before"]["params"],
-        pruned_top1=facts["measures"][-1]["accuracy"],
-        prune_seconds=facts["seconds"],
-        ifso=ifso.__version__,
-        variant=job.changes,
-        train=lane.settings.as_dict(),
-        prune=shop.prune_options(job),
-        base=job.row.base.as_dict(),
-        smoke=shop.smoke,
-    )
-
-
-def hardware(device: str) -> str:
-    """The name of the GPU, or the kind of processor."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    def _measure(self, row: Row, data: Data, precision: str) -> Measure | None:
+        """What tells how well a network does; None for a detector where that cannot be computed."""
+        if row.detects:
+            measured = detectors.can_measure()
+            return detectors.averages(data, self._batches(data), precision) if measured else None
+        examiner = Examiner(self._batches(data), precision)
+        return lambda model: {"top1": examiner(model).top1}
 
 
 @contextmanager

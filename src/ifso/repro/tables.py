@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ifso.errors import IfsoError
 from ifso.repro.comparison import Difference
+from ifso.repro.detection_tables import NOTE, detection_table, structure_table
 from ifso.repro.grids import Grid, Line, as_markdown, as_rich
 from ifso.repro.lines import (
     NAMES,
@@ -25,7 +26,7 @@ from ifso.repro.lines import (
     reported,
     signed,
 )  # fmt: skip
-from ifso.repro.results import Result
+from ifso.repro.results import AnyResult
 from ifso.repro.rows import Job, Study, find_row, find_study, studies, study
 
 if TYPE_CHECKING:
@@ -43,13 +44,15 @@ COMPARED = (
 )
 
 
-def render(name: str, results: Iterable[Result]) -> list[Table]:
+def render(name: str, results: Iterable[AnyResult]) -> list[Table]:
     """The tables of a study (``"table2"``, ``"figure5"`` …) or of one row, for a terminal."""
     first, *others = grids(name, Runs(results))
-    return [as_rich(grid) for grid in (replace(first, notes=(EXPLANATION, *first.notes)), *others)]
+    if NOTE not in first.notes:
+        first = replace(first, notes=(EXPLANATION, *first.notes))
+    return [as_rich(grid) for grid in (first, *others)]
 
 
-def markdown(results: Iterable[Result], names: Sequence[str] | None = None) -> str:
+def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -> str:
     """All studies, or those of ``names``, as one page of Markdown."""
     runs = Runs(results)
     made = f"Written by `{COMMAND}` from the {len(runs.all)} results in `repro/results/`, never by hand."
@@ -58,7 +61,7 @@ def markdown(results: Iterable[Result], names: Sequence[str] | None = None) -> s
     return "\n".join(["# The paper's tables, run again\n", made, f"\n{EXPLANATION}\n", *pages])
 
 
-def write_markdown(results: Iterable[Result], path: Path, names: Sequence[str] | None = None) -> None:
+def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
     """Write that page to a file, whole or not at all."""
     from ifso.surgery.files import replacing
 
@@ -78,7 +81,14 @@ def grids(name: str, runs: Runs) -> list[Grid]:
     for job in study(name, seeds=1):
         jobs[job.row.task].append(job)
     make = _matrix if chosen.layout == "matrix" else _table
-    found = [make(chosen, _title(chosen, task if len(jobs) > 1 else ""), jobs[task], runs) for task in jobs]
+    found = []
+    for task, own in jobs.items():
+        title = _title(chosen, task if len(jobs) > 1 else "")
+        if own[0].row.detects:
+            structure = structure_table(f"{title}, neck and head", own, runs)
+            found += [detection_table(title, own, runs, _notes(chosen)), *([structure] if structure else [])]
+        else:
+            found.append(make(chosen, title, own, runs))
     every = [job for task in jobs for job in jobs[task]]
     if chosen.layout == "lines" and {"ifso"} < {job.criterion for job in every}:
         found.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
@@ -144,7 +154,7 @@ def _compared(one: Job, two: Job, runs: Runs) -> Line:
 
 def _where(runs: Runs) -> Grid:
     """On what the runs were made."""
-    places: dict[Line, list[Result]] = defaultdict(list)
+    places: dict[Line, list[AnyResult]] = defaultdict(list)
     for result in runs.all:
         places[result.hardware, result.torch, result.ifso].append(result)
     lines = tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,8 @@ from ifso.models import create_model, load_weights
 from ifso.pruning.folder import differences
 from ifso.pruning.prune import prune
 from ifso.pruning.settings import PRESETS, Settings
-from ifso.repro.plans import Row
+from ifso.repro import detectors
+from ifso.repro.plans import BOXES, Row
 from ifso.repro.rows import Job, method_name
 from ifso.surgery.files import replacing, storable, write_tensors
 from ifso.surgery.store import load
@@ -60,12 +61,13 @@ class Workshop:
 
     def settings(self, job: Job) -> TrainSettings:
         """How a pruned network is fine-tuned."""
-        return replace(job.train_settings(), **{**self.train, **(SMOKE if self.smoke else {})})
+        smoke = detectors.SMOKE if job.row.detects else SMOKE
+        return replace(job.train_settings(), **{**self.train, **(smoke if self.smoke else {})})
 
     def base_settings(self, row: Row) -> TrainSettings:
         """How an unpruned network is trained; a change of epochs is for fine-tuning only."""
         if self.smoke:
-            return TrainSettings(**SMOKE)
+            return detectors.smoke_settings() if row.detects else TrainSettings(**SMOKE)
         return replace(row.base.train_settings(), **{key: self.train[key] for key in self.train if key != "epochs"})
 
     def check(self, job: Job) -> None:
@@ -77,13 +79,16 @@ class Workshop:
 
     def open(self, row: Row, seed: int) -> Data:
         """The data of a row, with the order and augmentation of ``seed``."""
+        if self.smoke and row.detects:
+            return detectors.smoke_boxes(self.device, seed)
         if self.smoke:
             made_up = generated_images(row.data, device=self.device, seed=seed)
             first = torch.arange(SMOKE_IMAGES[row.data], device=self.device)
             return replace(made_up, train=made_up.train.part(first))
         if row.data not in self.data:
             raise DataError(f"{row.name} needs {row.data}; give --data {row.data}:PATH, or --smoke")
-        data = _opened(f"{row.data}:{self.data[row.data]}", self.device, self.validation)
+        name = detectors.NAMES.get(row.data, f"{row.data}:{{}}").format(self.data[row.data])
+        data = _opened(name, self.device, self.validation)
         return replace(data, seed=seed) if is_dataclass(data) and not isinstance(data, type) else data
 
     def base_file(self, row: Row) -> Path:
@@ -103,7 +108,8 @@ class Workshop:
         """The unpruned network with random weights, always the same."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return create_model(row.network, num_classes=classes)
+            used = detectors.smoke_row(row) if self.smoke and row.detects else row
+            return create_model(used.network, num_classes=classes, **used.options)
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
@@ -134,14 +140,21 @@ class Workshop:
         name = f"{chosen.row.name}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
         return self.work / ("smoke" if self.smoke else "pruned") / name
 
+    def training_folder(self, job: Job) -> Path:
+        """Where the checkpoints of a fine-tuning are, the last of which holds the network."""
+        return self.work / "training" / job.name
+
     def pruned(self, job: Job, data: Data) -> nn.Module:
         """The pruned network of a job, as pruning left it."""
         return self.placed(load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
 
     def trainable(self, job: Job, data: Data) -> nn.Module:
-        """The pruned network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact."""
+        """The pruned network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
+
+        Detectors are large enough for a GPU as they are, and shall take less memory.
+        """
         pruned = self.pruned(job, data)
-        if not self.device.startswith("cuda"):
+        if not self.device.startswith("cuda") or job.row.detects:
             return pruned
         wide = self.placed(self.fresh(job.row, data.num_classes))
         try:
@@ -154,7 +167,8 @@ class Workshop:
         """``job`` with the workshop's changes to its pruning; in a smoke run only what sets a variant apart stays."""
         options = {**job.variant.options, **self.prune}
         if self.smoke:
-            options = {**SMOKE_PRUNE, "units_per_step": _few_removals(job.row), **job.changes}
+            usual = detectors.SMOKE_PRUNE if job.row.detects else SMOKE_PRUNE
+            options = {**usual, "units_per_step": _few_removals(job.row), **job.changes}
         return replace(self.pruning_of(job), variant=replace(job.variant, options=options))
 
     def prune_options(self, job: Job) -> dict[str, Any]:
@@ -203,26 +217,34 @@ def prune_job(workshop: Workshop, job: Job) -> None:
     folder, row, changed = workshop.pruned_folder(job), job.row, workshop.prune_as(job)
     data = workshop.open(row, changed.seed)
     model, about = workshop.base(row, data), workshop.about(job)
-    examples = data.validation_batches() if workshop.validation else data.test_batches()
     where = {"out": folder}
     if (folder / "config.json").is_file():
         workshop.refuse_other_pruning(job)
         where = {"resume": folder}
-
-    def accuracy(network: nn.Module) -> dict[str, float]:
-        with autocast(workshop.prune_precision, workshop.device):
-            return {"accuracy": evaluate(network, examples).top1}
-
     with tensor_cores(workshop.prune_precision):
         prune(
             model,
             data.train_batches(about["batch"]),
             loss_in(workshop.prune_precision, data.loss_fn),
             example_inputs=data.example_inputs(),
-            evaluate=accuracy,
+            evaluate=_evaluation(workshop, row, data),
             about=about,
             **{**changed.prune_keywords(), **where},
         )
+
+
+def _evaluation(workshop: Workshop, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
+    """What tells how well a network does while it is pruned; None for a detector that cannot be measured here."""
+    examples = data.validation_batches() if workshop.validation else data.test_batches()
+    if row.detects:
+        measured = detectors.can_measure()
+        return detectors.averages(data, examples, workshop.prune_precision) if measured else None
+
+    def accuracy(network: nn.Module) -> dict[str, float]:
+        with autocast(workshop.prune_precision, workshop.device):
+            return {"accuracy": evaluate(network, examples).top1}
+
+    return accuracy
 
 
 def _plain(job: Job) -> dict[str, Any]:
@@ -239,6 +261,8 @@ def _few_removals(row: Row) -> int:
 
 @cache
 def _units(network: str, data: str) -> int:
+    if data in BOXES:
+        return detectors.smoke_units()
     images = generated_images(data)
     with torch.random.fork_rng(devices=[]):
         model = create_model(network, num_classes=images.num_classes)
