@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ifso.criteria.base import Criterion
     from ifso.criteria.scoring import score
     from ifso.curvature.loss_change import LossChange, true_loss_change
+    from ifso.exporting.export import export
     from ifso.graph.balancing import balance
     from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
     from ifso.graph.tracing import trace
@@ -53,6 +54,7 @@ __all__ = [
     "compact_",
     "cost",
     "create_model",
+    "export",
     "load",
     "masked",
     "prune",
@@ -80,6 +82,7 @@ _HOME = {
     "compact_": "ifso.surgery.compact",
     "cost": "ifso.costs",
     "create_model": "ifso.models",
+    "export": "ifso.exporting.export",
     "load": "ifso.surgery.store",
     "masked": "ifso.surgery.mask",
     "prune": "ifso.pruning.prune",

@@ -69,6 +69,10 @@ class VerificationError(IfsoError):
     exit_status = 4
 
 
+class ExportError(IfsoError):
+    """A network that cannot be written as a file for others, a package that this needs, or a place that will not do."""
+
+
 class DataError(IfsoError):
     """Data that cannot be found, read or used."""
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 import ifso
-from ifso.cli import bench, demo, finetune, inspect, prune, repro, train
+from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
 from ifso.cli import eval as evaluate
 from ifso.errors import IfsoError
 
-COMMANDS = (demo, inspect, train, prune, finetune, evaluate, bench, repro)
+COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
 INTERRUPTED = 130
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""

@@ -1,0 +1,97 @@
+"""``torch.export`` programs: traced, written as .pt2, and run again in a process that knows nothing of the network."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ifso.errors import ExportError
+from ifso.exporting.samples import Sample
+from ifso.graph.running import forget_caches, quiet_torch
+from ifso.surgery.files import storable
+
+WORKER = Path(__file__).with_name("fresh_process.py")
+LONGEST = 300
+"""Characters of what PyTorch says that are passed on."""
+
+
+def program_of(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
+    """The network, which is in eval mode, as a program, without the example and the lines of source it comes from."""
+    inputs = sample.for_tracing()
+    forget_caches(model)
+    with hushed("torch.export", model, static=sample.static), quiet_torch():
+        program = torch.export.export(
+            model, inputs.args, inputs.kwargs, dynamic_shapes=sample.dynamic_shapes(), strict=False
+        )
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    program.example_inputs = None
+    return program
+
+
+def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """As .pt2."""
+    with path.open("wb") as file:
+        torch.export.save(program, file)
+
+
+def run_program(path: Path, samples: Sequence[Sample]) -> list[list[Tensor]]:
+    """What a program in a file gives for each of the samples, computed by a fresh process without ifso."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs, outputs = Path(folder) / "inputs.safetensors", Path(folder) / "outputs.safetensors"
+        flat = {f"{s}.{t}": tensor for s, sample in enumerate(samples) for t, tensor in enumerate(sample.tensors)}
+        save_file(storable(flat), inputs)
+        command = [sys.executable, "-P", str(WORKER), str(path), str(inputs), str(outputs)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            raise ExportError(f"a fresh process cannot run the program: {_shortened(said[-1])}; nothing was written")
+        found = load_file(outputs)
+    counts = [sum(name.startswith(f"{number}.") for name in found) for number in range(len(samples))]
+    return [[found[f"{number}.{place}"] for place in range(count)] for number, count in enumerate(counts)]
+
+
+@contextlib.contextmanager
+def hushed(what: str, model: nn.Module, *, static: bool) -> Iterator[None]:
+    """No warnings, log lines and printed graphs from within PyTorch; what it fails with as one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    except ExportError:
+        raise
+    except Exception as error:
+        fixed = "" if static else "; if its batch cannot vary, export it with a fixed one (--static, static=True)"
+        raise ExportError(f"{type(model).__name__} cannot be exported by {what}: {said(error)}{fixed}") from error
+    finally:
+        logging.disable(before)
+
+
+def said(error: BaseException) -> str:
+    """The root of an error, as one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+    first = next((line for line in lines if not line.startswith("Constraints violated")), "no message")
+    return f"{type(error).__name__}: {_shortened(first)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
