@@ -77,6 +77,8 @@ class TestNetworks:
 class TestNames:
     def test_torchvision(self, no_download):
         assert create_model("torchvision:mobilenet_v3_small", num_classes=5).classifier[-1].out_features == 5
+        with pytest.raises(ModelNotFound, match="says num_classes=2, but 10 are needed"):
+            create_model("ifso:resnet20,num_classes=2", num_classes=10)
 
     def test_torchvision_backbones_are_not_downloaded(self, no_download):
         assert isinstance(create_model("torchvision:lraspp_mobilenet_v3_large"), nn.Module)

@@ -163,6 +163,20 @@ class TestBadInput:
         assert line in complaint(capsys, *argv)
         assert not (tmp_path / "run").exists()
 
+    def test_a_detector_is_not_pruned_on_labels(self, made, capsys, tmp_path):
+        argv = ["prune", "--model", f"{NETS}:retina", "--data", "digits", "--macs", "0.5", "--out", tmp_path / "run"]
+        assert "digits has no boxes, but the network is a detector" in complaint(capsys, *argv)
+
+    @pytest.mark.parametrize("command", ["train", "prune"])
+    def test_without_the_evaluator_nothing_is_begun(self, made, capsys, tmp_path, monkeypatch, command):
+        monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
+        argv = [command, "--model", f"{NETS}:retina", "--data", f"coco:{made}/cells", "--out", tmp_path / "run"]
+        argv += SHORT if command == "train" else ["--macs", "0.5"]
+        with monkeypatch.context() as patched:
+            patched.setattr("ifso.training.learner.Learner.learn", lambda *_: pytest.fail("a step was made"))
+            assert "average precision is computed by faster-coco-eval" in complaint(capsys, *argv)
+        assert not (tmp_path / "run").exists()
+
     def test_settings_that_do_not_fit(self, made, capsys, tmp_path):
         task = ["train", "--model", f"{NETS}:retina", "--data", f"coco:{made}/cells", "--out", tmp_path / "run"]
         assert "500 steps of warm-up leave nothing of the 72 of the run" in complaint(capsys, *task)

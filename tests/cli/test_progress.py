@@ -21,19 +21,19 @@ HIDE_CURSOR = "\x1b[?25l"
 
 PLAIN = """\
 prune: start model=net units=20 macs=1.0000/0.6 params=1.0000/0.5 folder=runs/a
-prune: done=2% removals=1 macs=0.9800/0.6 params=0.9900/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:01 left=0:00:49
+prune: done=2% removals=1 macs=0.9800/0.6 params=0.9900/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:01 left=-:--:--
 prune: 3 layers were compacted
-prune: done=18% removals=6 macs=0.8800/0.6 params=0.9100/0.5 loss=– unit=l1.[red]c[3] +2 elapsed=0:00:06 left=0:00:31
-prune: done=20% removals=7 macs=0.8700/0.6 params=0.9000/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:07 left=0:00:32
+prune: done=18% removals=6 macs=0.8800/0.6 params=0.9100/0.5 loss=– unit=l1.[red]c[3] +2 elapsed=0:00:06 left=0:00:25
+prune: done=20% removals=7 macs=0.8700/0.6 params=0.9000/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:07 left=0:00:30
 """
 
 RICH = """\
                        0% MACs 100.0% → 60.0% left -:--:-- loss – so far 0:00:00
 [bold]3 layers were compacted[/bold]
-━━━━╸                 25% MACs 90.0% → 60.0% left 0:00:30 loss 0.1235 so far 0:00:10 l1.[red]c[3] +2
+━━━━╸                 25% MACs 90.0% → 60.0% left -:--:-- loss 0.1235 so far 0:00:10 l1.[red]c[3] +2
 """
-NARROW = "━╸        25% MACs 90.0% → 60.0% left 0:00:30 loss 0.1235 so fa…\n"
-NARROWER = " 25% MACs 90.0% → 60.0% left 0:00:30 lo…\n"
+NARROW = "━╸        25% MACs 90.0% → 60.0% left -:--:-- loss 0.1235 so fa…\n"
+NARROWER = " 25% MACs 90.0% → 60.0% left -:--:-- lo…\n"
 
 INTERRUPTED = """
 import signal, sys, time
@@ -80,8 +80,20 @@ class TestCourse:
         course = Course(plan(removals=7, macs=0.8), now=100.0)
         assert course.done == pytest.approx(0.5)
         assert course.left(now=110.0) is None
-        course.moved({"macs": 0.7}, now=120.0)
-        assert (course.elapsed(120.0), course.left(120.0)) == (20.0, pytest.approx(20.0))
+        course.moved({"macs": 0.75}, now=120.0)
+        assert course.left(now=120.0) is None
+        course.moved({"macs": 0.7}, now=130.0)
+        assert (course.elapsed(130.0), course.left(130.0)) == (30.0, pytest.approx(20.0))
+
+    def test_units_that_go_together_have_waited_together(self):
+        """Rounds of 50 units every 10 seconds: the pace is that of rounds, also in the midst of one."""
+        course = Course(plan(), now=0.0)
+        for number in range(1, 101):
+            course.moved({"macs": 1 - 0.002 * number}, now=10.0 * ((number + 49) // 50) + 0.001 * (number % 50))
+            if number <= 50:
+                assert course.left(now=10.0) is None
+            else:
+                assert 20 <= course.left(now=20.0) <= 30.1
 
     def test_a_run_that_slows_down_is_believed(self):
         """100 removals at a tenth of a second each, then 30 that take a second: the late pace counts."""

@@ -79,7 +79,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     fill(tmp_path, *seeds(job_of("figure7", schedule="one-shot"), 93.0))
     assert main(["repro", "figure7", "--draw", "--out", str(tmp_path)]) == 2
-    assert one_line(capsys) == "ifso: error: figures need matplotlib: pip install ifso[figures]\n"
+    assert one_line(capsys) == 'ifso: error: figures need matplotlib: pip install "ifso[figures]"\n'
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys):

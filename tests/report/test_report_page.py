@@ -205,6 +205,14 @@ class TestPage:
         assert re.search(r"criterion\.name\s*taylor\s*magnitude", differing)
         assert "accumulate" not in differing
 
+    def test_accuracy_and_map_are_not_drawn_together(self, finished, tmp_path):
+        with RunFolder.create(tmp_path / "boxes", {"settings": {"criterion": {"name": "ifso"}}}) as run:
+            run.finish({"measures": [{"stage": "pruned", "map": 20.0}], "shares": {"macs": 0.5}})
+        page = page_of(finished, tmp_path / "boxes")
+        assert 'data-chart="worth"' not in page.partition("<body")[2].partition("<script")[0]
+        assert "they are not drawn together" in Elements(page).text
+        assert 'data-chart="worth"' in page_of(finished).partition("<body")[2].partition("<script")[0]
+
     def test_300_layers_take_little_room(self, tmp_path):
         write_many(tmp_path / "run", 300, units=128)
         page = page_of(tmp_path / "run")
@@ -219,6 +227,7 @@ class TestPage:
             run.finish({"measures": measures, "shares": {"macs": 0.5}})
         with RunFolder.create(tmp_path / "run" / "finetune", {"settings": {"training": {"epochs": 1}}}) as run:
             run.append({"epoch": 1, "loss": 1.0, "lr": 0.1, "seconds": 2.0, "map": 39.0, "eval_loss": 0.5})
+            run.finish({"before": {"unpruned": 40.0, "pruned": 20.0}, "last_map": 39.0})
         found = worth(read_run(tmp_path / "run"))
         assert (found.name, found.by_stage) == ("mAP", {"unpruned": 40.0, "pruned": 20.0, "fine-tuned": 39.0})
         page = page_of(tmp_path / "run")
@@ -366,6 +375,12 @@ class TestCommand:
         assert main(["report", str(finished), "--out", str(place), "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         assert document == {"report": str(place), "bytes": place.stat().st_size, "runs": [str(finished)]}
+
+    def test_no_file_of_a_run_is_overwritten(self, finished, capsys):
+        before = (finished / "config.json").read_bytes()
+        assert main(["report", str(finished), "--out", str(finished / "config.json")]) == 2
+        assert "the report is a page; give a name that ends in .html" in capsys.readouterr().err
+        assert (finished / "config.json").read_bytes() == before
 
     def test_several_runs_of_different_folders_need_a_place(self, finished, begun, capsys):
         assert main(["report", str(finished), str(begun)]) == 2

@@ -312,6 +312,12 @@ class TestData:
         assert "too little memory for a batch of 128" in str(outcome)
 
 
+def test_the_summary_of_a_pruning_is_not_to_be_deleted(tmp_path):
+    (tmp_path / "summary.json").write_text('{"shares": {"macs": 0.5}}')
+    with pytest.raises(RunError, match="of a pruning, not of a training; go on with ifso prune --resume --out"):
+        finished(tmp_path)
+
+
 def test_a_damaged_summary(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(RunError, match="damaged, or not of a training"):

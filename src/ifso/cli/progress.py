@@ -31,30 +31,37 @@ LABELS = {"macs": "MACs", "conv_macs": "conv MACs", "params": "parameters"}
 UNKNOWN = "-:--:--"
 
 
+TOGETHER = 0.01
+"""Units that go within so many seconds of each other go in one round: the first of them has waited for the scores."""
+
+
 class Course:
     """How far a run has come, and how long it may still take.
 
     The share done is that of the way from the whole network to the target, for the target that is furthest from done.
-    Time left supposes that the rest goes as quickly as the second half of the time since ``now`` did: units that are
-    removed later are often cheaper, so that it takes more of them.
+    Time left supposes that the rest goes as quickly as the second half of the rounds so far did: units that are removed
+    later are often cheaper, so that it takes more of them. Nothing is known before the second round.
 
     >>> course = Course(Plan("net", 10, {"macs": 0.6, "params": 0.5}, {"macs": 1.0, "params": 1.0}, 0, None), now=0.0)
     >>> course.moved({"macs": 0.9, "params": 0.9}, now=30.0)
-    >>> round(course.done, 6), round(course.left(now=30.0)), round(course.left(now=40.0))
-    (0.2, 120, 110)
+    >>> course.moved({"macs": 0.8, "params": 0.8}, now=60.0)
+    >>> round(course.done, 6), round(course.left(now=60.0)), round(course.left(now=70.0))
+    (0.4, 90, 80)
     """
 
     def __init__(self, plan: Plan, now: float) -> None:
         self._targets = plan.targets
         self._began, self._moved = now, now
-        self._at_start = self.done = self._share_done(plan.shares)
-        self._times, self._ways = [now], [self.done]
+        self.done = self._share_done(plan.shares)
+        self._times: list[float] = []
+        self._ways: list[float] = []
 
     def moved(self, shares: Mapping[str, float], now: float) -> None:
         """So much is left now."""
+        if not self._times or now - self._moved > TOGETHER:
+            self._times.append(now)
+            self._ways.append(self.done)
         self.done, self._moved = self._share_done(shares), now
-        self._times.append(now)
-        self._ways.append(self.done)
 
     @property
     def percent(self) -> int:
@@ -69,11 +76,11 @@ class Course:
         """Seconds still to go, None while nothing is known."""
         if self.done >= 1:
             return 0.0
-        if self.done <= self._at_start:
+        if not self._times or self._ways[-1] <= self._ways[0]:
             return None
-        half = bisect_right(self._times, (self._began + self._moved) / 2) - 1
-        since = half if self._ways[half] < self.done else 0
-        pace = (self._moved - self._times[since]) / (self.done - self._ways[since])
+        half = bisect_right(self._times, (self._times[0] + self._times[-1]) / 2) - 1
+        since = half if self._ways[half] < self._ways[-1] else 0
+        pace = (self._times[-1] - self._times[since]) / (self._ways[-1] - self._ways[since])
         return max(0.0, pace * (1 - self.done) - (now - self._moved))
 
     def _share_done(self, shares: Mapping[str, float]) -> float:

@@ -204,11 +204,16 @@ def _has_boxes(data: Data) -> bool:
 
 
 def _check_fits(model: nn.Module, data: Data) -> None:
-    """A network that is no detector, or has too few classes, is refused before any work."""
+    """A network that is no detector where there are boxes, or has too few classes, is refused before any work."""
+    from ifso.errors import DataError
+    from ifso.models.detectors import is_detector
     from ifso.training.detector_fitting import check_detector_fits
+    from ifso.training.losses import cross_entropy
 
     if _has_boxes(data):
         check_detector_fits(model, data)
+    elif data.loss_fn is cross_entropy and is_detector(model):
+        raise DataError(f"{data.name} has no boxes, but the network is a detector; give coco:PATH, or a classifier")
 
 
 def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
@@ -224,6 +229,7 @@ def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
 def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
     """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.errors import DataError
+    from ifso.training.average_precision import check_evaluator
     from ifso.training.losses import cross_entropy
     from ifso.training.precision import autocast
 
@@ -233,6 +239,8 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
         return None
     if data.loss_fn is not cross_entropy and not _has_boxes(data):
         return None
+    if _has_boxes(data):
+        check_evaluator()
     values = _average_precision if _has_boxes(data) else _accuracy
 
     def measure(model: nn.Module) -> dict[str, float]:

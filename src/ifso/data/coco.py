@@ -195,5 +195,5 @@ def _need_torchvision(name: str) -> None:
     except ImportError as error:
         raise DataError(
             f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
-            'pip install "ifso[vision]"'
+            'pip install "ifso[detection]"'
         ) from error

@@ -71,7 +71,7 @@ def draw(stem: Path, title: str, size: tuple[float, float], fill: Callable[[Figu
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotUnavailable("figures need matplotlib: pip install ifso[figures]") from error
+        raise PlotUnavailable('figures need matplotlib: pip install "ifso[figures]"') from error
     svg, png = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")

@@ -36,6 +36,11 @@ def create_model(
     """
     written = read_name(name)
     if num_classes is not None:
+        said = written.options.get("num_classes", num_classes)
+        if said != num_classes:
+            raise ModelNotFound(
+                f"{name} says num_classes={said}, but {num_classes} are needed; leave that out of the name"
+            )
         options["num_classes"] = num_classes
     options = {**written.options, **options}
     special = {key: options.pop(key) for key in OF_DETECTORS if key in options and written.source in PROVIDERS}

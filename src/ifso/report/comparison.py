@@ -21,7 +21,11 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
     several, inside = len(runs) > 1, list[Markup]()
     if several:
         inside.append(_table(runs, names, worths, label))
-    if any(found.by_stage for found in worths):
+    if len(_tasks(runs, worths)) > 1:
+        inside.append(
+            said("The runs are of different networks or measured differently, so they are not drawn together.")
+        )
+    elif any(found.by_stage for found in worths):
         words = f"{capital(label)} in percent against the share of the MACs that is left."
         inside += [said(words), chart("worth", f"{label} against MACs")]
     else:
@@ -35,6 +39,11 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
     return element(
         "section", title, *inside, id="comparison", class_="comparison", aria_labelledby="comparison-title"
     )  # fmt: skip
+
+
+def _tasks(runs: Sequence[RunRecord], worths: Sequence[Worth]) -> set[tuple[str | None, ...]]:
+    """Networks, their data and how they were measured, each once."""
+    return {(run.model, run.data, found.name) for run, found in zip(runs, worths, strict=True) if found.by_stage}
 
 
 def _differing(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[Markup]:
@@ -56,6 +65,7 @@ def _alike(runs: Sequence[RunRecord]) -> bool:
 
 def _table(runs: Sequence[RunRecord], names: Sequence[str], worths: Sequence[Worth], label: str) -> Markup:
     stages = [stage for stage in STAGES if any(stage in found.by_stage for found in worths)]
+    label = " or ".join(dict.fromkeys(found.name for found in worths if found.name)) or label
     headings = ("run", "criterion", *COSTS.values(), *stages, "time", "state")
     rows = (_row(run, name, found, stages) for run, name, found in zip(runs, names, worths, strict=True))
     return table(headings, rows, caption=f"Shares that are left, and {label} of the networks", class_="numbers")

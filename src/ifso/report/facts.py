@@ -72,11 +72,11 @@ def _told(run: RunRecord, keys: tuple[str, ...]) -> dict[str, float]:
         if value is not None and "undone" not in stage:
             found["unpruned" if stage == "unpruned" else "pruned"] = value
     if run.tuning is not None:
-        for stage, value in numbers(mapping(run.tuning.summary).get("before")).items():
-            found.setdefault(stage, value)
         tuned = [value for epoch in run.tuning.epochs if (value := _first(epoch, keys)) is not None]
         if tuned:
             found["fine-tuned"] = tuned[-1]
+        if found:
+            found = {**numbers(mapping(run.tuning.summary).get("before")), **found}
     return found
 
 

@@ -22,6 +22,7 @@ from ifso.report.record import RunRecord
 from ifso.surgery.files import replacing
 
 NAME = "report.html"
+SUFFIXES = (".html", ".htm")
 SCRIPTS = ("kit.js", "columns.js", "layers.js", "detail.js", "lines.js", "worth.js", "page.js")
 SECTIONS: dict[str, tuple[str, Callable[[RunRecord, int], Markup]]] = {
     "headline": ("Summary", headline),
@@ -48,6 +49,8 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """
     records = [read_run(Path(folder)) for folder in runs]
     place = out or default_place([record.folder for record in records])
+    if place.suffix.lower() not in SUFFIXES:
+        raise RunError(f"{place}: the report is a page; give a name that ends in .html")
     page = render(records)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

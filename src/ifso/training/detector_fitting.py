@@ -11,6 +11,7 @@ from torch import nn
 from ifso.curvature.losses import one_line, same_modes, undisturbed
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
+from ifso.models.detectors import is_detector
 
 CLASSES = (
     "head.classification_head.num_classes",
@@ -41,9 +42,14 @@ def check_detector_fits(model: nn.Module, data: Data) -> None:
     except IfsoError:
         raise
     except Exception as error:
+        if is_detector(model):
+            raise DataError(
+                f"{type(model).__name__} failed on the first image of {data.name} ({one_line(error)}); "
+                "check the options in its name, and the image"
+            ) from error
         raise DataError(
-            f"{data.name} has boxes, but {type(model).__name__} does not take a list of images as a detector does "
-            f"({one_line(error)}); give a detector, such as torchvision:retinanet_resnet50_fpn, or other data"
+            f"{data.name} has boxes, but {type(model).__name__} does not take a list of images as a detector does; "
+            "give a detector, such as torchvision:retinanet_resnet50_fpn, or other data"
         ) from error
     if not is_detections(found, 1):
         raise DataError(

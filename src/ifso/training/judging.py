@@ -12,6 +12,7 @@ from torch import nn
 from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, TrainingError
+from ifso.training.average_precision import check_evaluator
 from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.headline import AVERAGES, detects
 from ifso.training.lane import Measures
@@ -29,6 +30,8 @@ def examination(
 
     Of a detector ``map``, ``map50``, ``map75`` and those by area. Numbers that are not finite are left out.
     """
+    if detects(data):
+        check_evaluator()
     batches = evaluated_batches(data, next(model.parameters()).device, validation=validation)
     examiner = Examiner(batches, settings.precision)
 

@@ -106,6 +106,8 @@ def finished(folder: Path) -> dict[str, Any] | None:
         return None
     with located(place):
         summary = parsed(place.read_bytes())
+        if summary is not None and "shares" in summary:
+            raise RunError(f"of a pruning, not of a training; go on with ifso prune --resume --out {folder}")
         if summary is None or not {"last_top1", "last_map"} & summary.keys():
             raise RunError("damaged, or not of a training; delete it and resume the training, which writes it again")
     return summary
