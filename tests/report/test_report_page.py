@@ -244,6 +244,15 @@ class TestPage:
         assert facts(read_run(tmp_path))[0].share == pytest.approx(facts(read_run(finished))[0].share)
 
 
+@pytest.mark.parametrize("name", ["structure.json", "summary.json", "eval.json"])
+def test_an_empty_object_is_told_to_be_damaged(finished, tmp_path, name):
+    for path in finished.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).write_text("{}")
+    assert f"{name} is damaged and was left out" in Elements(page_of(tmp_path)).text
+
+
 class TestUnfinished:
     def test_a_half_finished_run_says_so(self, begun):
         page = page_of(begun)

@@ -97,10 +97,10 @@ class _Reader:
     def read(self, config: Mapping[str, Any], tuned: Path) -> RunRecord:
         """The record."""
         folder = self._folder
-        summary = self._json(folder / SUMMARY)
+        summary = self._json(folder / SUMMARY, "shares", "measures", "after")
         removals = self._removals()
         recipe = self._recipe()
-        document = self._json(folder / STRUCTURE)
+        document = self._json(folder / STRUCTURE, "groups")
         structure = self._structure(removals, recipe, document)
         return RunRecord(
             folder=folder,
@@ -111,20 +111,22 @@ class _Reader:
             summary=summary if summary is not None or config else {"after": _cost_after(recipe)},
             state={} if summary is not None else self._state(),
             tuning=self._tuning(tuned),
-            evaluation=self._json(folder / EVALUATION),
+            evaluation=self._json(folder / EVALUATION, "networks"),
             scores=self._scores(structure),
             problems=tuple(self._problems),
         )
 
-    def _json(self, path: Path) -> dict[str, Any] | None:
+    def _json(self, path: Path, *keys: str) -> dict[str, Any] | None:
+        """The object in a file; one that has none of the keys that matter is as good as damaged."""
         if not path.is_file():
             return None
         with located(path):
             data = path.read_bytes()[: MAX_JSON_BYTES + 1]
         found = parsed(data)
-        if found is None:
-            self._problems.append(f"{path.name} is damaged and was left out")
-        return found
+        if found is not None and (not keys or found.keys() & set(keys)):
+            return found
+        self._problems.append(f"{path.name} is damaged and was left out")
+        return None
 
     def _lines(self, path: Path, told: Callable[[Mapping[str, Any]], object]) -> list[dict[str, Any]]:
         """Whole lines that tell one thing each; the others are counted."""
