@@ -220,4 +220,4 @@ class TestOptions:
 
     def test_without_torchvision(self, root, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchvision", None)
-        assert 'pip install "ifso[vision]"' in refused(root)
+        assert 'pip install "ifso[detection]"' in refused(root)

@@ -144,7 +144,7 @@ def test_without_matplotlib_one_line_says_what_is_missing(smoke, monkeypatch, ca
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     (smoke / "figure1.json").unlink()
     assert main(tiny(smoke, "--networks", "convex", "digits-gelu", "--masks", "4", "--resume")) == 0
-    assert "pip install ifso[figures]" in capsys.readouterr().err
+    assert 'pip install "ifso[figures]"' in capsys.readouterr().err
     assert (smoke / "figure1.json").exists()
 
 
