@@ -9,14 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 from small_detectors import boxes, retina, write_coco
-from tiny_rows import AtOnce
 
 from ifso.bench.score import Setup, Workbench, measure
 from ifso.cli.bench_score import size_of
 from ifso.cli.main import main
 from ifso.curvature.weights import weight_space
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.repro import detectors, outcomes, running
+from ifso.repro import detectors, outcomes
 from ifso.repro.detection_tables import LAYERS
 from ifso.repro.plans import Base, Row, read_row
 from ifso.repro.results import DetectionResult, Result, read, read_file, write
@@ -35,19 +34,7 @@ def small(num_classes=4):
 """
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
-    return AtOnce.made
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -18,20 +18,7 @@ from ifso.repro.rows import Job
 from ifso.repro.running import Running
 from ifso.repro.workshop import Workshop
 
-
-@pytest.fixture
-def at_once(monkeypatch):
-    AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
-    return AtOnce.made
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

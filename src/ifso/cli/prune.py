@@ -141,6 +141,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
     from ifso.cli.train_options import tell_notes
     from ifso.data import open_data
     from ifso.pruning.events import Silent
+    from ifso.training.headline import detects
     from ifso.training.precision import tensor_cores
     from ifso.training.task import loss_in, network_for
 
@@ -160,7 +161,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             download=args.download,
         )
         tell_notes(data, listener.said)
-        if _has_boxes(data) and not settings.keys() & {"lr", "preset"}:
+        if detects(data) and not settings.keys() & {"lr", "preset"}:
             settings = {**settings, "lr": BOXES_RATE}
             options = _options(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
@@ -170,13 +171,13 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
         example = _example_inputs(settings, data, place.device)
         return ifso.prune(
             model,
-            data.train_batches(batch_size=settings.get("batch", BOXES_BATCH if _has_boxes(data) else BATCH)),
+            data.train_batches(batch_size=settings.get("batch", BOXES_BATCH if detects(data) else BATCH)),
             loss_in(precision, data.loss_fn),
             budget=budget,
             example_inputs=example,
             evaluate=_evaluation(data, precision),
             listener=listener,
-            about={"arguments": settings, **({"counted_on": words_of(example)} if _has_boxes(data) else {})},
+            about={"arguments": settings, **({"counted_on": words_of(example)} if detects(data) else {})},
             **options,
             **({"resume": args.out} if args.resume else {"out": args.out}),
         )
@@ -199,18 +200,15 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _has_boxes(data: Data) -> bool:
-    return getattr(data, "task", "") == "detection"
-
-
 def _check_fits(model: nn.Module, data: Data) -> None:
     """A network that is no detector where there are boxes, or has too few classes, is refused before any work."""
     from ifso.errors import DataError
     from ifso.models.detectors import is_detector
     from ifso.training.detector_fitting import check_detector_fits
+    from ifso.training.headline import detects
     from ifso.training.losses import cross_entropy
 
-    if _has_boxes(data):
+    if detects(data):
         check_detector_fits(model, data)
     elif data.loss_fn is cross_entropy and is_detector(model):
         raise DataError(f"{data.name} has no boxes, but the network is a detector; give coco:PATH, or a classifier")
@@ -219,9 +217,11 @@ def _check_fits(model: nn.Module, data: Data) -> None:
 def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
     import torch
 
+    from ifso.training.headline import detects
+
     if "input" not in settings:
         return data.example_inputs()
-    if _has_boxes(data):
+    if detects(data):
         return images_of(settings["input"], device=device)
     return torch.zeros(settings["input"], device=device)
 
@@ -230,6 +230,7 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
     """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.errors import DataError
     from ifso.training.average_precision import check_evaluator
+    from ifso.training.headline import detects
     from ifso.training.losses import cross_entropy
     from ifso.training.precision import autocast
 
@@ -237,11 +238,11 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
         batches = data.test_batches()
     except DataError:
         return None
-    if data.loss_fn is not cross_entropy and not _has_boxes(data):
+    if data.loss_fn is not cross_entropy and not detects(data):
         return None
-    if _has_boxes(data):
+    if detects(data):
         check_evaluator()
-    values = _average_precision if _has_boxes(data) else _accuracy
+    values = _average_precision if detects(data) else _accuracy
 
     def measure(model: nn.Module) -> dict[str, float]:
         with autocast(precision, next(model.parameters()).device):

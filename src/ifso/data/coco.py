@@ -15,7 +15,7 @@ from ifso.data.coco_files import SplitFiles, find_splits, image_files
 from ifso.data.coco_json import categories_of, read_document, read_instances, refuse_others
 from ifso.data.coco_options import CocoOptions, read_options
 from ifso.data.coco_samples import BoxSamples
-from ifso.data.decoding import TestFiles, TrainFiles, workers_for
+from ifso.data.decoding import TestFiles, TrainFiles, need_torchvision, workers_for
 from ifso.data.sets import Data, split
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
@@ -101,7 +101,7 @@ def open_coco(
     unless that is the test set.
     """
     name = f"coco:{path}"
-    _need_torchvision(name)
+    need_torchvision(name, "detection")
     folder, chosen = read_options(path, options)
     loading, splits = BoxLoading(device, workers_for(workers)), find_splits(Path(folder))
     reader = _Reader(splits["train"], chosen)
@@ -187,13 +187,3 @@ def _in_memory(parts: list[BoxSamples], loading: BoxLoading, hold: bool | None) 
             most = min(most, torch.cuda.mem_get_info(loading.device)[0] // 8)
         hold = sum(part.bytes for part in parts) <= most
     return [part.held(loading.device, loading.workers) for part in parts] if hold else parts
-
-
-def _need_torchvision(name: str) -> None:
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
-            'pip install "ifso[detection]"'
-        ) from error

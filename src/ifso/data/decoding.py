@@ -30,6 +30,17 @@ Key = tuple[int, list[int]]
 """The epoch, and the numbers of a batch's images."""
 
 
+def need_torchvision(name: str, extra: str) -> None:
+    """One clear line if images cannot be decoded, with the extra of ifso that brings what the data ``name`` needs."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
+            f'pip install "ifso[{extra}]"'
+        ) from error
+
+
 def workers_for(asked: int | None) -> int:
     """How many processes decode images: as asked for, or one for every core that is left to this rank of a machine.
 

@@ -15,6 +15,7 @@ from ifso.curvature.losses import one_line, same_modes, undisturbed
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.training.detector_fitting import check_detector_fits, is_detections
+from ifso.training.headline import detects
 from ifso.training.losses import cross_entropy
 
 SAMPLES = 2
@@ -36,7 +37,7 @@ def check_fits(model: nn.Module, data: Data) -> None:
     ...
     ifso.errors.DataError: digits has 10 classes, but the network 9 outputs; give it as many, or other data
     """
-    if getattr(data, "task", None) == "detection":
+    if detects(data):
         check_detector_fits(model, data)
         return
     if data.loss_fn is not cross_entropy:

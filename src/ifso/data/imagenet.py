@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import Batch
-from ifso.data.decoding import Decoded, Loading, TestFiles, TrainFiles, workers_for
+from ifso.data.decoding import Decoded, Loading, TestFiles, TrainFiles, need_torchvision, workers_for
 from ifso.data.image_files import ImageFiles, find_images
 from ifso.data.sets import Data, split
 from ifso.data.shares import Share
@@ -78,13 +78,7 @@ def open_imagenet(
 ) -> ImageNet:
     """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
     name = f"imagenet:{path}"
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
-            'pip install "ifso[vision]"'
-        ) from error
+    need_torchvision(name, "vision")
     classes, files, test = find_images(Path(path))
     train, held_out = split(files, validation, seed)
     return ImageNet(name, classes, train, held_out, test, seed, share, Loading(device, workers_for(workers)))

@@ -19,7 +19,7 @@ from ifso.report.headline import headline
 from ifso.report.markup import Markup, element, embedded, joined
 from ifso.report.reading import read_run
 from ifso.report.record import RunRecord
-from ifso.surgery.files import replacing
+from ifso.surgery.files import write_text
 
 NAME = "report.html"
 SUFFIXES = (".html", ".htm")
@@ -53,9 +53,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
         raise RunError(f"{place}: the report is a page; give a name that ends in .html")
     page = render(records)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as new:
-            new.write_text(page, encoding="utf-8")
+        write_text(place, page)
     except OSError as error:
         raise RunError(f"{place} cannot be written: {error.strerror or error}; give another --out") from error
     return place

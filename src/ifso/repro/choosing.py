@@ -27,7 +27,7 @@ from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
 from ifso.models import create_model
 from ifso.pruning.budget import Budget
 from ifso.pruning.prune import prune
-from ifso.surgery.files import replacing
+from ifso.surgery.files import write_text
 from ifso.training.crew import Crew
 from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.fit import fit_side_by_side, own_random_numbers
@@ -122,9 +122,7 @@ def choose(
 def keep(choice: Mapping[str, Any], path: Path) -> None:
     """Write what was found as JSON."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as new:
-            new.write_text(json.dumps(choice, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(choice, indent=1) + "\n")
     except OSError as error:
         raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -135,14 +135,12 @@ KIND_OF = {"last_map": DetectionResult}
 
 def write(result: AnyResult, folder: Path) -> Path:
     """Write ``folder/NAME.json``, whole or not at all; a smoke result goes into ``folder/smoke/``."""
-    from ifso.surgery.files import replacing
+    from ifso.surgery.files import write_text
 
     place = path_of(result.name, folder, smoke=result.smoke)
     text = json.dumps(asdict(result), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as new:
-            new.write_text(text, encoding="utf-8")
+        write_text(place, text)
     except OSError as error:
         raise IfsoError(f"{place} cannot be written: {' '.join(str(error).split())}") from error
     return place

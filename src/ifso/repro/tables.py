@@ -63,13 +63,11 @@ def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -
 
 def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
     """Write that page to a file, whole or not at all."""
-    from ifso.surgery.files import replacing
+    from ifso.surgery.files import write_text
 
     text = markdown(results, names)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as new:
-            new.write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise IfsoError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
 

@@ -45,6 +45,13 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text as a whole or not at all, with the folders it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file from its beginning."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
