@@ -56,7 +56,7 @@ def test_every_row_of_the_tables_has_a_file():
 def test_every_study_is_there_and_none_is_empty():
     assert set(studies()) == {
         *(f"table{number}" for number in range(1, 8)),
-        "retinanet-bccd",
+        *("retinanet-bccd", "coupling-bccd"),
         *("quick", "normalization", "inverse", "coupling", "figure5", "figure6", "figure7", "figure8"),
     }
     for name in studies():

@@ -194,7 +194,7 @@ def test_a_captured_step_trains_and_averages_like_an_eager_one():
             step(captured, optimizers[1], means[1])
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):  # gradients are summed up where the first step was made
         step(captured, optimizers[1], means[1])
     with torch.no_grad():
         for tensor, value in zip((*captured.parameters(), *captured.buffers()), before, strict=True):

@@ -231,7 +231,9 @@ def test_on_a_gpu_other_layers_are_left_alone():
                 node = layer(x).grad_fn
             while node is not None:
                 names.append(type(node).__name__)
-                node = node.next_functions[0][0] if node.next_functions else None
+                # torch 2.11 does not tell what comes before a function of ours, where the search may end
+                before = () if names[-1] == "_ConvolutionBackward" else node.next_functions
+                node = before[0][0] if before else None
             assert ("_ConvolutionBackward" in names) is taken, (name, precision)
 
 

@@ -100,8 +100,9 @@ class DualLayer(Function):
         mask_dot: Tensor | float | None,
         weight_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
         mask_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
-    ) -> tuple[Tensor, Tensor | None]:
-        """``y`` and ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
+        spark: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+    ) -> Tensor:
+        """``y`` with the tangent ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
         y = known.output()
         if y is None:
             with known.precision(x):
@@ -117,12 +118,17 @@ class DualLayer(Function):
             y_dot = turned if y_dot is None else y_dot.add_(turned)
         ctx.shape, ctx.known, ctx.mask_dot = shape, known, mask_dot
         ctx.save_for_backward(x, x_dot, moved, weight, weight_dot)
-        if y_dot is not None:
-            ctx.mark_non_differentiable(y_dot)
-        return y, y_dot
+        # a zero tangent, too: what cannot carry one must say so here, and not lose one on the way back
+        _give_tangent(ctx, torch.zeros_like(y) if y_dot is None else y_dot)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        """``ẏ``, which came with ``y``."""
+        return _take_tangent(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """``x̄ = Wᵀλ``, its tangent ``Wᵀλ̇ + Ẇᵀλ + ṁ ⊙ Wᵀλ``, and what the taps collect."""
         x, x_dot, moved, weight, weight_dot = ctx.saved_tensors
         shape = ctx.shape
@@ -144,7 +150,26 @@ class DualLayer(Function):
                 if isinstance(ctx.mask_dot, Tensor):
                     back_dot = sum_of(back_dot, back * ctx.mask_dot)
                 grad_x = back if back_dot is None else make_dual(back, back_dot)
-        return None, None, grad_x, None, None, None, None, None, weight_tangent, mask_tangent
+        return None, None, grad_x, None, None, None, None, None, weight_tangent, mask_tangent, None
+
+
+def spark() -> Tensor:
+    """A dual number as an input for functions that bring a tangent of their own: torch asks them for it.
+
+    ``make_dual`` would do without, but what it gives is a view. A model that writes into a view (``relu_``, ``+=``) has
+    every gradient copied five times on the way back.
+    """
+    return make_dual(torch.zeros(()), torch.zeros(()))
+
+
+def _give_tangent(ctx: Any, tangent: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.tangent = tangent
+
+
+def _take_tangent(ctx: Any) -> Tensor:
+    tangent, ctx.tangent = ctx.tangent, None
+    return tangent
 
 
 def _met(lam: Tensor, lam_dot: Tensor | None, *, beside: bool) -> tuple[Tensor, Tensor]:
@@ -203,9 +228,15 @@ class DualBatchNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, x_dot: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """``y`` and ``ẏ``."""
+        ctx: Any,
+        x: Tensor,
+        x_dot: Tensor,
+        gain: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        spark: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+    ) -> Tensor:
+        """``y`` with the tangent ``ẏ``."""
         if gain is None:
             gain = torch.ones(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         ctx.eps, ctx.quick = eps, quick(x, x_dot)
@@ -216,11 +247,16 @@ class DualBatchNorm(Function):
             y_dot, x_dot_hat, x_dot_sum = _b(x_dot, x, gain, mean, rstd, eps)
             stats = [mean, rstd, x_dot_hat, x_dot_sum]
         ctx.save_for_backward(x, x_dot, gain, *stats)
-        ctx.mark_non_differentiable(y_dot)
-        return y, y_dot
+        _give_tangent(ctx, y_dot)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        """``ẏ``, which came with ``y``."""
+        return _take_tangent(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """``x̄`` and its tangent."""
         x, x_dot, gain, *stats = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
@@ -233,7 +269,7 @@ class DualBatchNorm(Function):
                 back, back_dot = kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
             else:
                 back, back_dot = _batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats, ctx.eps)
-        return make_dual(back, back_dot), None, None, None, None
+        return make_dual(back, back_dot), None, None, None, None, None
 
 
 def _batch_norm_backward(

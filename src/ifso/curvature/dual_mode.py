@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.forward_ad import _set_fwd_grad_enabled, make_dual, unpack_dual
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
-from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along
+from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, spark
 from ifso.curvature.dual_linear import call_linear, is_linear_in_input
 from ifso.curvature.primal import LayerPrimal, Primal, is_careful
 from ifso.curvature.written_out import WRITTEN_OUT
@@ -79,10 +80,24 @@ class DualMode(TorchFunctionMode):
             result = _BY_HAND[func](self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = tree_map(self.stand_in, (args, kwargs))
+        args, kwargs = self._with_stand_ins(args), self._with_stand_ins(kwargs)
         if is_linear_in_input(func):
             return call_linear(func, *args, **kwargs)
         return WRITTEN_OUT.get(func, func)(*args, **kwargs)
+
+    def _with_stand_ins(self, value: Any) -> Any:
+        """Arguments of a call, nested as they may be; ``tree_map`` takes longer than most calls on small tensors."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self._with_stand_ins(item) for item in value])
+        if kind is dict:
+            return {key: self._with_stand_ins(item) for key, item in value.items()}
+        return tree_map(self.stand_in, value) if isinstance(value, (tuple, list, dict)) else self.stand_in(value)
+
+    @cached_property
+    def spark(self) -> Tensor:
+        """What makes torch ask layers for their tangents."""
+        return spark()
 
     def watches(self, *tensors: Tensor | None) -> bool:
         """Has one of the tensors a plan?"""
@@ -107,9 +122,9 @@ class DualMode(TorchFunctionMode):
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
         known = self._manner.layer_primal((shape, id(weight), x.shape), weight)
-        y, y_dot = DualLayer.apply(shape, known, x, x_dot, cast, dot, early, mask_dot, plan.weight_tap, mask_tap)
-        # a zero tangent, too: what cannot carry one must say so here, and not lose one on the way back
-        result = make_dual(y, torch.zeros_like(y) if y_dot is None else y_dot)
+        result = DualLayer.apply(
+            shape, known, x, x_dot, cast, dot, early, mask_dot, plan.weight_tap, mask_tap, self.spark
+        )
         if late is not None:
             result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result
@@ -172,8 +187,7 @@ def _batch_norm(
     if training:
         if x_dot is None:
             return NotImplemented
-        y, y_dot = DualBatchNorm.apply(x, x_dot, weight, bias, eps)
-        return make_dual(y, y_dot)
+        return DualBatchNorm.apply(x, x_dot, weight, bias, eps, mode.spark)
     assert running_mean is not None
     assert running_var is not None
     scale = (running_var + eps).rsqrt()

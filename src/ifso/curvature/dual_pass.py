@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -43,8 +43,11 @@ class DualPass:
         self._elsewhere: dict[str, Elsewhere] = {}
         self.loss: Tensor | None = None
 
-    def plan(self, name: str, tensor: Tensor, dot: Tensor | None) -> Plan:
-        """The plan of a parameter; ``dot`` is its tangent where it is used other than as a layer's weight."""
+    def plan(self, name: str, tensor: Tensor, dot: Callable[[], Tensor] | Tensor | None) -> Plan:
+        """The plan of a parameter; ``dot`` is its tangent where it is used other than as a layer's weight.
+
+        Few are, so that a tangent which takes memory of its own is given as what computes it.
+        """
         self._tensors[name] = tensor
         plan = self._plans[id(tensor)] = Plan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._manner.fused)
         return plan
@@ -63,10 +66,11 @@ class DualPass:
             self._mask_taps[name, groups] = tap.requires_grad_()
         return self._mask_taps[name, groups]
 
-    def _stand_in(self, name: str, dot: Tensor | None) -> Tensor:
+    def _stand_in(self, name: str, dot: Callable[[], Tensor] | Tensor | None) -> Tensor:
         if name not in self._stand_ins:
             leaf = self._tensors[name].detach().requires_grad_()
-            self._stand_ins[name] = leaf if dot is None else forward_ad.make_dual(leaf, dot)
+            tangent = dot() if callable(dot) else dot
+            self._stand_ins[name] = leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
         return self._stand_ins[name]
 
     def __call__(self, batch: Any) -> None:
@@ -80,6 +84,7 @@ class DualPass:
             forward_ad.dual_level(),
         ):
             self._run(batch)
+        self._plans.clear()  # they hold this pass, and with it all activations, until garbage is collected
 
     def _run(self, batch: Any) -> None:
         with below_other_modes(DualMode(self._plans, self._manner)):

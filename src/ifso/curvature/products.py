@@ -14,6 +14,7 @@ Each is one forward and one backward pass on dual numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class Products:
         self._tensors = {**self.space.tensors, **{name: named[name] for name in self._masks}}
         self._channels: dict[tuple[str, int], Tensor] = {}
         self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
+        self._whole = self._where_all_move()
 
     def gradient(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss and its gradient over ``W``."""
@@ -81,7 +83,7 @@ class Products:
         }
         for name, tensor in self._tensors.items():
             masked = name in factors
-            plan = run.plan(name, tensor, tensor.detach() * factors[name] if masked else None)
+            plan = run.plan(name, tensor, partial(torch.mul, tensor.detach(), factors[name]) if masked else None)
             if name in self.space.tensors:
                 plan.weight_tap = run.weight_tap(name)
             if masked:
@@ -153,11 +155,18 @@ class Products:
             self._channels[name, groups] = reader.channels(groups)
         return self._channels[name, groups]
 
+    def _where_all_move(self) -> set[str]:
+        """Parameters of which every slice is scaled by a mask; the device is asked once for all of them."""
+        if not self.readers:
+            return set()
+        found = torch.stack([(self._moving[reader.owner] == 1).all() for reader in self.readers]).tolist()
+        return {reader.parameter for reader, whole in zip(self.readers, found, strict=True) if whole}
+
     def _mask_dot(self, name: str) -> Callable[[int], Tensor | float]:
         def along(groups: int) -> Tensor | float:
             if (name, groups) not in self._mask_dots:
-                moving = self._moving[self._owner(name, groups)]
-                self._mask_dots[name, groups] = 1.0 if bool((moving == 1).all()) else moving
+                whole = name in self._whole
+                self._mask_dots[name, groups] = 1.0 if whole else self._moving[self._owner(name, groups)]
             return self._mask_dots[name, groups]
 
         return along

@@ -21,6 +21,9 @@ HEADS = ("head", "rpn.head", "roi_heads.box_predictor", "roi_heads.mask_predicto
 ANCHORS = ("anchor_generator", "rpn.anchor_generator")
 """Modules that ask feature maps for their sizes and their dtype, and nothing else."""
 
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""Where autocast may be on."""
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network itself, where it is compiled or exchanges gradients with other processes."""
@@ -30,8 +33,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def wide_heads(model: nn.Module) -> Iterator[None]:
-    """Within it heads give float32, and anchors are made in it. Without autocast nothing changes."""
-    if not any(torch.is_autocast_enabled(kind) for kind in {tensor.device.type for tensor in model.parameters()}):
+    """Within it heads give float32, and anchors are made in it. Without autocast nothing changes.
+
+    The parameters are not asked for their device: while scores are computed, each that is asked anything is copied.
+    """
+    if not any(torch.is_autocast_enabled(kind) for kind in DEVICES):
         yield
         return
     with ExitStack() as stack:
