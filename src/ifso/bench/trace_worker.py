@@ -6,6 +6,7 @@ import gc
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,9 @@ def measure(name: str) -> dict[str, Any]:
     model = ifso.create_model(name).eval()
     inputs = default_inputs(name, model)
 
-    gc.collect()
-    _reset_peak()
-    before = _peak_bytes()
     start = time.process_time()
-    graph = ifso.trace(model, inputs)
+    growth, graph = peak_growth(lambda: ifso.trace(model, inputs))
     first = time.process_time() - start
-    growth = _peak_bytes() - before
 
     start = time.process_time()
     ifso.trace(model, inputs)
@@ -46,6 +43,15 @@ def measure(name: str) -> dict[str, Any]:
         "model_bytes": sum(tensors.values()),
         "peak_growth_bytes": growth,
     }
+
+
+def peak_growth(function: Callable[[], Any]) -> tuple[int, Any]:
+    """By how many bytes the peak of the resident size grew during a call, and what the call gave."""
+    gc.collect()
+    _reset_peak()
+    before = _peak_bytes()
+    result = function()
+    return _peak_bytes() - before, result
 
 
 def _reset_peak() -> None:
@@ -64,10 +70,15 @@ def _peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-if __name__ == "__main__":
+def answer(function: Callable[[], dict[str, Any]]) -> None:
+    """Print what ``function`` finds, or the error it ends with, for the process that asked."""
     try:
         with chatter_to_stderr():
-            result = measure(sys.argv[1])
+            result = function()
     except IfsoError as error:
         result = {"error": str(error)}
     print_json(result)
+
+
+if __name__ == "__main__":
+    answer(lambda: measure(sys.argv[1]))

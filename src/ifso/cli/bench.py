@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ifso.cli import bench_export, bench_prune, bench_score, bench_trace, bench_train
+from ifso.cli import bench_everyday, bench_export, bench_prune, bench_score, bench_trace, bench_train
 
 
 def add_parser(commands: Any) -> None:
@@ -16,3 +16,4 @@ def add_parser(commands: Any) -> None:
     bench_prune.add_parser(what)
     bench_train.add_parser(what)
     bench_export.add_parser(what)
+    bench_everyday.add_parser(what)

@@ -1,9 +1,18 @@
-"""What all benchmarks of networks are asked: where they run, how, and what they print."""
+"""What benchmarks share: where they run, how, what they print, and measuring in a process of its own."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
+
+from ifso.errors import IfsoError
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def add_machine(parser: Any) -> None:
@@ -21,3 +30,16 @@ def take_threads(args: argparse.Namespace) -> None:
         import torch
 
         torch.set_num_threads(args.threads)
+
+
+def measured_apart(worker: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the module ``worker`` of :mod:`ifso.bench` finds in a process of its own, with one thread."""
+    environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
+    command = [sys.executable, "-m", f"ifso.bench.{worker}", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise IfsoError(f"measuring {arguments[0]} failed with status {done.returncode} (its message is above)")
+    result = json.loads(done.stdout)
+    if "error" in result:
+        raise IfsoError(result["error"])
+    return result

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import console, print_json
-from ifso.errors import IfsoError
+from ifso.cli.bench_options import measured_apart
+from ifso.cli.output import console, print_json, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +16,6 @@ CAPTION = (
     "CPU s: process time of one trace; the first one in a process also pays for imports inside torch. "
     "Memory: growth of the peak resident size during the first trace, as a share of the model's own bytes."
 )
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure each model and print the table."""
     results = []
     for name in args.models:
-        print(f"· tracing {name}", file=sys.stderr, flush=True)
+        say(f"tracing {name}")
         results.append(_measure_apart(name))
     if args.json:
         print_json({"bench": "trace", "threads": 1, "results": results})
@@ -45,15 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_apart(name: str) -> dict[str, Any]:
-    environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
-    command = [sys.executable, "-m", "ifso.bench.trace_worker", name]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise IfsoError(f"measuring {name} failed with status {done.returncode} (its message is above)")
-    result = json.loads(done.stdout)
-    if "error" in result:
-        raise IfsoError(result["error"])
-    return result
+    return measured_apart("trace_worker", [name])
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

@@ -73,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(document: dict[str, Any], path: Path) -> None:
+    from ifso.surgery.files import replacing
+
     try:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as new:
+            new.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
 
