@@ -59,6 +59,10 @@ class RunError(IfsoError):
     """A run folder that cannot be used: it exists already, is damaged, or was made with other settings."""
 
 
+class RankError(RunError):
+    """This one of several processes stopped, because another one failed or is gone."""
+
+
 class DivergedError(IfsoError):
     """The loss was no longer finite during a run, which stopped at its last good state."""
 

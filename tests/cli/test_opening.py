@@ -51,8 +51,10 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def project(made, tmp_path):
-    return Path(shutil.copytree(made[0], tmp_path / "project"))
+def project(made, tmp_path, monkeypatch):
+    copy = Path(shutil.copytree(made[0], tmp_path / "project"))
+    monkeypatch.chdir(copy)
+    return copy
 
 
 @pytest.fixture
@@ -66,14 +68,32 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 class TestNetworks:
-    def test_original_and_pruned_from_another_folder(self, project, trained):
-        run = open_run(project / "runs" / "a")
+    def test_original_and_pruned_from_another_folder(self, project, trained, monkeypatch):
+        monkeypatch.chdir(project.parent)
+        run = open_run(project / "runs" / "a", model=f"{project / 'net.py'}:make")
         assert (run.arguments["batch"], run.arguments["macs"]) == (32, 0.7)
         assert same(run.original(), trained)
         pruned = run.pruned()
         assert same(pruned, ifso.load(run.folder, make()))
         assert pruned[2].weight.numel() < trained[2].weight.numel()
         assert (run.finetuning, run.finetuned()) == ("none", None)
+
+    @pytest.mark.parametrize("place", [".", "runs"])
+    def test_a_program_that_came_with_a_run_is_not_executed(self, project, tmp_path, monkeypatch, place):
+        (project / "net.py").unlink()
+        (project / place / "net.py").write_text("raise SystemExit('executed')")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(RunError, match=r"net\.py executed, which came with it; if you .* give --model .*:make$"):
+            open_run(project / "runs" / "a").pruned()
+        told = open_run(project / "runs" / "a", model=f"{project / place / 'net.py'}:make")
+        with pytest.raises(SystemExit, match="executed"):
+            told.pruned(data=told.open_data())
+
+    def test_a_program_within_a_run_is_not_executed_even_from_there(self, project, monkeypatch):
+        (project / "net.py").rename(project / "runs" / "a" / "net.py")
+        monkeypatch.chdir(project / "runs" / "a")
+        with pytest.raises(RunError, match="which came with it"):
+            open_run(Path()).pruned()
 
     def test_weights_that_moved(self, project, trained):
         (project / "trained.safetensors").rename(project / "elsewhere.safetensors")
@@ -173,3 +193,14 @@ class TestFolders:
         (project / "runs" / "a" / "config.json").write_text("{")
         with pytest.raises(RunError, match=r"config\.json: damaged"):
             open_run(project / "runs" / "a")
+
+
+class TestResume:
+    def test_a_program_within_a_run_is_not_executed(self, project, capsys):
+        config = project / "runs" / "a" / "config.json"
+        told = json.loads(config.read_text())
+        (project / "runs" / "a" / "net.py").write_text("raise SystemExit('executed')")
+        told["about"]["arguments"]["model"] = "runs/a/net.py:make"
+        config.write_text(json.dumps(told))
+        assert main(["prune", "--resume", "--out", "runs/a"]) != 0
+        assert "the program runs/a/net.py executed, which came with it" in capsys.readouterr().err

@@ -133,7 +133,8 @@ def flags():
 
 def _texts(node, constants):
     if isinstance(node, ast.Name):
-        yield constants[node.id]
+        if node.id != "flag":  # one that is there already, handed on
+            yield constants[node.id]
     elif isinstance(node, ast.IfExp):
         yield from (node.body.value, node.orelse.value)
     else:

@@ -75,13 +75,13 @@ def test_resumed_like_uninterrupted(results: Results, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("scenario", "first", "second"),
     [
-        ("folder exists", "RunError: .*already holds a run", "RunError: stopped, because rank 0 failed"),
-        ("no batches", "RunError: stopped, because rank 1 failed", "DataError: train_batches is empty"),
-        ("runs out", "RunError: stopped, because rank 1 failed", "DataError: train_batches ran out"),
+        ("folder exists", "RunError: .*already holds a run", "RankError: stopped, because rank 0 failed"),
+        ("no batches", "RankError: stopped, because rank 1 failed", "DataError: train_batches is empty"),
+        ("runs out", "RankError: stopped, because rank 1 failed", "DataError: train_batches ran out"),
         ("bad batch", "DataError: .*hold NaN or infinity .1 of them", "DataError: .*hold NaN or infinity .1 of them"),
-        ("other seed", "RunError: stopped, because rank 1", "RunError: other .* first rank: seed is 1 and was 0"),
-        ("other weights", "RunError: stopped, because rank 1", "RunError: other .* rank: the weights are other ones"),
-        ("bad loss", "RunError: stopped, because rank 1 failed", "ScoreError: loss_fn failed: ValueError: no more"),
+        ("other seed", "RankError: stopped, because rank 1", "RunError: other .* first rank: seed is 1 and was 0"),
+        ("other weights", "RankError: stopped, because rank 1", "RunError: other .* rank: the weights are other ones"),
+        ("bad loss", "RankError: stopped, because rank 1 failed", "ScoreError: loss_fn failed: ValueError: no more"),
     ],
 )  # fmt: skip
 def test_ranks_stop_together(results: Results, scenario: str, first: str, second: str) -> None:
@@ -94,4 +94,4 @@ def test_ranks_stop_together(results: Results, scenario: str, first: str, second
 
 def test_a_rank_that_dies(results: Results) -> None:
     assert "dead" not in results[1]
-    assert results[0]["dead"].startswith("RunError: rank 0 stopped, because another rank cannot be reached any more")
+    assert results[0]["dead"].startswith("RankError: rank 0 stopped, because another rank cannot be reached any more")

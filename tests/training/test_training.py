@@ -296,7 +296,5 @@ class TestFit:
         with pytest.raises(TrainingError, match="Flatten has no parameter to train"):
             fit(nn.Flatten(), batches(), short())
         nothing = torch.full((4, 4), float("nan")), torch.zeros(4, dtype=torch.long)
-        with pytest.raises(
-            DivergedError, match=r"loss was nan in epoch 1 of training; lower the learning rate \(0.1\)"
-        ):
+        with pytest.raises(DivergedError, match="loss was nan in epoch 1 of training: batch 0 of them, from 0"):
             fit(Net(), [nothing], short())

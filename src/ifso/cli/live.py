@@ -97,17 +97,19 @@ class Layers:
         if plan.folder is None or not (Path(plan.folder) / STRUCTURE).is_file():
             return None
         from ifso.report.structure import from_document
+        from ifso.report.values import mapping, number, wholes
 
         document = parsed((Path(plan.folder) / STRUCTURE).read_bytes())
         structure = from_document(document or {}, {})
         writers = [number for layer in structure.layers for number in layer.groups]
         bars = [
-            Bar(group.name, group.size, group.size, max(writers.count(number) - 1, 0))
-            for number, group in enumerate(structure.groups)
+            Bar(group.name, group.size, group.size, max(writers.count(place) - 1, 0))
+            for place, group in enumerate(structure.groups)
         ]
         layers = cls(bars)
         for line in read_lines(Path(plan.folder) / METRICS)[0][: plan.removals] if plan.removals else ():
-            layers.count(line.get("units") or {}, line.get("loss") or math.nan)
+            units = {name: wholes(places) for name, places in mapping(line.get("units")).items()}
+            layers.count(units, number(line.get("loss")) or math.nan)
         return layers if bars else None
 
     def removed(self, removal: Removal) -> None:

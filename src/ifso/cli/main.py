@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import ifso
 from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
 from ifso.cli import eval as evaluate
+from ifso.cli.ranks import leave
 from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
@@ -27,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except IfsoError as error:
         print(f"ifso: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_status
+        return leave(error.exit_status)
     except KeyboardInterrupt:
         print("ifso: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return leave(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD

@@ -27,13 +27,15 @@ class OpenedRun:
 
     ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
     ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
-    the folder of its fine-tuning, if that is another than the customary one.
+    the folder of its fine-tuning, if that is another than the customary one. ``told`` are the arguments that whoever
+    opens the run has given.
     """
 
     folder: Path
     arguments: Mapping[str, Any]
     digest: str | None = None
     tuned: Path | None = None
+    told: frozenset[str] = frozenset()
 
     @property
     def finetune(self) -> Path:
@@ -135,6 +137,7 @@ class OpenedRun:
         places = list(self._places(path))
         for place in places:
             if place.exists():
+                self._refuse_program(option, path, place, after)
                 return f"{before}{place}{after}"
         tried = ", ".join(map(str, places))
         raise RunError(
@@ -142,8 +145,33 @@ class OpenedRun:
             f"say with --{option} where it is now"
         )
 
+    def _refuse_program(self, option: str, path: str, place: Path, factory: str) -> None:
+        """RunError for a program in the run, or one that is found only from there: who sent the run may have sent it.
+
+        One that the name leads to from here is the user's own.
+        """
+        if option in self.told or not path.endswith(".py"):
+            return
+        if place != Path(path):
+            raise RunError(_came_with(self.folder, option, f"{place}{factory}"))
+        refuse_program_within(self.folder, option, f"{place}{factory}")
+
     def _places(self, path: str) -> Iterator[Path]:
         return _places(self.folder, path)
+
+
+def refuse_program_within(folder: Path, option: str, value: str) -> None:
+    """RunError if ``value`` (MODEL or DATA, as the run in ``folder`` tells it) names a program in that folder."""
+    _, path, _ = _parts(option, value)
+    if path is not None and path.endswith(".py") and folder.resolve() in Path(path).resolve().parents:
+        raise RunError(_came_with(folder, option, value))
+
+
+def _came_with(folder: Path, option: str, value: str) -> str:
+    return (
+        f"the run in {folder} would have the program {_parts(option, value)[1]} executed, which came with it; "
+        f"if you trust it, give --{option} {value}"
+    )
 
 
 def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
@@ -158,22 +186,24 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
     if not (folder / CONFIG).is_file() and (folder / RECIPE).is_file():
-        return OpenedRun(folder, given)
+        return OpenedRun(folder, given, told=frozenset(given))
     if not (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = read_config(folder / CONFIG)
     arguments = _arguments(config)
     if TRAINING in config["settings"]:
-        raise RunError(_not_pruned(folder, (config.get("about") or {}).get("run"), arguments))
+        about = config.get("about")
+        raise RunError(_not_pruned(folder, about.get("run") if isinstance(about, dict) else None, arguments))
     if not (folder / SUMMARY).is_file():
         how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
-    return OpenedRun(folder, {**arguments, **given}, config["settings"].get("weights"))
+    return OpenedRun(folder, {**arguments, **given}, config["settings"].get("weights"), told=frozenset(given))
 
 
 def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
     """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
     from ifso.pruning.folder import CONFIG, TRAINING, read_config
+    from ifso.surgery.files import one_line
 
     if not (folder / CONFIG).is_file():
         return open_run(folder, model=model)
@@ -184,13 +214,21 @@ def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
         return open_run(folder, model=model)
     places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
     for place in places:
-        if (place / CONFIG).is_file():
+        if _is_file(place / CONFIG):
             return replace(open_run(place, model=model), tuned=folder)
-    tried = ", ".join(map(str, places))
+    tried = one_line(", ".join(map(str, places)))
     raise RunError(
-        f"{folder} is the fine-tuning of the run in {name}, which is not there any more (tried {tried}); "
+        f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
         "put it back there"
     )
+
+
+def _is_file(path: Path) -> bool:
+    """Names that are too long for the file system are none of files."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:

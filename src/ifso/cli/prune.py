@@ -16,6 +16,7 @@ from ifso.cli.output import chatter_to_stderr, print_json
 from ifso.cli.progress import progress
 from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
 from ifso.cli.ranks import Place, joined, leave
+from ifso.cli.stopping import stoppable
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _add_running(group: Any) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON document")
 
 
+@stoppable
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
     settings = gather(args)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.opening import refuse_program_within
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
@@ -59,7 +60,7 @@ def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, A
         return {name: value for name, value in arguments.items() if name in names}
     except FileNotFoundError:
         raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{config} does not say how {command} was called ({type(error).__name__}); "
             "resume the run in Python, or start it in another folder"
@@ -67,7 +68,9 @@ def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, A
 
 
 def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
-    """Files may have moved, so that only their names are compared."""
+    """Files may have moved, so that only their names are compared. Programs that came with the run must be given."""
+    for option in {"model", "data"} & stored.keys() - given.keys():
+        refuse_program_within(run, option, str(stored[option]))
     from ifso.pruning.folder import differences
 
     new = {name: _without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
@@ -120,7 +123,7 @@ def _value(text: str) -> Any:
         return CONSTANTS[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 

@@ -14,6 +14,7 @@ from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
 from ifso.cli.ranks import Place, joined, leave
+from ifso.cli.stopping import stoppable
 from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of, tell_notes
 from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
@@ -40,6 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@stoppable
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
@@ -72,12 +74,14 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
 
     from ifso.data import open_data
     from ifso.training.listening import Silent
-    from ifso.training.runs import Training, finished, train_side_by_side
+    from ifso.training.runs import Training, finished, remove_checkpoint, train_side_by_side
     from ifso.training.task import network_for
 
     settings = settings_of(options)
     summary = finished(args.out) if args.resume else None
     if summary is not None:
+        if place.speaks:
+            remove_checkpoint(args.out)
         return summary
     with training_progress("train") if place.speaks else nullcontext(Silent()) as listener:
         data = open_data(options["data"], **opening(options, settings, place, download=args.download))

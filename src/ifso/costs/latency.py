@@ -141,7 +141,7 @@ class LatencyModel:
             terms = tuple((_text(kind), _text(where)) for kind, where, _ in document["terms"])
             weights = tuple(_finite(weight) for _, _, weight in document["terms"])
             found = cls(terms, weights, _finite(document["constant"]), _finite(document["total"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise RunError("the latencies stored with the run are damaged; start the run again") from None
         if min(weights, default=0.0) < 0 or found.total <= 0:
             raise RunError("the latencies stored with the run are not positive; start the run again")

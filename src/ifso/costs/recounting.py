@@ -31,24 +31,27 @@ def recount(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list
 
 
 def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
-    wanted: dict[_Place, set[tuple[int, int]]] = {}
-    varying: dict[_Place, list[int]] = {}
+    """A place may hold several terms: one of the smaller network must cost, for each row, what one of them does."""
+    wanted: dict[_Place, list[tuple[int, list[int], int]]] = {}
     for term in original.terms:
-        place, dims = (term.kind, term.where), varying_dims(term)
-        varying[place] = dims
+        dims = varying_dims(term)
+        here = wanted.setdefault((term.kind, term.where), [])
         rest = math.prod(size for dim, size in enumerate(term.shape) if dim not in dims)
         if rest:
-            wanted.setdefault(place, set()).add((len(term.shape), term.count(kept) // rest))
+            here.append((len(term.shape), dims, term.count(kept) // rest))
     strange = []
     for term in smaller.terms:
-        place = (term.kind, term.where)
-        if place not in varying:
-            strange.append(f"{term.kind} in {term.where or 'the model'} is new")
-            continue
-        per_row = (len(term.shape), math.prod(term.shape[dim] for dim in varying[place]))
-        if math.prod(term.shape) and place in wanted and per_row not in wanted[place]:
-            strange.append(f"{term.kind} in {term.where or 'the model'} costs {per_row[1]:,} for each row")
+        place = f"{term.kind} in {term.where or 'the model'}"
+        known = wanted.get((term.kind, term.where))
+        if known is None:
+            strange.append(f"{place} is new")
+        elif known and 0 not in term.shape and not any(_costs_as(term, *one) for one in known):
+            strange.append(f"{place} costs otherwise for each row: its shape is {term.shape}")
     return list(dict.fromkeys(strange))
+
+
+def _costs_as(term: Term, rank: int, dims: list[int], per_row: int) -> bool:
+    return len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row
 
 
 def varying_dims(term: Term) -> list[int]:

@@ -18,6 +18,7 @@ from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.running import forget_caches
+from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
 
 
@@ -80,6 +81,7 @@ def _score_here(
     keep: Keep | None,
 ) -> Sum:
     """The sum over the batches of this rank."""
+    check_model(model)
     check_fits(model, graph)
     if not graph.num_units:
         raise ScoreError(f"nothing in {type(model).__name__} can be pruned, so there is no score; see graph.frozen")

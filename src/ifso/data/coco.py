@@ -24,6 +24,9 @@ from ifso.training.detection import detection_loss
 HELD_BYTES = 2**31
 """A set whose pixels take more is decoded whenever it is needed; on a GPU, one that takes an eighth of what is free."""
 
+MOST_LABELS = 2**16
+"""The highest label that an id of a category may be: a network has an output for each up to it."""
+
 
 @dataclass(frozen=True, eq=False)
 class CocoData(Data):
@@ -167,6 +170,10 @@ def _labels(path: Path, known: Mapping[int, str], numbering: str) -> dict[int, i
     if min(known) < 1:
         raise DataError(
             f"{path}: category {min(known)} cannot be a label, 0 is the background; give other ids or labels"
+        )
+    if max(known) > MOST_LABELS:
+        raise DataError(
+            f"{path}: category {max(known)} cannot be a label, they go up to {MOST_LABELS}; let labels be contiguous"
         )
     return {number: number for number in known}
 

@@ -13,6 +13,7 @@ import torch
 
 from ifso.data.image_files import ImageFiles
 from ifso.errors import DataError
+from ifso.surgery.files import one_line
 
 SPLITS = ("train", "val", "test")
 LAYOUT = "images/ and instances_train.json, or annotations/instances_train2017.json and train2017/"
@@ -59,10 +60,11 @@ def _split(root: Path, split: str) -> SplitFiles | None:
 def image_files(split: SplitFiles, names: Sequence[str], image_ids: Sequence[int]) -> ImageFiles:
     """The files ``names``, all there; the label of each is its place. The folder is the first that has the first."""
     present = [folder for folder in split.folders if folder.is_dir()]
-    folder = next((folder for folder in present if (folder / names[0]).is_file()), None)
+    folder = next((folder for folder in present if _is_file(folder / names[0])), None)
     if folder is None:
         looked = ", ".join(str(folder) for folder in present)
-        raise DataError(f"{split.instances}: the file {names[0]} of image {image_ids[0]} is in none of {looked}")
+        first = one_line(names[0])
+        raise DataError(f"{split.instances}: the file {first} of image {image_ids[0]} is in none of {looked}")
     inside: dict[str, set[str]] = {}
     missing = [
         (number, name) for number, name in zip(image_ids, names, strict=True) if not _is_there(folder, name, inside)
@@ -70,8 +72,16 @@ def image_files(split: SplitFiles, names: Sequence[str], image_ids: Sequence[int
     if missing:
         number, name = missing[0]
         more = f" ({len(missing) - 1} more like it)" if missing[1:] else ""
-        raise DataError(f"{split.instances}: the file {name} of image {number} is not in {folder}{more}")
+        raise DataError(f"{split.instances}: the file {one_line(name)} of image {number} is not in {folder}{more}")
     return ImageFiles(folder, np.array([os.fsencode(name) for name in names]), torch.arange(len(names)))
+
+
+def _is_file(path: Path) -> bool:
+    """Names that are too long for the file system are none of files."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _is_there(folder: Path, name: str, inside: dict[str, set[str]]) -> bool:
@@ -79,5 +89,8 @@ def _is_there(folder: Path, name: str, inside: dict[str, set[str]]) -> bool:
     parent, _, last = name.rpartition("/")
     if parent not in inside:
         place = folder / parent
-        inside[parent] = set(os.listdir(place)) if place.is_dir() else set()  # noqa: PTH208 (quicker)
+        try:
+            inside[parent] = set(os.listdir(place))  # noqa: PTH208 (quicker)
+        except (OSError, ValueError):
+            inside[parent] = set()
     return last in inside[parent]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from ifso.data.coco_boxes import Annotations
 from ifso.errors import DataError
+from ifso.surgery.files import one_line
 
 LISTS = ("images", "annotations", "categories")
 OVERHANG = 1.0
@@ -20,6 +21,12 @@ OVERHANG = 1.0
 
 LEAST = 0.01
 """A box of fewer pixels in width or height, as far as it lies in the image, has no area."""
+
+LONGEST_SIDE = 2**20
+"""Pixels that an image may have in width or height."""
+
+LARGEST = 2**53
+"""Above all numbers of a file."""
 
 Categories = dict[int, str]
 """Names by the id that the file gives."""
@@ -58,10 +65,12 @@ def read_instances(
 
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON object of the file, with its three lists."""
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; give a COCO JSON")
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({' '.join(str(error).split())}); give a COCO JSON") from error
+        raise DataError(f"{path} cannot be read as JSON ({one_line(error)}); give a COCO JSON") from error
     if not isinstance(document, dict):
         raise DataError(f"{path} holds a {type(document).__name__}, not an object; it is no COCO JSON")
     for name in LISTS:
@@ -80,11 +89,12 @@ def categories_of(path: Path, document: Mapping[str, Any]) -> Categories:
     for place, entry in enumerate(document["categories"]):
         number, name = _number(path, "categories", place, entry), entry.get("name")
         if not isinstance(name, str) or not name:
-            raise DataError(f"{path}: category {number} has the name {name!r}; give it one")
+            raise DataError(f"{path}: category {number} has the name {_shown(name)}; give it one")
         if number in found:
-            raise DataError(f"{path}: two categories have the id {number} ({found[number]!r} and {name!r})")
+            both = f"{_shown(found[number])} and {_shown(name)}"
+            raise DataError(f"{path}: two categories have the id {number} ({both})")
         if name in found.values():
-            raise DataError(f"{path}: two categories have the name {name!r}; give each a name of its own")
+            raise DataError(f"{path}: two categories have the name {_shown(name)}; give each a name of its own")
         found[number] = name
     return dict(sorted(found.items()))
 
@@ -93,17 +103,19 @@ def refuse_others(path: Path, found: Categories, known: Categories) -> None:
     """All files of a set need the same categories."""
     for number in sorted(set(found) ^ set(known)):
         if number in found:
-            raise DataError(f"{path} has the category {number} ({found[number]!r}), which the training set lacks")
-        raise DataError(f"{path} lacks the category {number} ({known[number]!r}) of the training set")
+            name = _shown(found[number])
+            raise DataError(f"{path} has the category {number} ({name}), which the training set lacks")
+        raise DataError(f"{path} lacks the category {number} ({_shown(known[number])}) of the training set")
     for number, name in found.items():
         if name != known[number]:
-            raise DataError(f"{path} calls the category {number} {name!r}, but the training set {known[number]!r}")
+            both = f"{_shown(name)}, but the training set {_shown(known[number])}"
+            raise DataError(f"{path} calls the category {number} {both}")
 
 
 def _number(path: Path, kind: str, place: int, entry: Mapping[str, Any]) -> int:
     number = entry.get("id")
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**53:
-        raise DataError(f"{path}: the id of {kind}[{place}] is {number!r}; give a whole number of 0 or more")
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < LARGEST:
+        raise DataError(f"{path}: the id of {kind}[{place}] is {_shown(number)}; give a whole number of 0 or more")
     return number
 
 
@@ -113,14 +125,39 @@ def _checked_images(path: Path, entries: Sequence[Mapping[str, Any]]) -> dict[in
     for place, entry in enumerate(entries):
         number, name = _number(path, "images", place, entry), entry.get("file_name")
         if number in found:
-            raise DataError(f"{path}: two images have the id {number} ({found[number]['file_name']!r} and {name!r})")
+            both = f"{_shown(found[number]['file_name'])} and {_shown(name)}"
+            raise DataError(f"{path}: two images have the id {number} ({both})")
         if not isinstance(name, str) or not name:
-            raise DataError(f"{path}: image {number} has the file_name {name!r}; give the name of its file")
+            raise DataError(f"{path}: image {number} has the file_name {_shown(name)}; give the name of its file")
+        if _leads_away(name):
+            raise DataError(
+                f"{path}: image {number} has the file_name {_shown(name)}, which leads out of the folder of images; "
+                "give a path below it"
+            )
         sides = [entry.get("width"), entry.get("height")]
-        if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-            raise DataError(f"{path}: image {number} has width {sides[0]!r} and height {sides[1]!r}; give its pixels")
+        if not all(map(_is_side, sides)):
+            both = f"width {_shown(sides[0])} and height {_shown(sides[1])}"
+            raise DataError(f"{path}: image {number} has {both}; give its pixels")
         found[number] = entry
     return found
+
+
+def _is_side(side: object) -> bool:
+    return isinstance(side, int) and not isinstance(side, bool) and 0 < side <= LONGEST_SIDE
+
+
+def _leads_away(name: str) -> bool:
+    r"""Is it absolute on any system, does it go up, or can no file system hold it?
+
+    >>> [_leads_away(name) for name in ("a/b..png", "../b.png", "/b.png", "c:b.png", "a\\..\\b.png")]
+    [False, True, True, True, True]
+    """
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return True
+    parts = name.replace("\\", "/").split("/")
+    return not parts[0] or parts[0][1:2] == ":" or ".." in parts or "\0" in name
 
 
 class _Box(NamedTuple):
@@ -149,9 +186,8 @@ def _checked_boxes(
         numbers.add(number)
         for key, those in (("image_id", images), ("category_id", known)):
             if not isinstance(entry.get(key), int) or entry[key] not in those:
-                raise DataError(
-                    f"{path}: annotation {number} has the {key} {entry.get(key)!r}, which the file does not list"
-                )
+                found = _shown(entry.get(key))
+                raise DataError(f"{path}: annotation {number} has the {key} {found}, which the file does not list")
         box, image = _box(path, entry), images[entry["image_id"]]
         width, height = image["width"], image["height"]
         _refuse_outside(path, number, box, width, height)
@@ -166,13 +202,14 @@ def _checked_boxes(
 def _box(path: Path, entry: Mapping[str, Any]) -> _Box:
     found = entry.get("bbox")
     if not isinstance(found, list) or len(found) != 4 or not all(map(_is_number, found)):
-        raise DataError(f"{_named(path, entry)} has the bbox {found!r}; give four numbers: left, top, width, height")
+        given = _shown(found)
+        raise DataError(f"{_named(path, entry)} has the bbox {given}; give four numbers: left, top, width, height")
     left, top, width, height = map(float, found)
     area, crowd = entry.get("area", max(width, 0) * max(height, 0)), entry.get("iscrowd", 0)
     if not _is_number(area) or area < 0:
-        raise DataError(f"{_named(path, entry)} has the area {area!r}; give a number of pixels, or leave it out")
+        raise DataError(f"{_named(path, entry)} has the area {_shown(area)}; give a number of pixels, or leave it out")
     if crowd not in (0, 1):
-        raise DataError(f"{_named(path, entry)} has iscrowd {crowd!r}; give 0 or 1")
+        raise DataError(f"{_named(path, entry)} has iscrowd {_shown(crowd)}; give 0 or 1")
     corners = (left, top, left + width, top + height)
     return _Box(entry["image_id"], entry["category_id"], corners, float(area), bool(crowd))
 
@@ -182,7 +219,11 @@ def _named(path: Path, entry: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _shown(value: object) -> str:
+    return one_line(repr(value))
 
 
 def _refuse_outside(path: Path, number: int, box: _Box, width: int, height: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ifso.data.coco_samples import Resizing
 from ifso.errors import DataError
+from ifso.surgery.files import one_line
 
 NUMBERINGS = ("contiguous", "ids")
 WORDS = {"yes": True, "no": False}
@@ -36,9 +37,10 @@ class CocoOptions:
         for name in ("drop_degenerate", "keep_empty", "hold"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "hold" and value is None):
-                raise DataError(f"{name}={value!r} will not do; give yes or no")
+                raise DataError(f"{name}={one_line(repr(value))} will not do; give yes or no")
         if self.labels not in NUMBERINGS:
-            raise DataError(f"labels={self.labels!r} is unknown; choose one of {', '.join(NUMBERINGS)}")
+            given = one_line(repr(self.labels))
+            raise DataError(f"labels={given} is unknown; choose one of {', '.join(NUMBERINGS)}")
         sides = self._sides
         whole = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
         if not whole or len(sides) > 2 or list(sides) != sorted(sides) or (self.size is not None and not sides):
@@ -83,11 +85,18 @@ def read_options(text: str, given: Mapping[str, Any]) -> tuple[str, CocoOptions]
     """
     path, behind = path_and_options(text)
     unknown = sorted(set(given) - set(KNOWN))
-    if "," in path and not Path(path).is_dir():
+    if "," in path and not _is_folder(path):
         unknown.append(path.rpartition(",")[2].partition("=")[0])
     if unknown:
-        raise DataError(f"coco:{text} has no option {unknown[0]}; it has {', '.join(KNOWN)}")
+        raise DataError(f"coco:{one_line(text)} has no option {one_line(unknown[0])}; it has {', '.join(KNOWN)}")
     return path, CocoOptions(**{**dict(map(_option, behind.split(",")[1:])), **given})
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -98,6 +107,7 @@ def _option(text: str) -> tuple[str, Any]:
     if name != "size":
         return name, WORDS.get(value or "yes", value)
     sides = value.split("x")
-    if not all(side.isdecimal() for side in sides):
-        raise DataError(f"size={value} will not do; give the pixels of the shorter side, or of both (480x640)")
+    if not all(side.isdecimal() and len(side) < 10 for side in sides):
+        given = one_line(value)
+        raise DataError(f"size={given} will not do; give the pixels of the shorter side, or of both (480x640)")
     return name, int(value) if len(sides) == 1 else tuple(map(int, sides))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
 from ifso.data.shares import ALONE, Share
-from ifso.errors import DataError
+from ifso.errors import DataError, IfsoError
 from ifso.models.from_file import find_in_file
 from ifso.training.detection import detection_loss
 
@@ -32,7 +32,7 @@ class FileData(Data):
     """
 
     def __init__(self, path: str, factory: str, device: torch.device | str, share: Share = ALONE) -> None:
-        self.name, self._device = f"{path}:{factory}", device
+        self.name, self._device, self._ranks = f"{path}:{factory}", device, share.ranks
         source = _made(path, factory, share)
         self._parts = {part: self._checked(part, getattr(source, part, None)) for part in PARTS}
         if self._parts["train_batches"] is None:
@@ -77,7 +77,8 @@ class FileData(Data):
         batches = self._parts[name]
         if batches is None:
             raise DataError(f"{self.name} has no {name}; let the object it returns have it")
-        return Moved(batches, self._device, f"{self.name}: {name}")
+        moved = Counted if _has_length(batches) else Moved
+        return moved(batches, self._device, f"{self.name}: {name}", self._ranks > 1 and name != PARTS[0])
 
     def _checked(self, name: str, batches: Any) -> Any:
         if batches is None:
@@ -131,13 +132,13 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 class Moved:
-    """The same batches with all their tensors on a device; the first one of each epoch is looked at."""
+    """The same batches with all their tensors on a device; the first one of each epoch is looked at.
 
-    def __init__(self, batches: Any, device: torch.device | str, where: str) -> None:
-        self.loader, self._device, self._where = batches, device, where
+    They may not be empty, except for a rank that has nothing to test while others have.
+    """
 
-    def __len__(self) -> int:
-        return len(self.loader)
+    def __init__(self, batches: Any, device: torch.device | str, where: str, may_be_empty: bool = False) -> None:
+        self.loader, self._device, self._where, self._may_be_empty = batches, device, where, may_be_empty
 
     def set_epoch(self, epoch: int) -> None:
         """Told to the batches, or to the sampler of a DataLoader, if they want to know."""
@@ -147,16 +148,42 @@ class Moved:
 
     def __iter__(self) -> Iterator[Any]:
         number = 0
-        for number, batch in enumerate(self.loader, 1):
+        for number, batch in enumerate(self._items(), 1):
             moved = tree_map(self._move, batch)
             if number == 1:
                 _refuse_bad(moved, self._where)
             yield moved
-        if not number:
+        if not number and not self._may_be_empty:
             raise DataError(f"{self._where} is empty; it must yield one batch at least")
+
+    def _items(self) -> Iterator[Any]:
+        number = 0
+        try:
+            for batch in self.loader:
+                yield batch
+                number += 1
+        except (IfsoError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise DataError(f"{self._where} failed after {number} batches: {one_line(error)}") from error
 
     def _move(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+def _has_length(batches: Any) -> bool:
+    """A DataLoader has ``__len__`` even where its data has none."""
+    try:
+        return len(batches) >= 0
+    except TypeError:
+        return False
+
+
+class Counted(Moved):
+    """Batches whose number is known."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
 
 def _refuse_bad(batch: Any, where: str) -> None:

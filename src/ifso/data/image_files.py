@@ -14,8 +14,22 @@ import torch
 from torch import Tensor
 
 from ifso.errors import DataError
+from ifso.surgery.files import one_line
 
 ENDINGS = (".jpeg", ".jpg", ".png")
+JPEG = ("JPEG", "MPO")
+"""Both begin with a JPEG; in the second there are further pictures behind it."""
+
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
+"""What a file may be, whatever its name ends in."""
+
+PER_BYTE = {True: 600, False: 8300}
+"""Pixels that a byte can stand for at most, in a JPEG (a bit for each block) and in others (packed 1032 times, a bit
+each) …"""
+
+FREE_PIXELS = 2**20
+"""… beyond these."""
+
 LAYOUT = "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
 
 
@@ -37,17 +51,47 @@ class ImageFiles:
 
     def read(self, place: int) -> Tensor:
         """One image [3, H, W] in uint8, whatever its colours were."""
-        from torchvision.io import ImageReadMode, decode_image
-        from torchvision.transforms.v2.functional import to_dtype
-
         path = self.folder / os.fsdecode(self.names[place])
+        named = one_line(str(path))
+        if not path.is_file():
+            raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
         try:
-            image = decode_image(str(path), ImageReadMode.RGB)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as an image: {_reason(error)}; replace or remove it") from error
-        if image.dim() != 3:
-            raise DataError(f"{path} holds {len(image)} images; replace it with one that holds a single image")
-        return to_dtype(image, torch.uint8, scale=True)
+            return _decoded(path)
+        except DataError as error:
+            raise DataError(f"{named} {error}") from None
+        except Exception as error:
+            raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
+
+
+def _decoded(path: Path) -> Tensor:
+    """JPEG is decoded by torchvision and the rest by Pillow: torchvision ends the process on some damaged PNG files."""
+    from PIL import Image
+    from torchvision.io import ImageReadMode, decode_image
+
+    with Image.open(path, formats=FORMATS) as image:
+        jpeg = image.format in JPEG
+        _refuse_bomb(image.width * image.height, path.stat().st_size, PER_BYTE[jpeg])
+        if not jpeg:
+            return _with_pillow(image)
+    return decode_image(str(path), ImageReadMode.RGB)
+
+
+def _refuse_bomb(pixels: int, size: int, per_byte: int) -> None:
+    """A file of a few bytes that speaks of many pixels would take gigabytes before it is found to be damaged."""
+    if pixels > FREE_PIXELS + per_byte * size:
+        raise ValueError(f"{size} bytes cannot hold {pixels} pixels")
+
+
+def _with_pillow(image: Any) -> Tensor:
+    """The first picture of a PNG, or the only one of a GIF or WebP; of 16 bits the upper half, transparency is lost."""
+    if image.format != "PNG" and getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"holds {image.n_frames} images; replace it with one that holds a single image")
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.int64) >> 8
+        pixels = np.stack([grey.clip(0, 255).astype(np.uint8)] * 3, 2)
+    else:
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
 def find_images(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
@@ -64,11 +108,18 @@ def find_images(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
     for part in ("train", "val"):
         if not (root / part).is_dir():
             raise DataError(f"{root} holds no folder {part}; give the one that holds {LAYOUT}")
+    try:
+        return _found(root)
+    except OSError as error:
+        raise DataError(f"{root} cannot be read: {one_line(error)}; make all its folders readable") from error
+
+
+def _found(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
     classes, tested = _classes(root / "train"), _classes(root / "val")
     strange = sorted(set(tested) - set(classes))
     if strange:
         raise DataError(
-            f"{root / 'val' / strange[0]} is of a class that {root / 'train'} lacks"
+            f"{one_line(str(root / 'val' / strange[0]))} is of a class that {root / 'train'} lacks"
             f"{f' ({len(strange) - 1} more like it)' if strange[1:] else ''}; both need the same class folders"
         )
     return classes, _files(root / "train", classes, classes), _files(root / "val", tested, classes)
@@ -94,7 +145,8 @@ def _files(folder: Path, present: Sequence[str], classes: Sequence[str]) -> Imag
     if len(empty) == len(found):
         raise DataError(f"{folder} holds not a single image ({', '.join(ENDINGS)}) in its {len(found)} class folders")
     if empty:
-        raise DataError(f"{folder / empty[0]} holds no image ({', '.join(ENDINGS)}); fill the folder or remove it")
+        place = one_line(str(folder / empty[0]))
+        raise DataError(f"{place} holds no image ({', '.join(ENDINGS)}); fill the folder or remove it")
     names = np.array([os.fsencode(f"{name}/{file}") for name, files in found.items() for file in files])
     labels = torch.tensor([number[name] for name, files in found.items() for _ in files])
     return ImageFiles(folder, names, labels)
@@ -110,4 +162,4 @@ def _reason(error: Exception) -> str:
     >>> _reason(RuntimeError("decode_jpeg, /src/decode_jpeg.cpp:171, Image is incomplete or truncated"))
     'Image is incomplete or truncated'
     """
-    return re.sub(r"^\w+, \S+\.cpp:\d+, ", "", (str(error).splitlines() or [type(error).__name__])[0])
+    return one_line(re.sub(r"^\w+, \S+\.cpp:\d+, ", "", (str(error).splitlines() or [type(error).__name__])[0]))

@@ -41,9 +41,11 @@ def program_of(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """As .pt2."""
+    """As .pt2; put together in memory, because PyTorch ends the process if it cannot write what it is packing."""
+    packed = io.BytesIO()
+    torch.export.save(program, packed)
     with path.open("wb") as file:
-        torch.export.save(program, file)
+        file.write(packed.getbuffer())
 
 
 def run_program(path: Path, samples: Sequence[Sample]) -> list[list[Tensor]]:

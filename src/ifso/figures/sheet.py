@@ -72,14 +72,18 @@ def draw(stem: Path, title: str, size: tuple[float, float], fill: Callable[[Figu
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotUnavailable('figures need matplotlib: pip install "ifso[figures]"') from error
+    from ifso.surgery.files import replacing
+
     svg, png = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         fill(figure)
         try:
             stem.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(svg, format="svg", metadata={"Date": None, "Title": title})
-            figure.savefig(png, format="png", dpi=DPI, metadata={"Software": None, "Title": title})
+            with replacing(svg) as new:
+                figure.savefig(new, format="svg", metadata={"Date": None, "Title": title})
+            with replacing(png) as new:
+                figure.savefig(new, format="png", dpi=DPI, metadata={"Software": None, "Title": title})
         except OSError as error:
             reason = " ".join(str(error).split())
             raise IfsoError(f"the picture cannot be written to {stem.parent}: {reason}") from error

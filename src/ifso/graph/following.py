@@ -39,11 +39,22 @@ def _follow(call: Call, labels: Labels) -> None:
 
 def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
     """Attention divides by √(head size) unless told a scale: removing single channels of a head changes that."""
+    if function.name == "multi_head_attention_forward":
+        _flag_scale_of_layer(function, labels)
     if function.name != "scaled_dot_product_attention" or function.kwargs.get("scale") is not None:
         return
     for layer in labels[function.args[0]] if function.args else ():
         if layer.varies(layer.ids.dim() - 1):
             labels.scales.append((layer.ids.reshape(-1, layer.ids.shape[-1]), function.key))
+
+
+def _flag_scale_of_layer(function: FunctionCall, labels: Labels) -> None:
+    """The same inside ``nn.MultiheadAttention``, whose first rows of weights make the queries."""
+    width, heads, together = function.args[3:6]
+    weight = together or function.kwargs.get("q_proj_weight")
+    layer = labels.along(weight, 0) if isinstance(weight, Ref) else None
+    if layer is not None:
+        labels.scales.append((layer.ids.flatten()[:width].view(heads, -1), function.key))
 
 
 def _settle_averaged_heads(function: FunctionCall, labels: Labels) -> None:

@@ -26,15 +26,16 @@ def new_numbers(
         names = (first_names.get((id(module), key), "") for key in ("weight", "in_proj_weight"))
         weight = next((shapes[name] for name in names if name in shapes), None)
         if weight is not None:
-            for name, value in _describing(module, weight, new.get((prefix, "groups", None))):
+            parts = new.get((prefix, "groups", None)) or new.get((prefix, "num_heads", None))
+            for name, value in _describing(module, weight, parts):
                 new.setdefault((prefix, name, None), value)
     return new
 
 
-def _describing(module: nn.Module, weight: tuple[int, ...], groups: int | None) -> Iterator[tuple[str, int]]:
-    """Attributes that tell a layer's sizes, from the shape of its weight."""
+def _describing(module: nn.Module, weight: tuple[int, ...], parts: int | None) -> Iterator[tuple[str, int]]:
+    """Attributes that tell a layer's sizes, from the shape of its weight and, if new, its number of groups or heads."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        many = groups or module.groups
+        many = parts or module.groups
         made, read = (1, 0) if module.transposed else (0, 1)
         yield "out_channels", weight[made] * (many if module.transposed else 1)
         yield "in_channels", weight[read] * (1 if module.transposed else many)
@@ -49,5 +50,6 @@ def _describing(module: nn.Module, weight: tuple[int, ...], groups: int | None) 
         yield "embedding_dim", weight[1]
     elif isinstance(module, nn.MultiheadAttention):
         yield from ((name, weight[1]) for name in ("embed_dim", "kdim", "vdim"))
+        yield "head_dim", weight[0] // 3 // (parts or module.num_heads)
     elif isinstance(module, nn.PReLU):
         yield "num_parameters", weight[0]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -76,9 +77,11 @@ class ExactReductions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reduction = self._reductions.get(self._stack.next_function())
+        reduction = self._reductions.get(self._stack.next_function(func))
         if reduction is None or getattr(func, "__name__", "") != reduction.name:
             return func(*args, **kwargs)
+        if reduction.name == "multi_head_attention_forward":
+            return func(*self._rescaled(args, kwargs, reduction), **kwargs)
         fewer = [self._gather(item, lines) for item, lines in zip(args, reduction.args, strict=False)]
         fewer_named = {key: self._gather(item, reduction.kwargs.get(key)) for key, item in kwargs.items()}
         if reduction.name in ("layer_norm", "rms_norm"):
@@ -94,6 +97,23 @@ class ExactReductions(TorchFunctionMode):
         elif isinstance(item, (tuple, list)) and isinstance(lines, list):
             return type(item)(self._gather(part, line) for part, line in zip(item, lines, strict=True))
         return item
+
+    def _rescaled(self, args: Any, kwargs: dict[str, Any], reduction: Reduction) -> list[Any]:
+        """Arguments of ``nn.MultiheadAttention`` with queries as long as the smaller head's division by √size wants."""
+        width, heads, weight, bias = args[3:7]
+        lines = reduction.args[5] if weight is not None else reduction.kwargs.get("q_proj_weight")
+        units = dict(lines or ()).get(0)
+        if units is None:
+            return list(args)
+        size = int(self._kept[units].flatten()[:width].view(heads, -1).sum(1).max())
+        gain = (width / heads / size) ** 0.5
+        longer = list(args)
+        if weight is None:
+            kwargs["q_proj_weight"] = kwargs["q_proj_weight"] * gain
+        else:
+            longer[5] = torch.cat([weight[:width] * gain, weight[width:]])
+        longer[6] = None if bias is None else torch.cat([bias[:width] * gain, bias[width:]])
+        return longer
 
     def _scatter(self, result: Any, lines: Any) -> Any:
         if isinstance(result, Tensor):

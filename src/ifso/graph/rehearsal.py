@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -73,11 +74,12 @@ def _any_other(alive: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A function that did not give the expected shapes."""
+    """A function that did not give the expected shapes, or (``by_value``) computes with a number that has changed."""
 
     module: str
     call: FunctionCall
     why: str
+    by_value: bool = False
 
 
 class Diverged(Exception):
@@ -231,6 +233,8 @@ class Rehearsal(TorchFunctionMode):
             self._inside = False
 
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
+        if _factors(call.name, args, kwargs) != _factors(call.name, call.args, call.kwargs):
+            self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -246,8 +250,8 @@ class Rehearsal(TorchFunctionMode):
             return self._stand_in(call.result)
         return result
 
-    def _note(self, call: FunctionCall, why: str) -> None:
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200]))
+    def _note(self, call: FunctionCall, why: str, by_value: bool = False) -> None:
+        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -264,3 +268,18 @@ class Rehearsal(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._stack.__exit__(*exc)
+
+
+ARITHMETIC = frozenset(
+    ("add", "sub", "rsub", "mul", "div", "rdiv", "truediv", "rtruediv", "true_divide", "pow", "rpow")
+)
+
+
+def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
+    """Numbers that a function computes with: masking cannot change them, so removal must not."""
+    if name == "scaled_dot_product_attention":
+        scale = kwargs.get("scale")
+        return [] if scale is None else [scale]
+    if name.strip("_").removeprefix("i") not in ARITHMETIC and name.strip("_") not in ARITHMETIC:
+        return []
+    return [item for item in args if isinstance(item, (int, float)) and not isinstance(item, bool)]

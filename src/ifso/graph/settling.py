@@ -7,6 +7,7 @@ helps, the channels concerned are frozen, with the place as the reason.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,9 @@ def settle(
         units, attributes = settler.units(), settler.attributes()
         if not units.groups:
             break
-        kept = _trial(units, seed=number, everywhere=clean == 0)
+        kept = _trial(units, seed=number, everywhere=clean == 0 or bool(labels.together))
+        if clean:
+            kept = _leave_one_whole(kept, units, labels.together, clean)
         removal = Removal(units, attributes, kept, labels, inputs, on_real_tensors)
         problems, stuck = rehearse(model, removal)
         if problems or stuck is not None:
@@ -65,7 +68,7 @@ def settle(
             settler.react(kept, problems, stuck, may_search=number < SEARCH_ROUNDS)
             continue
         clean += 1
-        if clean == 2 or not (labels.splits or settler.found):
+        if clean >= (3 if labels.together else 2 if labels.splits or settler.found else 1):
             break
     else:
         settler.frozen.append((torch.arange(labels.size, device="cpu"), "its removal could not be rehearsed"))
@@ -102,14 +105,26 @@ def _trial(units: Units, seed: int, everywhere: bool) -> Tensor:
     kept = torch.ones(total + 1, dtype=torch.bool, device="cpu")
     for group in units.groups:
         share = 0.2 + 0.4 * float(torch.rand(1, generator=random, device="cpu"))
-        count = min(max(1, round(group.size * share)), group.size - 1)
-        if count > 0 and (everywhere or float(torch.rand(1, generator=random, device="cpu")) < 0.7):
+        count = min(max(1, round(group.size * share)), max(1, group.size - 1))
+        if everywhere or float(torch.rand(1, generator=random, device="cpu")) < 0.7:
             kept[group.first + torch.randperm(group.size, generator=random, device="cpu")[:count]] = False
     for layout in units.layouts.values():
         for layer in layout.layers:
             if not bool(kept[layer].any()):
                 kept[layer.flatten()[0]] = True
     return balance_vector(kept, units.balances, torch.rand(total, generator=random, device="cpu"))
+
+
+def _leave_one_whole(kept: Tensor, units: Units, together: list[Tensor], number: int) -> Tensor:
+    """Of parts of one axis that are taken apart one loses nothing, each time another: halves must not stay equal."""
+    kept, firsts = kept.clone(), torch.tensor([group.first for group in units.groups], device="cpu")
+    for ids in together:
+        found = units.of[ids]
+        parts = (torch.searchsorted(firsts, found[found != STAYS], right=True) - 1).unique().tolist()
+        if len(parts) > 1:
+            kept[units.groups[parts[number % len(parts)]].units] = True
+    total = kept.numel() - 1
+    return balance_vector(kept, units.balances, torch.arange(total, dtype=torch.float64, device="cpu"))
 
 
 class _Settler:
@@ -200,12 +215,20 @@ class _Settler:
                     yield proposal
 
     def _candidates(self, name: str, lines: list[Tensor]) -> Iterator[Candidate]:
-        """Int attributes of a module that hold an old size whose new one differs."""
+        """Int attributes of a module that hold an old size whose new one differs.
+
+        Equal entries of one tuple or list stand for different axes, in turn.
+        """
         module = self._modules.get(name)
+        seen: Counter[tuple[str, int]] = Counter()
         for attribute, position, value in _numbers(module) if module is not None else ():
-            ids = next((ids for ids in lines if ids.shape[-1] == value), None)
-            if ids is not None:
-                yield (name, attribute, position), ids
+            fitting = [ids for ids in lines if ids.shape[-1] == value]
+            different = [
+                ids for place, ids in enumerate(fitting) if not any(ids.equal(other) for other in fitting[:place])
+            ]
+            if different:
+                yield (name, attribute, position), different[min(seen[attribute, value], len(different) - 1)]
+            seen[attribute, value] += 1
 
     def _lines(self, problem: Problem, kept: Tensor) -> Iterator[Tensor]:
         """Ids along each axis of the call's results and arguments that loses something."""
@@ -271,7 +294,8 @@ class _Settler:
 
     def _freeze_for(self, problem: Problem, kept: Tensor) -> bool:
         """Freeze padding of fixed width, else what goes through the function, else what goes through the module."""
-        reason = f"{problem.call.name} in {problem.module or 'the model'} uses a size that is fixed in Python code"
+        what = "computes with how many there are" if problem.by_value else "uses a size that is fixed in Python code"
+        reason = f"{problem.call.name} in {problem.module or 'the model'} {what}"
         padding = [size.ids for size in self._labels.sizes if size.module == problem.module and size.is_padding]
         passing = list(self._passing(problem))
         return (

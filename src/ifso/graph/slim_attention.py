@@ -41,7 +41,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
             q, key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None], attn_mask
         )
         if need_weights:
-            scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+            scores = (q / self.head_dim**0.5) @ k.transpose(-2, -1)
             weights = (scores if bias is None else scores + bias).softmax(-1)
             inner = functional.dropout(weights, self.dropout, self.training) @ v
         else:
@@ -90,7 +90,6 @@ def slim_attention(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | Non
     for name, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and _is_slim(module, (shapes or {}).get(f"{name}.in_proj_weight")):
             module.__class__ = SlimMultiheadAttention
-        if isinstance(module, SlimMultiheadAttention):
             names.append(name)
     return names
 

@@ -159,9 +159,14 @@ class ModuleStack:
         """Names of all running modules, outermost first."""
         return [frame.name for frame in self._running]
 
-    def next_function(self) -> FunctionKey:
-        """Key of the torch function that is about to be called."""
+    def next_function(self, func: Any) -> FunctionKey:
+        """Key of the torch function that is about to be called.
+
+        Reads of properties do not count: how many there are depends on whether gradients and fused kernels are on.
+        """
         frame = self._running[-1]
+        if getattr(func, "__name__", "") == "__get__":
+            return (frame.name, 0)
         frame.functions += 1
         return (frame.name, frame.functions)
 
@@ -200,7 +205,7 @@ class _FunctionLog(TorchFunctionMode):
         recorder = self._recorder
         if recorder.function is not None:
             return func(*args, **kwargs)
-        key = recorder.function = recorder.stack.next_function()
+        key = recorder.function = recorder.stack.next_function(func)
         try:
             result = func(*args, **kwargs)
         finally:

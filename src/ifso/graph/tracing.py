@@ -64,7 +64,7 @@ def trace(
 
 
 def _check_arguments(model: nn.Module, example_inputs: Any, ignore: Sequence[str]) -> None:
-    _check_model(model)
+    check_model(model)
     if not tensors_in(example_inputs):
         raise TraceError("example_inputs hold no tensor; give what model(...) takes: a tensor, a tuple or a dict")
     if isinstance(ignore, str):
@@ -75,21 +75,37 @@ def _check_arguments(model: nn.Module, example_inputs: Any, ignore: Sequence[str
             raise TraceError(f"ignore names {name!r}, which is no module or parameter of {type(model).__name__}")
 
 
-def _check_model(model: nn.Module) -> None:
+WRAPPERS = {
+    "DistributedDataParallel": "its .module",
+    "DataParallel": "its .module",
+    "FullyShardedDataParallel": "it before it is sharded",
+}
+"""Modules around a network that hold its weights for several devices, and what to give in place of them."""
+
+
+def check_model(model: nn.Module) -> None:
     """Refuse modules whose parameters are not plain tensors under their own forward."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError("model is a scripted or traced module; give the torch.nn.Module it was made from")
-    if hasattr(model, "_orig_mod"):
-        raise TraceError(
-            "model is compiled; trace the module it was made from (model._orig_mod) and compile afterwards"
-        )
+    for name, module in model.named_modules():
+        _check_wrapping(f"{name} of the model" if name else "model", module)
     for name, tensor in named_tensors(model).items():
         if hasattr(tensor, "placements"):
             raise TraceError(f"{name} is sharded over ranks (DTensor); trace the whole model before sharding it")
         if is_lazy(tensor):
             raise TraceError(f"{name} of a lazy module has no shape yet; run the model once before tracing")
+
+
+def _check_wrapping(where: str, module: nn.Module) -> None:
+    if hasattr(module, "_orig_mod"):
+        raise TraceError(f"{where} is compiled; give the module it was made from (its _orig_mod), compile afterwards")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise TraceError(f"{where} is compiled in place; trace and prune it first, and call compile() afterwards")
+    kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None)
+    if kind is not None:
+        raise TraceError(f"{where} is wrapped in {kind}; give {WRAPPERS[kind]}, and wrap what comes out")
 
 
 def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tuple[Tape, bool]:

@@ -38,8 +38,12 @@ def read_name(text: str) -> ModelName:
 def _option(part: str, text: str) -> tuple[str, Any]:
     key, equals, value = part.partition("=")
     if not equals or not key.isidentifier():
-        raise ModelNotFound(f"{text!r}: {part!r} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
+        raise ModelNotFound(f"{_short(text)}: {_short(part)} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
     try:
         return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return key, value
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:199]}…")

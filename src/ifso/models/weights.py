@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ifso.errors import WeightsError
+from ifso.models.opcodes import refuse_costly
+from ifso.surgery.files import one_line
 
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "model.", "_orig_mod.")
@@ -19,6 +22,8 @@ ALIASES = (("linear.", "fc."),)
 """Names other programs give to a layer that ours calls differently; used only where the model lacks the first."""
 
 COUNTER = "num_batches_tracked"
+DEEPEST = 8
+"""Wrappers one in the other."""
 
 State = Mapping[str, Tensor]
 
@@ -53,36 +58,60 @@ def read_state(path: Path) -> State:
         raise WeightsError(
             f"{path}: weights are read from {', '.join(readers)}, not from {path.suffix or 'this'} files"
         )
-    return readers[path.suffix](path)
+    state = readers[path.suffix](path)
+    for name, tensor in state.items():
+        if not _is_plain(tensor):
+            raise WeightsError(f"{path}: {one_line(name)} is no dense tensor with values; save those")
+    return state
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Can it be copied into a parameter?"""
+    strange = tensor.is_meta or tensor.is_nested or tensor.is_quantized
+    return not strange and tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _read_safetensors(path: Path) -> State:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is damaged or no safetensors file: {error}") from error
+        raise WeightsError(f"{path} is damaged or no safetensors file: {one_line(error)}") from error
 
 
 def _read_checkpoint(path: Path) -> State:
     try:
+        refuse_costly(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsError(
-            f"{path} is damaged or holds more than tensors ({reason}); save model.state_dict() and load that"
+            f"{path} is damaged or holds more than tensors ({_reason(error)}); save model.state_dict() and load that"
         ) from error
     return _unwrap(content, path)
 
 
+def _reason(error: Exception) -> str:
+    """What is wrong, without torch's advice to load the file all the same."""
+    said = str(error)
+    found = re.search(r"WeightsUnpickler error: ([^\n.]+)", said)
+    first = found[1] if found else next(iter(said.splitlines()), "")
+    return one_line(first) or type(error).__name__
+
+
 def _unwrap(content: Any, path: Path) -> State:
-    while isinstance(content, Mapping):
+    for _ in range(DEEPEST):
+        if not isinstance(content, Mapping):
+            break
         inner = next((content[name] for name in WRAPPERS if isinstance(content.get(name), Mapping)), None)
         if inner is None:
             break
         content = inner
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, Mapping) or not all(map(_is_entry, content.items())):
         raise WeightsError(f"{path} holds no state dict (looked at the top level and under {', '.join(WRAPPERS)})")
     return content
+
+
+def _is_entry(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _rename(state: State, target: State) -> State:
@@ -128,4 +157,4 @@ def check_fit(state: State, target: State, path: str | Path) -> None:
 
 
 def _first(keys: list[str], limit: int = 3) -> str:
-    return ", ".join(keys[:limit]) + (", …" if len(keys) > limit else "")
+    return one_line(", ".join(keys[:limit])) + (", …" if len(keys) > limit else "")

@@ -9,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,15 +19,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ifso.errors import RunError
-from ifso.surgery.files import one_line, replacing, storable, write_tensors
+from ifso.surgery.files import (
+    ADVICE,
+    NO_ROOM,
+    NOT_ALLOWED,
+    NOT_THERE,
+    explained,
+    one_line,
+    replacing,
+    storable,
+    write_tensors,
+)
 
 MAX_JSON_BYTES = 16 * 2**20
 MAX_METRICS_BYTES = 2**30
+MAX_LEVELS = 64
+"""Lists and objects one in the other; no file of a run has a tenth of that."""
 
 _ADVICE = {
-    **dict.fromkeys((ENOSPC, EDQUOT, EFBIG), "make room, then resume the run; what was written before is whole"),
-    **dict.fromkeys((EACCES, EPERM, EROFS), "make it readable and writable, or give another folder"),
-    **dict.fromkeys((ENOENT, ENOTDIR), "give a run folder that is there, or start the run again"),
+    **dict.fromkeys(NO_ROOM, "make room, then resume the run; what was written before is whole"),
+    **dict.fromkeys(NOT_ALLOWED, ADVICE[NOT_ALLOWED[0]]),
+    **dict.fromkeys(NOT_THERE, "give a run folder that is there, or start the run again"),
 }
 
 
@@ -40,20 +49,9 @@ def located(path: Path) -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        raise RunError(f"{path}: {error}") from error.__cause__
+        raise RunError(f"{path}: {one_line(error)}") from error.__cause__
     except (OSError, SafetensorError) as error:
-        code = _error_number(error)
-        reason = os.strerror(code) if code else one_line(error)
-        advice = _ADVICE.get(code or 0, "check the disk, then resume the run")
-        raise RunError(f"{path}: {reason}; {advice}") from error
-
-
-def _error_number(error: Exception) -> int | None:
-    """The system's number of an error; safetensors gives it only in words."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found[1]) if found else None
+        raise RunError(f"{path}: {explained(error, _ADVICE, 'check the disk, then resume the run')}") from error
 
 
 def strict_json(document: object) -> str:
@@ -93,6 +91,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     broken = 0
     if not path.exists():
         return lines, broken
+    with located(path):
+        refuse_special(path)
     with located(path), path.open("rb") as file:
         if path.stat().st_size > MAX_METRICS_BYTES:
             raise RunError(f"larger than {MAX_METRICS_BYTES} bytes, which no run's metrics are; give another folder")
@@ -105,13 +105,30 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return lines, broken
 
 
+def refuse_special(path: Path) -> None:
+    """RunError for what would block or never end when it is read: a pipe, a device, a folder."""
+    if path.exists() and not path.is_file():
+        raise RunError("is no plain file; remove it, or give another folder")
+
+
 def parsed(data: bytes) -> dict[str, Any] | None:
-    """A JSON object, or None if it is anything else."""
+    """A JSON object, or None if it is anything else, nested too deeply, or with half a surrogate pair: no text."""
     try:
         document = json.loads(data.decode(), parse_constant=_no_constant)
+        if b"\\ud" in data or b"\\uD" in data:
+            json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return document if isinstance(document, dict) else None
+    nested = data.count(b"{") + data.count(b"[") > MAX_LEVELS and _is_too_deep(document)
+    return document if isinstance(document, dict) and not nested else None
+
+
+def _is_too_deep(document: Any) -> bool:
+    level = [document]
+    for _ in range(MAX_LEVELS):
+        holders = [each for each in level if isinstance(each, (dict, list))]
+        level = [item for each in holders for item in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)
 
 
 def _no_constant(constant: str) -> NoReturn:
@@ -132,13 +149,17 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], state: Mapping[
 def read_tensor_file(path: Path) -> tuple[dict[str, Tensor], Any]:
     """The tensors, on the CPU, and the state; RunError if one bit of them is not what was written."""
     with located(path):
+        refuse_special(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 it is no dict
         text = metadata.get("state", "")
         if metadata.get("sha256") != _digest(tensors, text):
             raise RunError("damaged or edited, its hash does not fit")
-        return tensors, json.loads(text)
+        try:
+            return tensors, json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"its state is no JSON ({one_line(error)})") from None
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:

@@ -30,7 +30,16 @@ from ifso.pruning.checkpoint import (
     strict_json,
     write_tensor_file,
 )
-from ifso.surgery.files import FolderLock, append_bytes, one_line, provisional, replacing, sync_file, write_bytes
+from ifso.surgery.files import (
+    UNFINISHED,
+    FolderLock,
+    append_bytes,
+    one_line,
+    provisional,
+    replacing,
+    sync_file,
+    write_bytes,
+)
 from ifso.surgery.store import NEW_RECIPE, NEW_WEIGHTS, RECIPE, save
 
 if TYPE_CHECKING:
@@ -144,9 +153,7 @@ class RunFolder:
         folder = self.path / CHECKPOINTS
         with located(folder):
             folder.mkdir(exist_ok=True)
-        with located(self.path / METRICS):
-            if (self.path / METRICS).exists():
-                sync_file(self.path / METRICS)
+        self._sync_metrics()
         write_tensor_file(folder / f"{number:08d}.safetensors", tensors, state)
         known = self._checkpoints()
         earlier = [other for other in known if other < number]
@@ -221,6 +228,7 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is at its end: ``summary.json``."""
+        self._sync_metrics()
         self.write_json(SUMMARY, summary)
 
     @property
@@ -232,10 +240,15 @@ class RunFolder:
         with located(self.path / name), replacing(self.path / name) as new:
             write_bytes(new, data)
 
+    def _sync_metrics(self) -> None:
+        with located(self.path / METRICS):
+            if (self.path / METRICS).exists():
+                sync_file(self.path / METRICS)
+
     def _remove_stale(self) -> None:
         """What a killed process was writing; the provisional files of ``ifso.save`` are its own to settle."""
         for folder in (self.path, self.path / CHECKPOINTS):
-            for path in (*folder.glob(".*.new"), *folder.glob(".tmp??????")):
+            for path in (*folder.glob(".*.new"), *folder.glob(UNFINISHED)):
                 if path.name not in {NEW_RECIPE, NEW_WEIGHTS}:
                     self._remove(path)
 

@@ -17,7 +17,7 @@ from ifso.criteria.base import Criterion
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.tracing import trace
+from ifso.graph.tracing import check_model, trace
 from ifso.pruning.afterwards import Evaluate, mean_loss
 from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener, Silent
@@ -33,6 +33,7 @@ from ifso.pruning.run import RESUMED, Progress, Run
 from ifso.pruning.schedule import Schedule
 from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import Settings, criterion_of, describe, preset_of, sgd
+from ifso.pruning.spoilt import refuse_spoilt_weights
 from ifso.pruning.state import shrink_to_
 from ifso.pruning.stream import BatchStream, not_finite, on_device
 from ifso.pruning.structure import structure_of
@@ -132,6 +133,7 @@ def prune(
     resume, out = (None if path is None else Path(path).expanduser() for path in (resume, out))
     if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
+    together(partial(check_model, model))
     devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
     with same_modes(model), torch.random.fork_rng(devices=devices):
         start = _Start(
@@ -209,6 +211,7 @@ class _Start:
 
     def _examples(self, count: int) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
+        refuse_spoilt_weights(self._model)
         stream, device = BatchStream(self._batches, self._settings.seed), next(self._model.parameters()).device
         examples = [on_device(next(stream), device) for _ in range(count)]
         for number, batch in enumerate(examples):

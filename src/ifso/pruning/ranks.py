@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ifso.criteria.ranks import collective_device
-from ifso.errors import RunError
+from ifso.criteria.ranks import collective, collective_device, gathered
+from ifso.errors import RankError
 
 T = TypeVar("T")
 
@@ -37,12 +37,12 @@ def together(work: Callable[[], T]) -> T:
     try:
         done = work()
     except BaseException:
-        with suppress(RunError):
+        with suppress(RankError):
             _failures(1)
         raise
     failed = _failures(0)
     if failed:
-        raise RunError(f"stopped, because rank {', '.join(map(str, failed))} failed; see its own message")
+        raise RankError(f"stopped, because rank {', '.join(map(str, failed))} failed; see its own message")
     return done
 
 
@@ -52,9 +52,9 @@ def from_first(document: T) -> T:
         return document
     data = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8, device=collective_device())
     length = torch.tensor(len(data), device=collective_device())
-    _collective(dist.broadcast, length, src=0)
+    collective(dist.broadcast, length, src=0)
     data = data if rank() == 0 else data.new_empty(int(length))
-    _collective(dist.broadcast, data, src=0)
+    collective(dist.broadcast, data, src=0)
     return json.loads(bytes(data.tolist()))
 
 
@@ -62,7 +62,7 @@ def sum_over_ranks(total: Tensor) -> Tensor:
     """The sum, on every rank."""
     if several():
         total = total.clone()
-        _collective(dist.all_reduce, total)
+        collective(dist.all_reduce, total)
     return total
 
 
@@ -78,7 +78,7 @@ def average_over_ranks_(tensors: Iterable[Tensor]) -> None:
     if several():
         for tensor in tensors:
             held = tensor.detach().contiguous()
-            _collective(dist.all_reduce, held)
+            collective(dist.all_reduce, held)
             tensor.copy_(held / dist.get_world_size())
 
 
@@ -88,22 +88,15 @@ def copy_from_first_(tensors: Iterable[Tensor]) -> None:
     if several():
         for tensor in tensors:
             held = tensor.detach().contiguous()
-            _collective(dist.broadcast, held, src=0)
+            collective(dist.broadcast, held, src=0)
             tensor.copy_(held)
+
+
+def number_of_each(number: int) -> list[int]:
+    """The number that each rank gives, on every rank."""
+    return gathered(number) if several() else [number]
 
 
 def _failures(failed: int) -> list[int]:
     """Which ranks have failed."""
-    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collective_device())
-    numbers[dist.get_rank()] = failed
-    _collective(dist.all_reduce, numbers)
-    return numbers.nonzero().flatten().tolist()
-
-
-def _collective(call: Callable[..., Any], tensor: Tensor, **options: Any) -> None:
-    try:
-        call(tensor, **options)
-    except RuntimeError as error:
-        raise RunError(
-            f"rank {dist.get_rank()} stopped, because another rank cannot be reached any more; see its own message"
-        ) from error
+    return [rank for rank, one in enumerate(gathered(failed)) if one]

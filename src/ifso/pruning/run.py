@@ -17,7 +17,7 @@ from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel
 from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn
-from ifso.errors import DataError, DivergedError, RunError
+from ifso.errors import DataError, DivergedError, RankError, RunError
 from ifso.pruning.checking import Check, compare, outputs
 from ifso.pruning.checkpoint import finite
 from ifso.pruning.events import Listener, Plan, Removal
@@ -26,7 +26,7 @@ from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.normalizing import normalized
-from ifso.pruning.ranks import from_first, rank, sum_over_ranks, together
+from ifso.pruning.ranks import from_first, number_of_each, rank, together
 from ifso.pruning.schedule import Phase, phases
 from ifso.pruning.selection import Target, select
 from ifso.pruning.settings import Settings
@@ -160,7 +160,7 @@ class Run:
         try:
             for phase in phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step):
                 self.reach(phase)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RankError):
             self.write_checkpoint()
             raise
         self.write_checkpoint()
@@ -208,7 +208,7 @@ class Run:
 
     def _stop(self, loss: float) -> NoReturn:
         """The last good state is put back, made smaller, and saved; then an error says what happened."""
-        spoilt, (epoch, index) = int(sum_over_ranks(self.worker.spoilt)), self.stream.position
+        spoilt, (epoch, index) = number_of_each(int(self.worker.spoilt)), self.stream.position
         self._good.restore_()
         self.finish_surgery()
         kept = f"{self.ledger.shares()['macs']:.1%} of the MACs"
@@ -217,8 +217,10 @@ class Run:
             self.folder.write_model(self.network.model, self.network.recipe())
             where = f"it is saved in {self.folder.path}"
         good = f"the run stopped at its last good state, after {self.progress.removals} removals with {kept}: {where}"
-        if spoilt:
-            raise DataError(f"batches up to {index} of epoch {epoch} hold NaN or infinity ({spoilt} of them); {good}")
+        if any(spoilt):
+            bad = ", ".join(str(number) for number, count in enumerate(spoilt) if count)
+            where = f"{sum(spoilt)} of them{f', on rank {bad}' if len(spoilt) > 1 else ''}"
+            raise DataError(f"batches up to {index} of epoch {epoch} hold NaN or infinity ({where}); {good}")
         raise DivergedError(f"the loss is no longer finite ({loss}); {good}; a smaller learning rate may help")
 
     def _record(self, move: Move, loss: float) -> None:

@@ -20,6 +20,7 @@ from ifso.graph.layouts import surviving
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.ranks import average_over_ranks_, mean_over_ranks, together
 from ifso.pruning.replay import Replay, can_capture, side_by_side
+from ifso.pruning.spoilt import out_of_memory
 from ifso.pruning.state import fill_, tensors_of
 from ifso.pruning.stream import not_finite, on_device
 
@@ -183,8 +184,8 @@ class Worker:
         while True:
             try:
                 return self._work(batches, train)
-            except (torch.OutOfMemoryError, ScoreError) as error:
-                if not _out_of_memory(error):
+            except (RuntimeError, MemoryError, ScoreError) as error:
+                if not out_of_memory(error):
                     raise
                 if not self._cut(batches):
                     raise ScoreError("out of memory with a single sample; prune on a larger device") from error
@@ -305,7 +306,3 @@ def _added(old: Tensor | None, new: Tensor | None, share: float) -> Tensor | Non
         return old
     new = new if share == 1 else share * new
     return new if old is None else old + new
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)

@@ -48,7 +48,9 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     they all lie in.
     """
     records = [read_run(Path(folder)) for folder in runs]
-    place = out or default_place([record.folder for record in records])
+    place = out or default_place(
+        [_home(Path(folder), record.folder) for folder, record in zip(runs, records, strict=True)]
+    )
     if place.suffix.lower() not in SUFFIXES:
         raise RunError(f"{place}: the report is a page; give a name that ends in .html")
     page = render(records)
@@ -57,6 +59,11 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     except OSError as error:
         raise RunError(f"{place} cannot be written: {error.strerror or error}; give another --out") from error
     return place
+
+
+def _home(given: Path, run: Path) -> Path:
+    """The run that a page is about, if it is the folder that was given or the one above; no other that a file names."""
+    return run if run.resolve() in (given.resolve(), given.resolve().parent) else given
 
 
 def default_place(folders: Sequence[Path]) -> Path:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ifso.errors import IfsoError, RecipeError, RunError
-from ifso.pruning.checkpoint import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file
+from ifso.pruning.checkpoint import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
 from ifso.pruning.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -25,6 +25,7 @@ from ifso.pruning.folder import (
 from ifso.report.record import Removal, RunRecord, Scores, Tuning
 from ifso.report.structure import Structure, from_document, from_recipe, gone_by_group
 from ifso.report.values import at, mapping, number, numbers, text, whole, wholes
+from ifso.surgery.files import one_line
 from ifso.surgery.recipe import Recipe
 from ifso.surgery.store import RECIPE, read_recipe
 
@@ -70,7 +71,7 @@ def _known_config(folder: Path) -> dict[str, Any]:
 
 def _some(names: list[str], limit: int = 4) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return one_line(", ".join(names[:limit])) + more
 
 
 def _pruning_of(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -82,9 +83,11 @@ def _pruning_of(folder: Path, config: Mapping[str, Any]) -> Path:
     if name is not None:
         places += [Path(name), *(parent / name for parent in place.parents[:3])]
     for each in places:
-        if (each / CONFIG).is_file():
-            return each
-    raise RunError(f"{folder} is the fine-tuning of the run in {name}, which is not there any more; put it back there")
+        with suppress(OSError):
+            if (each / CONFIG).is_file():
+                return each
+    where = one_line(name or "the folder above")
+    raise RunError(f"{folder} is the fine-tuning of the run in {where}, which is not there any more; put it back there")
 
 
 class _Reader:
@@ -177,13 +180,15 @@ class _Reader:
     def _state(self) -> dict[str, Any]:
         """What the newest checkpoint that can be read says beside its tensors."""
         for path in sorted((self._folder / CHECKPOINTS).glob("*.safetensors"), reverse=True):
-            try:
+            state = None
+            with suppress(OSError, SafetensorError, RunError):
+                refuse_special(path)
                 with safe_open(path, framework="pt") as file:
-                    state = json.loads((file.metadata() or {}).get("state", "null"))
-            except (OSError, SafetensorError, ValueError):
+                    state = parsed((file.metadata() or {}).get("state", "").encode())
+            if state is None:
                 self._problems.append(f"{CHECKPOINTS}/{path.name} is damaged and was left out")
             else:
-                return mapping(at(mapping(state), "progress"))
+                return mapping(at(state, "progress"))
         return {}
 
     def _tuning(self, folder: Path) -> Tuning | None:

@@ -16,6 +16,9 @@ CHECKOUT = Path(__file__).parents[3] / "repro"
 """Where a checkout has them."""
 
 REQUIRED: Any = object()
+LARGEST = 2**53
+"""Whole numbers above it are no numbers of a study."""
+
 KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "a table"}
 
 
@@ -34,9 +37,9 @@ def read_toml(path: Path) -> Section:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise IfsoError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise IfsoError(f"{path} is no TOML: {' '.join(str(error).split())}") from error
+        raise IfsoError(f"{path} cannot be read: {_one_line(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise IfsoError(f"{path} is no TOML: {_one_line(error)}") from error
     return Section(values, str(path))
 
 
@@ -97,14 +100,20 @@ class Section:
 
     def error(self, what: str) -> IfsoError:
         """An error about this file."""
-        return IfsoError(f"{self._file}: {what}")
+        return IfsoError(f"{self._file}: {_one_line(what)}")
 
     def _name(self, key: str) -> str:
         return f"{self._inside}.{key}" if self._inside else key
 
     def _checked(self, value: Any, kind: type, key: str) -> Any:
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < LARGEST:
             return float(value)
         if type(value) is not kind:
             raise self.error(f"{self._name(key)} = {value!r} will not do; give {KINDS[kind]}")
         return value
+
+
+def _one_line(error: Exception | str) -> str:
+    from ifso.surgery.files import one_line
+
+    return one_line(error)

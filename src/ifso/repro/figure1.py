@@ -23,10 +23,11 @@ import ifso
 from ifso.errors import IfsoError
 from ifso.repro import masks
 from ifso.repro.measuring import DEFAULT_STEPS, all_scores, estimates, measure, summed, train_
-from ifso.repro.record import Record, open_folder
+from ifso.repro.record import Record, open_folder, told
 from ifso.repro.settings import Settings
 from ifso.repro.small_networks import create
 from ifso.repro.summary import summarise
+from ifso.surgery.files import write_text
 
 _STOP: Any = None
 
@@ -154,7 +155,8 @@ def _network(job: Job) -> dict[str, Any]:
 def write(document: dict[str, Any], folder: Path) -> Path:
     """``figure1.json``; numbers that are not finite would be refused."""
     path = folder / "figure1.json"
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    with told(path):
+        write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from ifso.errors import IfsoError
 from ifso.repro.settings import Settings, difference
+from ifso.surgery.files import append_bytes, explained, replacing, storable, sync_file, write_tensors, write_text
 
 SETTINGS = "figure1.settings.json"
 
@@ -31,7 +34,8 @@ class Record:
         text = self._lines.read_text()
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
-            self._lines.write_text(whole)
+            with told(self._lines):
+                write_text(self._lines, whole)
         found = [json.loads(line) for line in whole.splitlines()]
         if found:
             self.base, self.rows = found[0], found[1:]
@@ -39,16 +43,17 @@ class Record:
 
     def start(self, base: dict[str, Any], model: nn.Module) -> None:
         """The network is trained: keep its weights and what is known of it."""
-        save_file({name: value.contiguous() for name, value in model.state_dict().items()}, self._weights)
+        with told(self._weights), replacing(self._weights) as new:
+            write_tensors(new, storable(model.state_dict()), {"format": "pt"})
         self.base, self.rows = base, []
-        self._lines.write_text(json.dumps(base) + "\n")
+        with told(self._lines):
+            write_text(self._lines, json.dumps(base) + "\n")
 
     def replace(self, base: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Other numbers for the same network and masks, all at once."""
         self.base, self.rows = base, rows
-        new = self._lines.with_suffix(".new")
-        new.write_text("".join(json.dumps(line) + "\n" for line in (base, *rows)))
-        new.replace(self._lines)
+        with told(self._lines):
+            write_text(self._lines, "".join(json.dumps(line) + "\n" for line in (base, *rows)))
 
     def load_(self, model: nn.Module) -> None:
         """Put the trained weights into the model."""
@@ -57,10 +62,18 @@ class Record:
     def add(self, row: dict[str, Any]) -> None:
         """One more mask, on disk before this returns."""
         self.rows.append(row)
-        with self._lines.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with told(self._lines):
+            append_bytes(self._lines, (json.dumps(row) + "\n").encode())
+            sync_file(self._lines)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """What cannot be written, and what to do, in one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise IfsoError(f"{path}: {explained(error)}; --resume goes on with the run") from error
 
 
 def open_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
@@ -71,7 +84,7 @@ def open_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
         begun = place.exists() and any(folder.glob("*.jsonl"))
         before = json.loads(place.read_text()) if begun else None
         if before is None:
-            place.write_text(json.dumps(settings.document(), indent=2) + "\n")
+            write_text(place, json.dumps(settings.document(), indent=2) + "\n")
             return
     except (OSError, ValueError) as error:
         raise IfsoError(f"--out {folder} cannot be used: {' '.join(str(error).split())}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -160,22 +159,28 @@ def read_file(path: Path) -> AnyResult:
     """One result."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-    except (OSError, ValueError) as error:
-        raise IfsoError(f"{path} is damaged ({' '.join(str(error).split())}); remove it and run it again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise IfsoError(f"{path} is damaged ({_one_line(error)}); remove it and run it again") from error
     if not isinstance(document, dict):
         raise IfsoError(f"{path} is no result: it holds a {type(document).__name__}; remove it and run it again")
     kind = next((kind for name, kind in KIND_OF.items() if name in document), Result)
     known = [entry.name for entry in fields(kind)]
     for what, keys in (("lacks", _without(known, document)), ("has the unknown", _without(document, known))):
         if keys:
-            raise IfsoError(f"{path} {what} {', '.join(keys)}; remove it and run it again")
+            raise IfsoError(f"{path} {what} {_one_line(', '.join(keys))}; remove it and run it again")
     try:
         result: AnyResult = kind(**document)
     except IfsoError as error:
-        raise IfsoError(f"{path}: {error}; remove it and run it again") from error
+        raise IfsoError(f"{path}: {_one_line(error)}; remove it and run it again") from error
     if result.name != path.stem:
-        raise IfsoError(f"{path} holds the result of {result.name}; give it back its name")
+        raise IfsoError(f"{path} holds the result of {_one_line(result.name)}; give it back its name")
     return result
+
+
+def _one_line(error: Exception | str) -> str:
+    from ifso.surgery.files import one_line
+
+    return one_line(error)
 
 
 def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -185,6 +190,9 @@ def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
 def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
+
+LARGEST = 2**53
+"""Above all numbers of a result."""
 
 KINDS: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
@@ -201,8 +209,8 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
     right = isinstance(value, KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
     if not right:
         raise IfsoError(f"{name} is {value!r}, which is no {kind}")
-    if kind == "float" and not math.isfinite(value):
-        raise IfsoError(f"{name} is {value!r}, which is not finite")
+    if kind in ("int", "float") and not abs(value) < LARGEST:
+        raise IfsoError(f"{name} is {value!r}, which is not finite or far too large")
     if kind in ("int", "float") and value < 0:
         raise IfsoError(f"{name} is {value!r}, below 0")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
 import torch
@@ -16,6 +18,10 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+UNFINISHED = ".tmp??????"
+"""The names under which safetensors writes; one that is killed leaves its file."""
 
 
 def provisional(path: Path) -> Path:
@@ -54,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file from its beginning."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY | _OWN, 0o666)
     try:
         _write_all(descriptor, data)
     finally:
@@ -63,7 +69,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def append_bytes(path: Path, data: bytes) -> None:
     """Add to the end of a file; if it cannot take all, it is cut back to what it was."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _BINARY | _OWN, 0o666)
     try:
         length = os.fstat(descriptor).st_size
         try:
@@ -77,6 +83,8 @@ def append_bytes(path: Path, data: bytes) -> None:
 
 
 _BINARY = getattr(os, "O_BINARY", 0)
+_OWN = getattr(os, "O_NOFOLLOW", 0)
+"""A link in the place of a file leads out of the folder: it is refused."""
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -128,9 +136,45 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.chmod(mode)
 
 
-def one_line(error: BaseException) -> str:
-    """What an error says, without line breaks."""
-    return " ".join(str(error).split())
+LONGEST = 500
+"""Characters that are repeated of what an error says; a hostile file may put anything there."""
+
+
+def one_line(error: BaseException | str) -> str:
+    r"""What an error says, without line breaks and characters that cannot be printed.
+
+    >>> one_line("a\nb \x1b[1m")
+    'a b \\x1b[1m'
+    """
+    words = " ".join(str(error).split())[: LONGEST + 1]
+    words = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+
+
+NO_ROOM, NOT_ALLOWED, NOT_THERE = (ENOSPC, EDQUOT, EFBIG), (EACCES, EPERM, EROFS), (ENOENT, ENOTDIR)
+ADVICE = {
+    **dict.fromkeys(NO_ROOM, "make room, and do it again; what was written before is whole"),
+    **dict.fromkeys(NOT_ALLOWED, "make it readable and writable, or give another folder"),
+    **dict.fromkeys(NOT_THERE, "give a folder that is there"),
+}
+
+
+def explained(error: Exception, advice: Mapping[int, str] = ADVICE, otherwise: str = "check the disk") -> str:
+    """Why a file could not be read or written, and what to do about it.
+
+    >>> explained(OSError(ENOSPC, "no room"))
+    'No space left on device; make room, and do it again; what was written before is whole'
+    """
+    code = error_number(error)
+    return f"{os.strerror(code) if code else one_line(error)}; {advice.get(code or 0, otherwise)}"
+
+
+def error_number(error: Exception) -> int | None:
+    """The system's number of an error; safetensors gives it only in words."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 class FolderLock:

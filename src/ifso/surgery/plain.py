@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -30,7 +31,7 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: type[T], value: Any, where: str) -> T:
     """``value`` as the dataclass ``kind``; a RecipeError that begins with the place where it does not fit."""
     _expect(value, dict, where)
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     _check_keys(names, value, where)
     arguments = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in sorted(names)}
@@ -38,6 +39,11 @@ def from_plain(kind: type[T], value: Any, where: str) -> T:
         return kind(**arguments)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _check_keys(names: set[str], value: dict[str, Any], where: str) -> None:

@@ -23,7 +23,17 @@ from torch import Tensor, nn
 from ifso.errors import RecipeError
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors
-from ifso.surgery.files import one_line, storable, sync_file, sync_folder, write_bytes, write_tensors
+from ifso.surgery.files import (
+    UNFINISHED,
+    error_number,
+    explained,
+    one_line,
+    storable,
+    sync_file,
+    sync_folder,
+    write_bytes,
+    write_tensors,
+)
 from ifso.surgery.fitting import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
 
@@ -126,6 +136,10 @@ def _write_recipe(path: Path, document: dict[str, Any]) -> None:
 
 
 def _finish_interrupted(folder: Path) -> None:
+    """Put a recipe in its place that fits the weights, and clear away what a killed save was writing."""
+    if (folder / NEW_WEIGHTS).exists():
+        for stale in folder.glob(UNFINISHED):
+            stale.unlink(missing_ok=True)
     if (folder / NEW_RECIPE).exists():
         with suppress(RecipeError):
             _matching_recipe(folder, NEW_RECIPE)
@@ -210,6 +224,9 @@ def _located(path: Path) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error.__cause__
-    except (OSError, SafetensorError) as error:
-        raise RecipeError(f"{path}: {one_line(error)}") from error
+        raise RecipeError(f"{path}: {one_line(error)}") from error.__cause__
+    except OSError as error:
+        raise RecipeError(f"{path}: {explained(error)}") from error
+    except SafetensorError as error:
+        words = explained(error) if error_number(error) else one_line(error)
+        raise RecipeError(f"{path}: {words}") from error

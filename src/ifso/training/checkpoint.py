@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ifso.errors import RunError
 from ifso.pruning.checkpoint import located, read_tensor_file, write_tensor_file
 from ifso.pruning.folder import differences
+from ifso.surgery.files import UNFINISHED
 from ifso.training.settings import TrainSettings
 
 FILE = "training.safetensors"
@@ -30,7 +31,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[
     """
     with located(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*folder.glob(f".{FILE}.new"), *folder.glob(".tmp??????")):
+        for stale in (*folder.glob(f".{FILE}.new"), *folder.glob(UNFINISHED)):
             if stale.is_file():
                 stale.unlink(missing_ok=True)
     write_tensor_file(folder / FILE, tensors, facts)

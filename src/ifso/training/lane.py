@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ifso.curvature.losses import LossFn, same_modes
-from ifso.errors import DataError, DivergedError, TrainingError
-from ifso.pruning.ranks import copy_from_first_, mean_over_ranks, rank
+from ifso.errors import DataError, DivergedError, RunError, TrainingError
+from ifso.pruning.ranks import copy_from_first_, mean_over_ranks, number_of_each, rank
+from ifso.pruning.spoilt import first_bad, refuse_spoilt_weights
 from ifso.training.checkpoint import (
     RNG,
     about_model,
@@ -97,7 +98,9 @@ class Lane:
 
     def run(self) -> Generator[bool]:
         """All epochs that are left. Yields True after a step and False where it waits for the GPU."""
+        refuse_spoilt_weights(self.model)
         begun = self._resumed()
+        self._refuse_apart(begun)
         if begun >= self.settings.epochs:
             self._keep()
             return
@@ -119,9 +122,7 @@ class Lane:
             raise DataError("there is nothing to train on: the batches ran out before the first one")
         loss = float(mean_over_ranks(self._learner.total, steps.count))
         if not math.isfinite(loss):
-            raise DivergedError(
-                f"the loss was {loss} in epoch {number + 1} of training; lower the learning rate ({self.settings.lr})"
-            )
+            raise self._diverged(loss, number + 1)
         seconds = time.perf_counter() - started
         lr = float(self._learner.optimizer.param_groups[0]["lr"])
         losses = {} if self._named is None else self._named.taken()
@@ -129,6 +130,13 @@ class Lane:
         self._save()
         if self._watch.on_epoch is not None:
             self._watch.on_epoch(self.done[-1])
+
+    def _diverged(self, loss: float, epoch: int) -> DivergedError:
+        """What is to blame: a batch, or the rate."""
+        bad, was = first_bad(self._batches), f"the loss was {loss} in epoch {epoch} of training"
+        if bad is not None:
+            return DivergedError(f"{was}: batch {bad} of them, from 0, holds NaN or infinity; mend the data")
+        return DivergedError(f"{was}; lower the learning rate ({self.settings.lr})")
 
     def _steps(self) -> Steps:
         if capturable(self._learner, self._batches):
@@ -166,6 +174,15 @@ class Lane:
         }
         save_checkpoint(folder, {**self._learner.state(), **rng_states(self._learner.device)}, facts)
         self._saved = now
+
+    def _refuse_apart(self, begun: int) -> None:
+        """All ranks go on from the same checkpoint, which all have read before the first one may remove it."""
+        found = number_of_each(begun)
+        if len(set(found)) > 1:
+            raise RunError(
+                f"{self._watch.folder}: ranks read that {', '.join(map(str, found))} epochs are done; "
+                "give a folder that all of them see"
+            )
 
     def _resumed(self) -> int:
         """How many epochs the checkpoint has behind it."""

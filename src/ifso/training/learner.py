@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.curvature.losses import LossFn, checked
-from ifso.pruning.ranks import several
+from ifso.criteria.ranks import among_ranks
+from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.pruning.ranks import number_of_each, several
 from ifso.training.averaging import Ema
 from ifso.training.listed import is_listed, part_of
+from ifso.training.named_losses import NamedLosses
 from ifso.training.narrow import narrow_layers
 from ifso.training.optimizers import momenta, set_rate_, sgd
 from ifso.training.precision import autocast, scaler, tensor_cores
@@ -38,7 +40,7 @@ class Learner:
         self.ema = Ema(model, settings.ema) if settings.ema else None
         self.total = torch.zeros((), device=self.device)
         self._scaler = scaler(settings.precision, self.device)
-        self._net = _wrapped(model, settings)
+        self._net = None if several() else _compiled(model, settings)
         self.narrow = True
 
     @property
@@ -49,7 +51,9 @@ class Learner:
     def learn(self, batch: Any) -> None:
         """A step on ``batch``, whose loss is added to ``total``."""
         self.optimizer.zero_grad()
-        with tensor_cores(self.settings.precision):
+        with tensor_cores(self.settings.precision), among_ranks():
+            if self._net is None:
+                self._net = _compiled(_exchanging(self.model, self._has_spare(batch)), self.settings)
             self._differentiate(batch)
         if self.settings.clip:
             self._scaler.unscale_(self.optimizer)
@@ -62,6 +66,7 @@ class Learner:
     def _differentiate(self, batch: Any) -> None:
         """Gradients of the mean loss over all micro-batches of ``batch``."""
         parts, precision = self.settings.accumulate, self.settings.precision
+        net = self.model if self._net is None else self._net
         for number in range(parts):
             part = part_of(batch, number, parts)
             with (
@@ -69,9 +74,19 @@ class Learner:
                 narrow_layers(precision, self.device) if self.narrow and not is_listed(part) else nullcontext(),
                 self._in_step(number == parts - 1),
             ):
-                loss = checked(self._loss_fn(self._net, part)) / parts
+                loss = checked(self._loss_fn(net, part)) / parts
             self._scaler.scale(loss).backward()
             self.total += loss.detach()
+
+    def _has_spare(self, batch: Any) -> bool:
+        """Has a parameter no part in the loss, on any rank? Processes must know. It is tried, and leaves no trace."""
+        wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        with undisturbed(self.model), autocast(self.settings.precision, self.device):
+            loss = checked(self._loss_fn(self.model, part_of(batch, 0, self.settings.accumulate)))
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        if isinstance(self._loss_fn, NamedLosses):
+            self._loss_fn.taken()
+        return any(number_of_each(any(gradient is None for gradient in found)))
 
     def set_rate(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -99,12 +114,15 @@ class Learner:
 
     def _in_step(self, last: bool) -> AbstractContextManager[Any]:
         """Processes exchange gradients once a step, with the last micro-batch."""
-        return nullcontext() if last or not several() else self._net.no_sync()  # type: ignore[operator]
+        return nullcontext() if last or not several() else self._net.no_sync()  # type: ignore[operator,union-attr]
 
 
-def _wrapped(model: nn.Module, settings: TrainSettings) -> nn.Module:
-    """What the loss is given to call: the model, compiled, or exchanging gradients with other processes."""
-    if several():
-        places = [next(model.parameters()).device.index] if next(model.parameters()).is_cuda else None
-        model = nn.parallel.DistributedDataParallel(model, device_ids=places)
+def _exchanging(model: nn.Module, spare: bool) -> nn.Module:
+    """The model, which averages gradients over the processes; with ``spare``, some parameters get none."""
+    places = [next(model.parameters()).device.index] if next(model.parameters()).is_cuda else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=places, find_unused_parameters=spare)
+
+
+def _compiled(model: nn.Module, settings: TrainSettings) -> nn.Module:
+    """What the loss is given to call."""
     return torch.compile(model) if settings.compile else model  # type: ignore[return-value]

@@ -25,6 +25,7 @@ from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.graph.tracing import trace
+from ifso.pruning.spoilt import out_of_memory
 from ifso.training.evaluation import evaluate
 from ifso.training.headline import detects
 from ifso.training.listed import of_batch, size_of
@@ -256,9 +257,8 @@ def explaining(what: str) -> Iterator[None]:
     """One clear line where memory runs out, also if another error tells of it, or where the network fails."""
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, IndexError, IfsoError) as error:
-        cause = error.__cause__ if isinstance(error, IfsoError) else error
-        if isinstance(cause, torch.OutOfMemoryError) or "can't allocate memory" in str(cause):
+    except (RuntimeError, ValueError, TypeError, IndexError, MemoryError, IfsoError) as error:
+        if out_of_memory(error):
             raise IfsoError(f"there is not enough memory for {what}; give smaller batches") from error
         if isinstance(error, IfsoError):
             raise

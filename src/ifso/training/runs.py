@@ -23,7 +23,8 @@ from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.pruning.checkpoint import located, parsed
 from ifso.pruning.folder import SUMMARY, TRAINING, RunFolder
-from ifso.pruning.ranks import rank, together
+from ifso.pruning.ranks import rank, several, together
+from ifso.pruning.spoilt import out_of_memory
 from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
 from ifso.training.crew import Crew
@@ -145,7 +146,9 @@ class RunningTraining(Lane):
                 if stepped:
                     self._tell_step()
                 yield stepped
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError, TrainingError) as error:
+            if not out_of_memory(error):
+                raise
             raise TrainingError(
                 f"there is too little memory for a batch of {self.settings.batch}; give a smaller one, accumulate "
                 f"{2 * self.settings.accumulate} micro-batches, or train fewer networks side by side"
@@ -295,6 +298,9 @@ def _measures_of(training: Training, listener: Listener) -> Callable[[nn.Module]
 def _end(
     outcomes: list[dict[str, Any] | IfsoError], number: int, lane: RunningTraining, failure: IfsoError | None
 ) -> None:
+    """Other networks go on; other ranks cannot, and wait for this one until it goes."""
     outcomes[number] = lane.summary if failure is None else failure
     if failure is not None and lane.folder is not None:
         _discard_if_empty(lane.folder)
+    if failure is not None and several():
+        raise failure

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ifso.curvature.losses import one_line
-from ifso.errors import TrainingError
+from ifso.errors import DataError, TrainingError
+from ifso.pruning.ranks import number_of_each, several, together
 from ifso.pruning.replay import free_generator
 from ifso.training.learner import Learner
 from ifso.training.schedule import rate, rates
@@ -44,12 +45,48 @@ class PlainSteps:
             self._batches.set_epoch(number)
         settings, self.count = self._learner.settings, 0
         steps = max(len(self._batches), 1) if hasattr(self._batches, "__len__") else 1
-        for batch in self._batches:
+        for batch in of_all_ranks(self._batches):
             done = number + min(self.count / steps, 1.0)
             self._learner.set_rate(rate(settings, done / settings.epochs, steps))
             self._learner.learn(batch)
             self.count += 1
             yield True
+
+
+def of_all_ranks(batches: Any) -> Iterator[Any]:
+    """The batches; ranks that do not have equally many are refused, since each step is one of all ranks."""
+    if not several():
+        yield from batches
+        return
+    length = len(batches) if hasattr(batches, "__len__") else -1
+    lengths = number_of_each(length)
+    if len(set(lengths)) > 1:
+        raise DataError(f"ranks have {', '.join(map(str, lengths))} training batches; give each equally many")
+    yield from _as_many(batches, length) if length >= 0 else _while_all_have(batches)
+
+
+def _as_many(batches: Any, length: int) -> Iterator[Any]:
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        if number <= length:
+            yield batch
+    if number != length:
+        raise DataError(f"len() of the training batches is {length}, but {number} came; other ranks rely on it")
+
+
+def _while_all_have(batches: Any) -> Iterator[Any]:
+    number, items = 0, iter(batches)
+    while True:
+        batch = together(lambda: next(items, None))
+        there = number_of_each(batch is not None)
+        if not any(there):
+            return
+        if not all(there):
+            raise DataError(
+                f"rank {there.index(0)} has {number} training batches, and others have more; give each equally many"
+            )
+        number += 1
+        yield batch
 
 
 class CapturedSteps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from ifso.graph.labels import CONSUMES, PRODUCES, Labels, Layer
@@ -40,6 +41,8 @@ def convolve(
     made, read = _weight_ids(labels, weight, out_dim), _weight_ids(labels, weight, in_dim)
     if read is not None and (groups == 1 or transposed):
         labels.role(read, CONSUMES)
+    if groups == 1 and read is not None and not _is_parameter(labels, weight):
+        _flag_made_weight(call, labels, read)
     if groups > 1:
         made, read = _grouped(call, labels, x, weight, made, read, transposed, groups)
     else:
@@ -51,6 +54,14 @@ def convolve(
     labels.set(out, [*layers, *along_batch], like=x)
     follow(labels, out, bias, 1)
     _conv_cost(call, labels, x, weight, made, read, transposed, groups)
+
+
+def _flag_made_weight(call: Call, labels: Labels, read: Tensor) -> None:
+    """A weight made with statistics over what it reads is not zero there for removed channels, and they may not be."""
+    for ids, flag, _ in list(labels.flags):
+        if bool(torch.isin(read, ids).all()):
+            labels.flag(read, flag, call)
+            return
 
 
 def _depthwise(call: Call, labels: Labels, x: Ref, weight: Ref, bias: Ref | None, transposed: bool) -> None:

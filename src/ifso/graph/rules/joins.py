@@ -17,14 +17,14 @@ from ifso.graph.tape import Call, Ref
 
 @rule("aten.cat", "aten.concat")
 def cat(call: Call, labels: Labels) -> None:
-    """Ids are joined along the dim; along the other dims all pieces hold the same channels."""
+    """Ids are joined along the dim, without empty pieces; along the other dims all pieces hold the same channels."""
     pieces = [ref for ref in call.args[0] if labels.tape.shape(ref) != (0,)]
     out = call.outputs[0]
     if not pieces:
         labels.set(out, ())
         return
     dim = call.argument(1, "dim", 0) % len(labels.shape(pieces[0]))
-    _join(pieces, out, dim, labels)
+    _join([ref for ref in pieces if labels.tape.shape(ref)[dim]] or pieces[:1], out, dim, labels)
 
 
 @rule("aten.stack")

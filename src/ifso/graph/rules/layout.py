@@ -40,7 +40,13 @@ def rearrange(call: Call, labels: Labels) -> None:
     x = call.args[0]
     _remember_view(call, labels, x)
     results: list[list[Layer]] = [[] for _ in call.outputs]
+    ordered = _ordered_dims(call, len(labels.shape(x)))
     for layer in labels[x]:
+        if any(layer.varies(dim) for dim in ordered):
+            labels.freeze(layer.ids, f"its order matters in {call.op}")
+            continue
+        if call.op == "aten.slice" and call.argument(4, "step", 1) > 1:
+            _keep_in_step(layer, call.argument(1, "dim", 0), call.argument(4, "step", 1), labels)
         for place, ids in enumerate(_on_ids(call, layer.ids, labels.shape(x))):
             results[place].append(carry_period(layer, ids, labels))
         if call.op in ("aten.slice", "aten.select") and results[0][-1].ids.numel() < layer.ids.numel():
@@ -49,6 +55,22 @@ def rearrange(call: Call, labels: Labels) -> None:
         labels.set(ref, layers, like=x)
         if call.op == "aten.expand" and ref is not None:
             labels.flexible[ref.index] = _expanded_dims(labels.shape(x), labels.shape(ref))
+
+
+def _ordered_dims(call: Call, ndim: int) -> list[int]:
+    """Dims along which the operator means positions, not channels: with some gone, the others would be elsewhere."""
+    if call.op == "aten.roll":
+        return [dim % ndim for dim in call.argument(2, "dims", ())] or list(range(ndim))
+    if call.op == "aten.unfold":
+        return [call.args[1] % ndim]
+    return [ndim - 2, ndim - 1] if call.op in ("aten.tril", "aten.triu") else []
+
+
+def _keep_in_step(layer: Layer, dim: int, step: int, labels: Labels) -> None:
+    """Every ``step``-th channel is picked: those from one to the next go together, or the step would pick others."""
+    if layer.varies(dim % layer.ids.dim()):
+        for block in labels.unlock(layer).ids.split(step, dim):
+            labels.link_rows(block, [dim])
 
 
 def _expanded_dims(before: tuple[int, ...], after: tuple[int, ...]) -> set[int]:

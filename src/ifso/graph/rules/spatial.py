@@ -128,13 +128,17 @@ def col2im(call: Call, labels: Labels) -> None:
 
 @rule("aten.channel_shuffle", "aten.native_channel_shuffle")
 def channel_shuffle(call: Call, labels: Labels) -> None:
-    """[N, g·n, …]: blocks are dealt out in turn; they must keep equally many."""
+    """[N, g·n, …]: blocks are dealt out in turn; they must keep equally many, even if each is one unit.
+
+    The number of blocks shows in no shape, so that a rehearsal could not tell whether it followed.
+    """
     x, groups = call.args[:2]
     passing = []
     for layer in labels[x]:
         if layer.dims == (1,):
             blocks = labels.unlock(layer).ids.flatten().view(groups, -1)
             labels.split(blocks, call.module)
+            labels.balance(blocks, call.module)
             ids = blocks.t().reshape([-1 if d == 1 else 1 for d in range(layer.ids.dim())])
             passing.append(replace(layer, ids=ids, period=groups))
         else:
