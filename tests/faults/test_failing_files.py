@@ -6,7 +6,7 @@ import errno
 from contextlib import suppress
 from pathlib import Path
 
-import long_run
+import every_fault
 import pytest
 import tiny
 import trials
@@ -33,9 +33,9 @@ def test_a_sample_of_all_operations(name: str, kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_run.FILES)
+@pytest.mark.parametrize("name", every_fault.FILES)
 def test_every_operation(name: str) -> None:
-    assert long_run.failures_of_files(name)["failures"] == []
+    assert every_fault.failures_of_files(name)["failures"] == []
 
 
 # ------------------------------------------------------------------------------------------------- small regressions

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import failing_files
-import long_run
+import every_fault
 import pytest
 import signalled
 import trials
@@ -53,6 +53,6 @@ def test_stopped_at_work(name: str, kind: str, begun: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_run.SIGNALLED)
+@pytest.mark.parametrize("name", every_fault.SIGNALLED)
 def test_stopped_at_any_time(name: str) -> None:
-    assert long_run.failures_of_signals(name)["failures"] == []
+    assert every_fault.failures_of_signals(name)["failures"] == []

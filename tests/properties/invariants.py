@@ -18,7 +18,7 @@ import torch
 from cases import difference, outputs, removed, run, tensors
 from random_layouts import Einsum
 from random_networks import Net, RandomNetwork, build, inputs_of
-from random_tokens import Multihead, SeparateAttention
+from random_tokens import Multihead, SeparateAttention, WidthAttention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -307,7 +307,7 @@ def check_second_removal(net: Net, graph: ifso.ChannelGraph, smaller: Smaller, i
     if not is_counted_otherwise(smaller.model):
         assert recount(graph, kept, again) == [], "costs that the smaller network's own graph counts"
     wanted = {own & left for own in before.values() if own & left}
-    if is_roomy(graph, kept) and not any(map(_divides_by_head_size, smaller.model.modules())):
+    if is_roomy(graph, kept) and not any(map(_takes_head_size_from_elsewhere, smaller.model.modules())):
         assert set(after.values()) == wanted, "the partition of the smaller network"
         tally.partitions += 1
     more = legal_keep(smaller.model, again, net.seed + 1)
@@ -353,9 +353,14 @@ def is_roomy(graph: ifso.ChannelGraph, kept: Tensor) -> bool:
     )
 
 
-def _divides_by_head_size(module: nn.Module) -> bool:
-    """Written out, the attention layer that stands for PyTorch's computes with its head size, which then stays."""
-    return isinstance(module, Multihead) and module.weights and type(module.attn) is not nn.MultiheadAttention
+def _takes_head_size_from_elsewhere(module: nn.Module) -> bool:
+    """Attention whose units depend on more than its layers.
+
+    Written out, the layer that stands for PyTorch's divides by its head size, which then stays. Where the head size
+    comes from the input's width, rehearsals decide what is offered, and those of another network may differ.
+    """
+    slim = isinstance(module, Multihead) and module.weights and type(module.attn) is not nn.MultiheadAttention
+    return slim or isinstance(module, WidthAttention)
 
 
 def _rows(layer: Tensor) -> Tensor:

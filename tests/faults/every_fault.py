@@ -1,6 +1,6 @@
 """Every file operation of every command fails once in each way, and signals come at random times; counts as JSON.
 
-python tests/faults/long_run.py --out docs/bench/faults.json [--only save report train …] [--kinds crash power …]
+python tests/faults/every_fault.py --out docs/bench/faults.json [--only save report train …] [--kinds crash power …]
 
 With ``--only`` or ``--kinds``, what the file tells of others stays.
 """
@@ -125,7 +125,7 @@ def _document(parts: dict[str, Any]) -> dict[str, Any]:
     signals = [part for part in parts.values() if part["kind"] == "signals"]
     return {
         "bench": "faults",
-        "command": "python tests/faults/long_run.py --out docs/bench/faults.json",
+        "command": "python tests/faults/every_fault.py --out docs/bench/faults.json",
         "torch": str(torch.__version__),
         "file_faults": sum(_count(part, KINDS) for part in files),
         "signals_at_file_operations": sum(_count(part, SIGNALS) for part in files),
