@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import failing_files
 import every_fault
+import failing_files
 import pytest
 import signalled
 import trials

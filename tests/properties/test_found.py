@@ -208,3 +208,21 @@ def test_an_empty_piece_in_a_concatenation():
     assert graph.notes == ()
     assert [group.size for group in graph.groups] == [4]
     assert ifso.cost(model, graph).macs == 2 * 4 * 4 * (3 * 4 + 4 * 5)
+
+
+class Twice(nn.Module):
+    """One norm used twice, on the channels in one order and in the other; each channel has a shift of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 6), nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.norm(self.first(x)).flip(-1)))
+
+
+def test_a_norm_that_meets_the_same_channels_in_two_orders():
+    """The second use was masked as the first."""
+    model, inputs = Twice().double(), torch.randn(2, 7, 3, dtype=torch.float64)
+    graph = ifso.trace(model, inputs)
+    assert_exact(model, graph, {"first": torch.tensor([True, False, True, True, True, False])}, inputs)

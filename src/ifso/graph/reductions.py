@@ -77,7 +77,8 @@ class ExactReductions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reduction = self._reductions.get(self._stack.next_function(func))
+        name, visit, number = self._stack.next_function(func)
+        reduction = self._reductions.get((name, visit, number)) or self._reductions.get((name, 1, number))
         if reduction is None or getattr(func, "__name__", "") != reduction.name:
             return func(*args, **kwargs)
         if reduction.name == "multi_head_attention_forward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-FunctionKey = tuple[str, int]
-"""(module name, n): the n-th torch function called while that module ran, counted anew at each call of the module."""
+FunctionKey = tuple[str, int, int]
+"""(module name, visit, n): the n-th torch function called while that module ran for the visit-th time in a run."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ OUTSIDE = "<outside the model>"
 class _Frame:
     name: str
     entry: int
+    visit: int = 1
     functions: int = 0
 
 
@@ -145,6 +147,7 @@ class ModuleStack:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running = [_Frame(OUTSIDE, 0)]
         self._entries = 0
+        self._visits: Counter[str] = Counter()
         self._on_exit = on_exit
         self._on_enter = on_enter
         self._handles: list[Any] = []
@@ -166,13 +169,17 @@ class ModuleStack:
         """
         frame = self._running[-1]
         if getattr(func, "__name__", "") == "__get__":
-            return (frame.name, 0)
+            return (frame.name, frame.visit, 0)
         frame.functions += 1
-        return (frame.name, frame.functions)
+        return (frame.name, frame.visit, frame.functions)
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         self._entries += 1
-        self._running.append(_Frame(self._names.get(id(module), self.module), self._entries))
+        if len(self._running) == 1:
+            self._visits.clear()
+        name = self._names.get(id(module), self.module)
+        self._visits[name] += 1
+        self._running.append(_Frame(name, self._entries, self._visits[name]))
         if self._on_enter is not None:
             self._on_enter(self.module)
 
