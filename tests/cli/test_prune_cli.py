@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,12 @@ from ifso.cli import progress
 from ifso.cli.main import main
 from ifso.criteria.authors import Authors
 from ifso.criteria.ifso import Ifso
+from ifso.criteria.registry import names
 from ifso.pruning import run as pruning_run
 from ifso.pruning.checking import Check
+from ifso.pruning.normalizing import NORMALIZERS
+from ifso.pruning.presets import PRESETS
+from ifso.training.precision import SCORE_PRECISIONS
 
 NET = """
 from pathlib import Path
@@ -333,8 +338,8 @@ def test_help_names_what_can_be_chosen(capsys):
         main(["prune", "--help"])
     assert caught.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "group-fisher" in out
-    assert "sqrt-memory" in out
+    for name in (*names(), *PRESETS, *NORMALIZERS, *SCORE_PRECISIONS):
+        assert re.search(rf"[ ,]{name}[,.]", out), name
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,9 +18,10 @@ from tiny_rows import AtOnce, few_images, tiny_row
 
 from ifso.cli import repro_runs
 from ifso.cli.main import main
+from ifso.errors import IfsoError
 from ifso.repro import running
 from ifso.repro.results import Result, write
-from ifso.repro.rows import Job, study
+from ifso.repro.rows import Job, rows, studies, study
 
 ROW = "resnet32-cifar10-50"
 
@@ -78,18 +80,34 @@ def test_bad_input_is_one_line(words, message, capsys):
     assert err.count("\n") == 1
 
 
+def test_help_names_every_study_and_row(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["repro", "--help"])
+    words = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert {*studies(), *rows(), "figure1", "recipe"} <= words
+
+    def broken():
+        raise IfsoError("repro/table9.toml is broken")
+
+    monkeypatch.setattr("ifso.repro.rows.studies", broken)
+    with pytest.raises(SystemExit) as caught:
+        main(["repro", "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "repro/table9.toml is broken"
+
+
 def test_what_is_lacking_is_told_once_for_all_runs(tmp_path, capsys):
     words = ["repro", ROW, "vgg16-cifar100-40", "--seeds", "1", "--out", str(tmp_path), "--data", "cifar10:none.npz"]
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()
     first, *told = err.splitlines()
-    assert first == "· runs: 0 to do, 16 that cannot be done"
-    assert told[0].startswith(f"ifso: error: {ROW}.ifso.paper.0 and 7 more: ")
+    assert first == "· runs: 0 to do, 24 that cannot be done"
+    assert told[0].startswith(f"ifso: error: {ROW}.ifso.paper.0 and 11 more: ")
     assert "begins with the weights resnet32_cifar10_authors.safetensors, which are not here; give their f" in told[0]
     lacking = "vgg16-cifar100-40 needs cifar100; give --data cifar100:PATH, or --smoke"
-    assert told[1:] == [f"ifso: error: vgg16-cifar100-40.ifso.paper.0 and 7 more: {lacking}"]
+    assert told[1:] == [f"ifso: error: vgg16-cifar100-40.ifso.paper.0 and 11 more: {lacking}"]
     document = json.loads(out)
-    assert (document["runs"], document["status"], len(document["failures"])) == ([], 2, 16)
+    assert (document["runs"], document["status"], len(document["failures"])) == ([], 2, 24)
     assert document["failures"][0]["run"] == f"{ROW}.ifso.paper.0"
 
 
@@ -105,16 +123,20 @@ def test_the_list_tells_how_far_each_run_is(tmp_path, capsys):
     assert states == {
         f"{ROW}.ifso.paper.0": "done",
         f"{ROW}.ifso.ours.0": "fine-tuning begun",
+        f"{ROW}.ifso.patient.0": "to do",
         f"{ROW}.group-fisher.paper.0": "pruning begun",
         f"{ROW}.group-fisher.ours.0": "pruning begun",
+        f"{ROW}.group-fisher.patient.0": "pruning begun",
         f"{ROW}.magnitude-average.paper.0": "to do",
         f"{ROW}.magnitude-average.ours.0": "to do",
+        f"{ROW}.magnitude-average.patient.0": "to do",
         f"{ROW}.random.paper.0": "pruned",
         f"{ROW}.random.ours.0": "pruned",
+        f"{ROW}.random.patient.0": "pruned",
     }
     assert main(["repro", ROW, "--list", "--smoke", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "8 runs" in text
+    assert "12 runs" in text
     assert "done" not in text
     assert main(["repro", ROW, "--list", "--smoke", "--epochs", "9", "--prune", "lr=1", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().err == "· a smoke run has sizes and images of its own: --epochs, --prune not used\n"
@@ -193,29 +215,30 @@ def test_a_smoke_row_in_about_a_minute(tmp_path, capsys):
     assert main(["repro", ROW, "--smoke", "--json", "--out", str(tmp_path)]) == 0
     assert time.monotonic() - began < 120
     document = json.loads(capsys.readouterr().out)
-    assert len(document["runs"]) == 8
+    assert len(document["runs"]) == 12
     assert all(run["smoke"] and 0.4 < run["macs_kept"] <= 0.5 for run in document["runs"])
-    assert len(list((tmp_path / "results" / "smoke").glob("*.json"))) == 8
+    assert len(list((tmp_path / "results" / "smoke").glob("*.json"))) == 12
     assert list((tmp_path / "results").glob("*.json")) == []
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize(("name", "status", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_after_a_signal_the_same_command_goes_on(name, status, word, tmp_path):
     command = [sys.executable, "-m", "ifso.cli", "repro", ROW, "--smoke", "--criteria", "ifso", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     for line in process.stderr:
         if line.startswith("· pruning"):
             break
     time.sleep(6)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[name])
     rest = process.stderr.read()
-    assert process.wait(60) == 130
-    assert rest.splitlines()[-1] == f"ifso: interrupted; what is done is kept in {tmp_path}: the same command goes on"
+    assert process.wait(60) == status
+    assert rest.splitlines()[-1] == f"ifso: {word}; what is done is kept in {tmp_path}: the same command goes on"
     assert "Traceback" not in rest
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "training resnet32-cifar10" not in done.stderr
-    assert "2 runs done" in done.stdout
+    assert "3 runs done" in done.stdout
 
 
 def test_ranks_share_the_runs_and_the_first_tells_what_failed(tmp_path):
@@ -243,11 +266,11 @@ def test_ranks_share_the_runs_and_the_first_tells_what_failed(tmp_path):
     (out, err), (silent, own) = (process.communicate(timeout=120) for process in processes)
     assert [process.returncode for process in processes] == [2, 0]
     assert silent == ""
-    assert "ifso: error: vgg16-cifar10-50.ifso.paper.0 and 7 more: vgg16-cifar10-50 needs cifar10" in err
+    assert "ifso: error: vgg16-cifar10-50.ifso.paper.0 and 11 more: vgg16-cifar10-50 needs cifar10" in err
     assert {failure["run"] for failure in json.loads(out)["failures"]} == {
         job.name for job in study("vgg16-cifar10-50", seeds=1)
     }
-    assert own == "· [1] runs: 0 to do, 4 that cannot be done\n"
+    assert own == "· [1] runs: 0 to do, 6 that cannot be done\n"
 
 
 def test_smoke_and_choices_have_folders_of_their_own(tmp_path, monkeypatch):

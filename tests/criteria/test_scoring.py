@@ -252,6 +252,21 @@ def test_inputs_of_another_shape(model, graph):
     assert "give batches of the shape that the model takes" in words
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes of that size"),
+        MemoryError(),
+    ],
+)
+def test_a_lack_of_memory_of_any_kind(model, graph, error):
+    def full(*_):
+        raise error
+
+    assert refusal(model, graph, full, batches(1), "taylor").endswith("; give smaller batches")
+
+
 def test_a_loss_with_a_mistake_of_its_own(model, graph):
     with pytest.raises(ScoreError, match=r"loss_fn failed on batch 1: KeyError: 'label'; check that loss_fn") as caught:
         score(model, graph, lambda model, batch: {}["label"], batches(1), "taylor")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trials
 
-from ifso.pruning.spoilt import out_of_memory
+from ifso.curvature.memory import out_of_memory
 
 SPOILT = """
 import sys

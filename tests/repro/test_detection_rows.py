@@ -19,7 +19,7 @@ from ifso.repro import detectors, outcomes
 from ifso.repro.detection_tables import LAYERS
 from ifso.repro.plans import Base, Row, read_row
 from ifso.repro.results import DetectionResult, Result, read, read_file, write
-from ifso.repro.rows import Job, find_row, study
+from ifso.repro.rows import Job, find_row, find_study, study
 from ifso.repro.running import Running
 from ifso.repro.tables import markdown, render
 from ifso.repro.workshop import Workshop
@@ -250,6 +250,20 @@ def test_table_7_as_markdown():
 def test_nothing_is_said_of_a_structure_that_nobody_knows():
     assert "neck and head" not in markdown([], ["retinanet-bccd"])
     assert "neck and head" in markdown([made_up("retinanet-bccd-60", epochs=80)], ["retinanet-bccd"])
+
+
+def test_variants_have_a_column_each_in_the_structure():
+    results = [
+        made_up("retinanet-bccd-50", epochs=80, variant={"min_units": 16}),
+        made_up(
+            "retinanet-bccd-50", epochs=80, variant={"coupled": "shared", "min_units": 16},
+            channels={"head.classification_head.conv.1.0": [256, 128, 256, 32]},
+        ),
+    ]  # fmt: skip
+    lines = markdown(results, ["coupling-bccd"]).splitlines()
+    each, shared = (f"{variant.label}, 50 %" for variant in find_study("coupling-bccd").variants)
+    assert f"| layer | channels | {each} | {shared} |" in lines
+    assert "| head cls-1 | 256 | 64 (75.0 %) | 128 (50.0 %) |" in lines
 
 
 def test_the_terminal_explains_map_and_not_top1():

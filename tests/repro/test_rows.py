@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_every_row_of_the_tables_has_a_file():
 def test_every_study_is_there_and_none_is_empty():
     assert set(studies()) == {
         *(f"table{number}" for number in range(1, 8)),
-        *("retinanet-bccd", "coupling-bccd"),
+        *("retinanet-bccd", "coupling-bccd", "min-units-bccd"),
         *("quick", "normalization", "inverse", "coupling", "figure5", "figure6", "figure7", "figure8"),
     }
     for name in studies():
@@ -135,9 +136,40 @@ def test_chance_depends_on_the_seed_of_the_run():
     assert seeds == [0, 1, 2]
 
 
+def test_every_row_has_a_mask_entry_for_each_layer_as_the_authors_program():
+    for row in rows().values():
+        assert row.criterion == {"ifso": {"coupled": "layers"}}, row.name
+        assert Job(row, "ifso", "paper").prune_keywords()["criterion"].coupled == "layers"
+        Job(row, "group-fisher", "paper").prune_keywords()  # takes no such option, and gets none
+
+
+def test_options_of_a_criterion_come_from_the_row_and_the_variant():
+    row = replace(find_row(ROW), criterion={"ifso": {"coupled": "layers", "weights": "all"}})
+    same, other, more = (
+        Job(row, "ifso", "paper", 0, Variant("v", options))
+        for options in ({"coupled": "layers"}, {"coupled": "shared"}, {"lr": 0.1, "inverse": "neumann"})
+    )
+    assert (same.changes, same.criterion_options) == ({}, {"coupled": "layers", "weights": "all"})
+    assert (other.changes, other.criterion_options) == ({"coupled": "shared"}, {"coupled": "shared", "weights": "all"})
+    assert other.name == f"{ROW}.ifso+coupled=shared.paper.0"
+    assert more.criterion_options == {"coupled": "layers", "weights": "all", "inverse": "neumann"}
+    assert more.name == f"{ROW}.ifso+lr=0.1+inverse=neumann.paper.0"
+    assert other.prune == same.prune == Job(row, "ifso", "paper").prune
+    assert Job(row, "random", "paper", 2).criterion_options == {}
+    assert Job(row, "group-fisher", "paper", 0, Variant("v", {"coupled": "layers"})).changes == {"coupled": "layers"}
+
+
+def test_an_option_that_a_criterion_has_not_is_refused():
+    row = replace(find_row(ROW), criterion={"random": {"coupled": "layers"}, "group-fisher": {"coupled": "layers"}})
+    for criterion in row.criterion:
+        with pytest.raises(IfsoError, match=f"criterion '{criterion}' has no option 'coupled'"):
+            Job(row, criterion, "paper").prune_keywords()
+
+
 def test_a_budget_without_a_file_has_no_numbers_of_the_paper():
     row = find_row("resnet32-cifar10-30")
     assert (row.name, row.removed, row.paper, row.rivals) == ("resnet32-cifar10-30", 0.3, {}, ())
+    assert row.criterion == find_row(ROW).criterion != {}
     assert find_study("resnet32-cifar10-30").rows == (row.name,)
 
 
@@ -164,6 +196,10 @@ def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
         ("[base]", '[base]\nrecipe = "paper"', "needs either weights, or recipe, epochs and batch"),
         ("pruned = 92.18", 'pruned = "92"', "rivals[0].pruned = '92' will not do; give a number"),
         ("tables = ", "tables ", "is no TOML"),
+        ('coupled = "layers"', 'coupeld = "layers"', "unknown key 'criterion.ifso.coupeld'; known here: inverse, "),
+        ('coupled = "layers"', "coupled = 1", "criterion.ifso.coupled = 1 will not do; give text"),
+        ("[criterion.ifso]", "[criterion.isfo]", "unknown key 'criterion.isfo'; known here: ifso, group-fisher"),
+        ("[criterion.ifso]\ncoupled", "[criterion]\nifso", "criterion.ifso = 'layers' will not do; give a table"),
     ],
 )  # fmt: skip
 def test_a_slip_in_a_row_is_named(folder, old, new, message):

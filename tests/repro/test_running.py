@@ -13,7 +13,7 @@ from ifso.errors import IfsoError, TrainingError
 from ifso.repro import running
 from ifso.repro.dealing import Rank, dealt
 from ifso.repro.plans import Base, Variant
-from ifso.repro.results import read, read_file
+from ifso.repro.results import Result, read, read_file, write
 from ifso.repro.rows import Job
 from ifso.repro.running import Running
 from ifso.repro.workshop import Workshop
@@ -33,7 +33,7 @@ def ran(shop, jobs, said=None):
 
 
 def test_a_row_from_nothing_to_its_results(shop, tmp_path, at_once):
-    row, said = tiny_row(tmp_path), []
+    row, said = tiny_row(tmp_path, criterion={"ifso": {"coupled": "layers"}}), []
     jobs = [Job(row, "ifso", recipe) for recipe in ("paper", "ours")]
     assert ran(shop, jobs, said).failures == []
     assert at_once == ["tiny-cifar10-40.ifso.0"]  # one pruning for both recipes
@@ -48,7 +48,8 @@ def test_a_row_from_nothing_to_its_results(shop, tmp_path, at_once):
         assert result.best_top1 == max(epoch["top1"] for epoch in result.history)
         assert 0.3 < result.macs_kept <= 0.6
         assert result.train == {**shop.settings(job).as_dict(), "epochs": 2}
-        assert result.prune == {**row.prune, "normalize": "sqrt-memory", "seed": 0}
+        options = {"normalize": "sqrt-memory", "seed": 0, "criterion": {"coupled": "layers"}}
+        assert result.prune == {**row.prune, **options}
     facts = json.loads((shop.work / "pruned" / "tiny-cifar10-40.ifso.0" / "summary.json").read_text())
     assert results["ours"].pruned_top1 == facts["measures"][-1]["accuracy"]
     assert results["ours"].prune_seconds == facts["seconds"]
@@ -78,6 +79,46 @@ def test_what_was_made_with_other_settings_is_not_taken_for_the_same(shop, tmp_p
         assert f"was made otherwise: {words}; give another --out" in failure.reason
         assert failure.status == 2
     assert read(shop.results) == []
+
+
+def edited(place, **changes):
+    """The result with other settings of ``train`` and ``prune``; None takes one away."""
+    document = json.loads(place.read_text())
+    for part, settings in changes.items():
+        kept = {**document[part], **settings}
+        document[part] = {key: value for key, value in kept.items() if value is not None}
+    place.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"cutmix": 0.5}}, "cutmix is not set and was 0.5"),
+        ({"train": {"warm_up_steps": 9}}, "warm_up_steps is not set and was 9"),
+        ({"train": {"ema": None}}, "ema is 0.0 and was not set"),
+        ({"prune": {"criterion": {"coupled": "shared"}}}, "criterion.coupled is 'layers' and was 'shared'"),
+        ({"prune": {"criterion": {}}}, "criterion.coupled is 'layers' and was not set"),
+        ({"prune": {"criterion": {"coupled": "layers", "weights": "all"}}}, "criterion.weights is not set and was 'a"),
+        ({"prune": {"criterion": None}}, None),
+        ({"train": {"cutmix": 0.0, "warm_up_steps": 0, "compile": True}}, None),
+    ],
+)
+def test_only_a_result_of_the_same_settings_counts(shop, tmp_path, at_once, changes, words):
+    job = Job(tiny_row(tmp_path, criterion={"ifso": {"coupled": "layers"}}), "ifso", "paper")
+    place = write(made_up(job, shop), shop.results)
+    edited(place, **changes)
+    found = Running(shop, [job], lanes=1, workers=1, say=lambda _: None).failures
+    assert found == [] if words is None else f"{place} is of other settings: {words}" in found[0]
+
+
+def made_up(job, shop):
+    """What a run of ``job`` could have come to."""
+    return Result(
+        row=job.row.name, criterion=job.criterion, recipe=job.recipe, seed=job.seed, epochs=2, macs_kept=0.5,
+        base_top1=1.0, last_top1=1.0, best_top1=1.0, history=[], seconds=1.0, hardware="abacus", torch="0.0",
+        params_kept=0.5, pruned_top1=1.0, prune_seconds=1.0, ifso="0.0", train=shop.settings(job).as_dict(),
+        prune=shop.prune_options(job),
+    )  # fmt: skip
 
 
 def test_seeds_may_share_a_pruning_but_chance_never_does(shop, tmp_path, at_once):

@@ -12,7 +12,7 @@ from ifso.errors import IfsoError
 from ifso.repro.comparison import Difference, Spread
 from ifso.repro.results import Result, path_of, read, read_file, write
 from ifso.repro.rows import study
-from ifso.repro.tables import COMPARED, markdown, render, write_markdown
+from ifso.repro.tables import COMPARED, markdown, render, usual_options, write_markdown
 
 ROW = "resnet32-cifar10-50"
 HISTORY = [{"epoch": 1, "loss": 0.5, "top1": 12.5, "lr": 0.1}, {"epoch": 2, "loss": 0.4, "top1": None, "lr": 0.01}]
@@ -80,6 +80,7 @@ def test_no_folder_holds_no_results(tmp_path):
         (lambda text: text.replace('"seed": 0', '"seed": "0"'), "seed is '0', which is no int"),
         (lambda text: text.replace('"seed": 0', '"seed": 1'), "holds the result of resnet32-cifar10-50.ifso.paper.1"),
         (lambda text: text.replace('"loss": 0.5', '"loss": null'), "history[0].loss is None"),
+        (lambda text: text.replace('"prune": {}', '"prune": {"criterion": 1}'), "prune.criterion is 1, which is no d"),
         (lambda text: text.replace('"epoch": 2', '"number": 2'), "history[1] is {'number': 2"),
     ],
 )
@@ -151,14 +152,13 @@ GOLDEN = """\
 | paper | IFSO-50 (best test epoch) | 50.1 % | 93.51 | 93.00 | 0.51 | 93.00 | – |
 | paper | IFSO-50 (last epoch) | 50.1 % | 93.51 | 92.84 | 0.67 | – | – |
 | ours | IFSO, recipe “paper” | 50.1 % | 20.00 | 14.50 ± 0.50 | 5.50 | 14.75 ± 0.50 | 3 seeds |
-| ours | IFSO, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | IFSO, recipes “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
 | ours | Group Fisher, recipe “paper” | 50.1 % | 20.00 | 11.25 ± 0.35 | 8.75 | 11.50 ± 0.35 | 2 seeds |
-| ours | Group Fisher, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
-| ours | magnitude-A, recipe “paper” | 50 % | not run | not run | not run | not run | 0 seeds |
-| ours | magnitude-A, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | Group Fisher, recipes “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | magnitude-A, recipes “paper”, “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
 | ours | random, recipe “paper” | 50.1 % | 20.00 | 14.50 | 5.50 | 14.75 | 1 seed |
 | ours | random, recipe “paper”, 20 epochs | 50.1 % | 20.00 | 19.50 | 0.50 | 19.75 | 1 seed |
-| ours | random, recipe “ours” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | random, recipes “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
 
 ## resnet32-cifar10-50: IFSO against the others
 
@@ -167,9 +167,9 @@ GOLDEN = """\
 | resnet32-cifar10-50 | paper | Group Fisher | 3.25 | 0.61 | 3 and 2 | higher |
 | resnet32-cifar10-50 | paper | magnitude-A | not run | not run | 3 and 0 | not run |
 | resnet32-cifar10-50 | paper | random | 0.00 | – | 3 and 1 | no claim: one seed has no spread |
-| resnet32-cifar10-50 | ours | Group Fisher | not run | not run | 0 and 0 | not run |
-| resnet32-cifar10-50 | ours | magnitude-A | not run | not run | 0 and 0 | not run |
-| resnet32-cifar10-50 | ours | random | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours, patient | Group Fisher | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours, patient | magnitude-A | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours, patient | random | not run | not run | 0 and 0 | not run |
 
 {compared}
 
@@ -185,6 +185,29 @@ def test_a_row_as_markdown():
     page = markdown(some_results(), [ROW])
     assert page.startswith("# The paper's tables, run again\n\nWritten by `ifso repro --table` from the 7 results in")
     assert page[page.index("## ") :] == GOLDEN.format(compared=COMPARED)
+
+
+USUAL = (
+    "Where a line says nothing else, IFSO has a mask entry for each layer that reads a unit, as in the authors' program"
+)
+
+
+def test_the_page_says_once_which_options_the_rows_give():
+    assert markdown([]).count(USUAL) == markdown([], ["table7"]).count(USUAL) == 1
+    assert markdown([]).index(USUAL) < markdown([]).index("## ")
+    fisher = [job for job in study(ROW) if job.criterion == "group-fisher"]
+    assert usual_options(fisher) == ""
+    other = replace(fisher[0].row, criterion={"group-fisher": {"weights": "all", "coupled": "shared"}})
+    assert usual_options([replace(fisher[0], row=other)]) == (
+        "Where a line says nothing else, Group Fisher has weights=all; "
+        "Group Fisher has one mask entry for all layers that read a unit, as in Definition 1 (coupled=shared)."
+    )
+
+
+@pytest.mark.parametrize("name", ["table2", "figure5", "table7"])
+def test_the_terminal_says_it_below_the_first_table(name):
+    said = [str(table.caption).count(USUAL) for table in render(name, [])]
+    assert said == [1] + [0] * (len(said) - 1)
 
 
 def test_the_terminal_shows_the_same_cells():
@@ -215,9 +238,41 @@ def test_all_tables_without_results_have_every_cell_marked():
     assert "Where it was run" not in page
     ours = [line for line in lines_of(page) if line.startswith("| ours |")]
     assert all(line.count("not run") >= 4 and "0 seeds" in line for line in ours)
-    # 14 rows of classifiers, 4 criteria and 2 recipes; of the other studies; 4 rows of detectors, 2 and 2
-    assert len(ours) == 14 * 4 * 2 + 18 + 8 + 24 + 5 + 9 + 6 + 8 + 4 * 2 * 2 + 2
+    # 14 rows of classifiers and 4 criteria, whatever their recipes; of the other studies; 4 rows of detectors and 2
+    assert len(ours) == 14 * 4 + 18 + 8 + 24 + 5 + 9 + 4 * 3 + 8 + 4 * 2 + 2 + 2
+    assert len(lines_of(page, "| ours | IFSO, recipes “paper”, “ours”, “patient” |")) == 12
+    assert len(lines_of(page, "| ours | IFSO, recipes “paper”, “ours” |")) == 2
+    assert len(lines_of(page, "| ours | IFSO, recipes “detection”, “distilled” |")) == 4
     assert len(lines_of(page, "magnitude-A, recipe “paper” | not run |")) == 4
+
+
+def test_recipes_that_were_run_have_lines_of_their_own():
+    """Also with the same numbers."""
+    ours = [replace(run, recipe="ours", epochs=150) for run in some_results() if run.criterion != "random"]
+    page = markdown([*some_results(), *ours], [ROW])
+    found = [line.split(" | ")[1] for line in lines_of(page, "| ours | IFSO")]
+    assert found == ["IFSO, recipe “paper”", "IFSO, recipe “ours”", "IFSO, recipe “patient”"]
+    told = [line.strip("| ").split(" | ")[1:4] for line in lines_of(page, "| resnet32-cifar10-50 |")]
+    assert told == [
+        ["paper", "Group Fisher", "3.25"],
+        ["paper, ours", "magnitude-A", "not run"],
+        ["paper", "random", "0.00"],
+        ["ours", "Group Fisher", "3.25"],
+        ["ours", "random", "not run"],
+        ["patient", "Group Fisher", "not run"],
+        ["patient", "magnitude-A", "not run"],
+        ["patient", "random", "not run"],
+    ]
+
+
+def test_other_options_of_the_criterion_are_in_the_line():
+    other, usual, old = (
+        made_up(seed=seed, prune=prune)
+        for seed, prune in enumerate(({"criterion": {"coupled": "shared"}}, {"criterion": {"coupled": "layers"}}, {}))
+    )
+    page = markdown([other, usual, old], [ROW])
+    assert lines_of(page, "| ours | IFSO, recipe “paper” |", "| 2 seeds |")
+    assert lines_of(page, "| ours | IFSO, recipe “paper”, coupled=shared |", "| 1 seed |")
 
 
 def test_a_drop_is_base_less_pruned_in_every_line_reported():

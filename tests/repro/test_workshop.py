@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tiny_rows import few_images, tiny_row
 
-from ifso.errors import DataError, IfsoError
+from ifso.errors import DataError, IfsoError, RunError
 from ifso.pruning.schedule import Mixed
 from ifso.repro.plans import Variant
 from ifso.repro.rows import Job, find_row, study
@@ -27,7 +27,7 @@ def test_changes_of_pruning_reach_prune(shop, tmp_path):
     assert (keywords["units_per_step"], keywords["schedule"], keywords["normalize"]) == (5, Mixed(0.25), "none")
     assert keywords["optimizer"].keywords == {"learning_rate": 0.5}
     assert keywords["seed"] == 3
-    assert changed.prune_options(job) == {**tiny_row(tmp_path).prune, **changed.prune, "seed": 3}
+    assert changed.prune_options(job) == {**tiny_row(tmp_path).prune, **changed.prune, "seed": 3, "criterion": {}}
     assert changed.pruned_folder(job) == shop.pruned_folder(job)
 
 
@@ -96,6 +96,18 @@ def test_an_interrupted_pruning_goes_on_and_choices_are_measured_on_images_held_
     assert held_out.prune_facts(job) == {}
     prune_job(held_out, job)
     assert json.loads(summary.read_text())["removals"] == json.loads(written)["removals"]
+
+
+def test_a_pruning_with_other_options_of_the_criterion_is_not_taken_for_the_same(shop, tmp_path):
+    before = Job(tiny_row(tmp_path), "ifso", "paper")
+    now = Job(tiny_row(tmp_path, criterion={"ifso": {"coupled": "layers"}}), "ifso", "paper")
+    shop.keep_base(before.row, shop.fresh(before.row, 10))
+    prune_job(shop, before)
+    shop.refuse_other_pruning(before)
+    assert shop.pruned_folder(now) == shop.pruned_folder(before)
+    with pytest.raises(RunError, match=r"was made otherwise: criterion\.coupled is 'layers' and was 'shared'"):
+        shop.refuse_other_pruning(now)
+    assert replace(shop, smoke=True).prune_as(now).prune_keywords()["criterion"].coupled == "layers"
 
 
 def test_two_jobs_of_one_name_are_one_pruning(shop, tmp_path):

@@ -8,8 +8,6 @@ from torch import nn
 
 from ifso.errors import RunError, TrainingError
 from ifso.training.averaging import Ema
-from ifso.training.optimizers import momenta, set_rate_, sgd
-from ifso.training.settings import TrainSettings
 
 
 class Net(nn.Sequential):
@@ -166,49 +164,3 @@ def test_bad_use():
     assert average.state_dict()["updates"] == 0
     with pytest.raises(RunError, match=r"average.0.bias is float32 .* and was not there"):
         average.load_state_dict({name: tensor for name, tensor in before.items() if "0.bias" not in name})
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_captured_step_trains_and_averages_like_an_eager_one():
-    """Loss, gradients, SGD with a rate in a tensor, and the average: one CUDA graph, replayed."""
-    torch.manual_seed(0)
-    settings = TrainSettings(lr=0.1, weight_decay=1e-3, decay_all=False, nesterov=True)
-    eager = Net().cuda()
-    captured, lr = copy.deepcopy(eager), torch.tensor(0.0, device="cuda")
-    means = Ema(eager, 0.99), Ema(captured, 0.99)
-    optimizers = sgd(eager, settings), sgd(captured, settings, lr=lr)
-    x = torch.zeros(6, 3, device="cuda")
-
-    def step(model, optimizer, mean):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        mean.update()
-
-    before = [tensor.clone() for tensor in (*captured.parameters(), *captured.buffers())]
-    state = {name: tensor.clone() for name, tensor in means[1].state_dict().items()}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(captured, optimizers[1], means[1])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):  # gradients are summed up where the first step was made
-        step(captured, optimizers[1], means[1])
-    with torch.no_grad():
-        for tensor, value in zip((*captured.parameters(), *captured.buffers()), before, strict=True):
-            tensor.copy_(value)
-    for value in momenta(captured, optimizers[1]).values():
-        value.zero_()
-    means[1].load_state_dict(state)
-    for number, value in enumerate((0.1, 0.05, 0.2, 0.01)):
-        x.copy_(torch.randn(6, 3, generator=torch.Generator().manual_seed(number)))
-        for optimizer in optimizers:
-            set_rate_(optimizer, value)
-        step(eager, optimizers[0], means[0])
-        graph.replay()
-    wanted, found = (mean.state_dict() for mean in means)
-    assert found["updates"].item() == 4
-    for name, value in {**wanted, **tensors(eager)}.items():
-        torch.testing.assert_close({**found, **tensors(captured)}[name], value, rtol=1e-5, atol=1e-6)

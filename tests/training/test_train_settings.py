@@ -26,6 +26,7 @@ BAD = {
     "clip": (-1.0, NAN, INF, "no"),
     "distill": (-0.1, 1.0000001, NAN, True),
     "temperature": (0.0, -1, NAN, INF),
+    "cutmix": (-0.1, 1.0000001, NAN, True, "0.5", None),
     "milestones": ((0.8, 0.6), (0.5, 0.5), (0, 0.5), (0.5, 1), (120, 160), (NAN,), ("a",), "0.6", 0.6, None, (True,)),
     "nesterov": ("no", 1, None),
     "decay_all": ("yes", 0),
@@ -92,7 +93,7 @@ def test_the_papers_recipe():
 def test_recipes_with_changes():
     assert recipe_of("paper") == TrainSettings()
     assert recipe_of("ours", epochs=3, distill=0.0) == dataclasses.replace(RECIPES["ours"], epochs=3, distill=0.0)
-    known = "paper, quick, ours, scratch, detection"
+    known = "paper, quick, ours, patient, scratch, detection"
     with pytest.raises(TrainingError, match=f"recipe 'best' is unknown; choose one of {known}"):
         recipe_of("best")
     with pytest.raises(TrainingError, match="training has no setting learning_rate, wd; it has accumulate, batch"):

@@ -23,7 +23,7 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.table import layers
 from ifso.models import default_inputs
 from ifso.pruning.events import Removal, Silent
-from ifso.pruning.settings import preset_of
+from ifso.pruning.presets import preset_of
 from ifso.training.evaluation import evaluate
 from ifso.training.losses import cross_entropy
 from ifso.training.precision import tensor_cores

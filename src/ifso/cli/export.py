@@ -11,7 +11,6 @@ from ifso.cli.eval_report import NOT_THERE, STAGES
 from ifso.cli.inspect import images_of, shape, words_of
 from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
-from ifso.cli.stopping import stoppable
 from ifso.errors import DataError, IfsoError, RunError
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-@stoppable
 def run(args: argparse.Namespace) -> int:
     """Export, and show what became smaller."""
     _settle(args)

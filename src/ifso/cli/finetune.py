@@ -16,7 +16,6 @@ from ifso.cli.opening import FINETUNE, OpenedRun, open_run
 from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
-from ifso.cli.stopping import stoppable
 from ifso.cli.train_options import (
     add_data,
     add_recipe,
@@ -104,7 +103,6 @@ class _Plan:
         return None if value == self.run.arguments.get(name) else value
 
 
-@stoppable
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, and print what came out."""
     _refuse_unclear(args)

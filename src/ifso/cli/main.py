@@ -11,6 +11,7 @@ import ifso
 from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
 from ifso.cli import eval as evaluate
 from ifso.cli.ranks import leave
+from ifso.cli.stopping import stoppable
 from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (the process's arguments if None) and return its exit status."""
     args = _parser().parse_args(argv)
     try:
-        status = args.run(args)
+        status = stoppable(args.run)(args)
         sys.stdout.flush()
         return status
     except IfsoError as error:

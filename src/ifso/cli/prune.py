@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.inspect import images_of, shape, words_of
+from ifso.cli.late_help import add_help
 from ifso.cli.output import chatter_to_stderr, print_json
 from ifso.cli.progress import progress
 from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
 from ifso.cli.ranks import Place, joined, leave
-from ifso.cli.stopping import stoppable
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "prune", help="prune a trained network to a budget", description=DESCRIPTION, add_help=False
     )
-    parser.add_argument("-h", "--help", action=_Help, help="show this and the names to choose from, and exit")
+    add_help(parser, _names)
     _add_task(parser.add_argument_group("what is pruned"))
     _add_budget(parser.add_argument_group("budget, one or more"))
     _add_method(parser.add_argument_group("how units are chosen"))
@@ -109,7 +109,6 @@ def _add_running(group: Any) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-@stoppable
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
     settings = gather(args)
@@ -187,7 +186,8 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
 
 def _options(settings: dict[str, Any]) -> dict[str, Any]:
     """What ``ifso.prune`` is told beside the task: only what was asked for."""
-    from ifso.pruning.settings import preset_of, sgd
+    from ifso.pruning.presets import preset_of
+    from ifso.pruning.settings import sgd
 
     options = {name: settings[name] for name in PASSED_ON if name in settings}
     if "criterion" in settings or "criterion_option" in settings:
@@ -268,20 +268,12 @@ def _average_precision(model: nn.Module, batches: Any) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class _Help(argparse.Action):
-    """Help with the names that can be chosen, which take torch to find out."""
+def _names() -> str:
+    """What can be chosen."""
+    from ifso.criteria.registry import names
+    from ifso.pruning.normalizing import NORMALIZERS
+    from ifso.pruning.presets import PRESETS
+    from ifso.training.precision import SCORE_PRECISIONS
 
-    def __init__(self, option_strings: Any, dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **kwargs)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Print and leave."""
-        from ifso.criteria.registry import names
-        from ifso.pruning.normalizing import NORMALIZERS
-        from ifso.pruning.settings import PRESETS
-        from ifso.training.precision import SCORE_PRECISIONS
-
-        lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": SCORE_PRECISIONS}
-        parser.epilog = " ".join(f"--{option}: {', '.join(choices)}." for option, choices in lists.items())
-        parser.print_help()
-        parser.exit()
+    lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": SCORE_PRECISIONS}
+    return " ".join(f"--{option}: {', '.join(choices)}." for option, choices in lists.items())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.late_help import add_help
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.errors import IfsoError
 
@@ -33,9 +34,8 @@ CAPTION = (
 
 
 DESCRIPTION = (
-    "Run studies of the paper again, or what is left of them: table1 … table7, normalization, inverse, coupling, "
-    "figure1, figure5 … figure8, or rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed); "
-    "recipe: candidates for ours, on images that are held out. "
+    "Run studies of the paper again, or what is left of them: tables, figures (their names are below), "
+    "or rows such as resnet32-cifar10-50 (network, data, per cent of MACs removed). "
     "What was interrupted goes on when the same command is given again. "
     "--draw makes pictures of what is there: figure1, figure3 … figure8."
 )
@@ -63,7 +63,10 @@ NOT_DRAWN = (
 
 def add_parser(commands: Any) -> None:
     """Register the command. What is not given is None, so that each study has its own defaults."""
-    parser = commands.add_parser("repro", help="run studies of the paper again", description=DESCRIPTION)
+    parser = commands.add_parser(
+        "repro", help="run studies of the paper again", description=DESCRIPTION, add_help=False
+    )
+    add_help(parser, _names)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help="tables, figures or rows")
     parser.add_argument("--smoke", action="store_true", help="everything at a reduced size, a row in about a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -74,6 +77,17 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _names() -> str:
+    """Of all studies; the rows of tables have names of their own."""
+    from ifso.repro.rows import rows, studies
+
+    named = ", ".join((*studies(), FIGURE1))
+    return (
+        f"STUDY: {named}; {RECIPE}: candidates for the recipe ours, on images that are held out. "
+        f"Rows: {', '.join(rows())}; another per cent will do."
+    )
+
+
 def _add_what(group: Any) -> None:
     group.add_argument(
         "--data", action="append", metavar="NAME:PATH", help="cifar10, cifar100, imagenet, coco or bccd:PATH; repeat"
@@ -81,7 +95,7 @@ def _add_what(group: Any) -> None:
     group.add_argument("--weights", type=Path, metavar="DIR", help="folder of weights that are given, not trained")
     group.add_argument("--seeds", type=int, metavar="N", help="runs of each kind (as the study says; 1 with --smoke)")
     group.add_argument("--criteria", nargs="+", metavar="NAME", help="only these")
-    group.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: paper, ours")
+    group.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: paper, ours, patient")
     group.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning (as the recipe says)")
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (as the row says)")
     group.add_argument("--prune", action="append", metavar="KEY=VALUE", help="another setting of all prunings; repeat")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.cli.stopping import TERMINATED, Terminated
 from ifso.errors import DataError, IfsoError
 from ifso.repro.plans import DATA, PRUNE_OPTIONS, TABLES
 from ifso.repro.rows import Job, studies, study
@@ -46,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     changes = _changes(args, jobs)
     try:
         return _done(args, jobs, changes)
-    except KeyboardInterrupt:
-        kept = args.out or OUT
-        print(f"ifso: interrupted; what is done is kept in {kept}: the same command goes on", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        word, status = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        print(f"ifso: {word}; what is done is kept in {args.out or OUT}: the same command goes on", file=sys.stderr)
+        return status
 
 
 def _done(args: argparse.Namespace, jobs: Sequence[Job], changes: dict[str, Any]) -> int:

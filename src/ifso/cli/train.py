@@ -14,7 +14,6 @@ from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
 from ifso.cli.ranks import Place, joined, leave
-from ifso.cli.stopping import stoppable
 from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of, tell_notes
 from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
@@ -41,7 +40,6 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-@stoppable
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")

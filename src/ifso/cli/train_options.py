@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FIELDS = (
     "epochs", "batch", "lr", "schedule", "milestones", "factor", "warm_up", "momentum", "nesterov", "weight_decay",
     "decay_all", "label_smoothing", "ema", "clip", "accumulate", "distill", "temperature", "precision", "channels_last",
-    "compile", "seed", "warm_up_steps",
+    "compile", "seed", "warm_up_steps", "cutmix",
 )  # fmt: skip
 """Those of ``TrainSettings``, which takes torch to ask for."""
 
@@ -31,7 +31,8 @@ RECIPE, BOXES = "paper", "detection"
 
 
 RECIPES = (
-    "paper; ours: one cycle, and a teacher; quick: shorter; scratch: from random weights; "
+    "paper; ours: one cycle, and a teacher; quick: shorter; patient: longer, on mixed images; "
+    "scratch: from random weights; "
     f"detection: the paper's for RetinaNet ({RECIPE}; {BOXES} on coco:)"
 )
 
@@ -52,6 +53,7 @@ def add_recipe(group: Any) -> None:
     group.add_argument("--weight-decay", type=float, metavar="X", help="1e-4, or 5e-4 in ours")
     _add_switch(group, "--decay-norms", "weight decay for norms and biases, too", dest="decay_all")
     group.add_argument("--label-smoothing", type=float, metavar="SHARE", help="of every label, for all classes (0)")
+    group.add_argument("--cutmix", type=float, metavar="SHARE", help="of images into which a piece of another goes (0)")
     group.add_argument("--ema", type=float, metavar="DECAY", help="moving average of the weights, such as 0.999 (none)")
     group.add_argument("--clip", type=float, metavar="NORM", help="largest norm of the gradient (none)")
     group.add_argument("--accumulate", type=int, metavar="N", help="micro-batches that make a batch (1)")

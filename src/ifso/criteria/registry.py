@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ifso.criteria.base import Criterion
 from ifso.errors import ScoreError
+
+if TYPE_CHECKING:
+    from ifso.criteria.base import Criterion
 
 _HOME = {
     "ifso": "Ifso",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.running import forget_caches
 
@@ -115,7 +116,7 @@ def one_line(error: Exception) -> str:
 
 def _hint(error: Exception) -> str:
     text = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return "give smaller batches"
     if "dtype" in text or " type" in text:
         return "give inputs in the dtype and on the device of the weights, e.g. convert images with .float()"

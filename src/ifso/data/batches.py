@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +118,30 @@ class Epochs(ABC):
         """The batches of that epoch."""
 
 
-class TrainBatches(Epochs):
+class PlannedEpochs(Epochs):
+    """Epochs of which ``plan`` gives tensors on the device, and ``make`` a batch from a part of these."""
+
+    drop_last: bool
+
+    @abstractmethod
+    def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
+        """The images' numbers in order, and what is done to each [., columns] if anything is.
+
+        Batch i is made from places i·B to (i + 1)·B, with the batch size B, of both.
+        """
+
+    @abstractmethod
+    def make(self, order: Tensor, moves: Tensor | None) -> Any:
+        """A batch from a part of the plan; nothing waits for the device, so a CUDA graph can hold it."""
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        order, moves = self.plan(epoch)
+        for first in range(0, len(order), self.batch_size):
+            chosen = slice(first, first + self.batch_size)
+            yield self.make(order[chosen], None if moves is None else moves[chosen])
+
+
+class TrainBatches(PlannedEpochs):
     """Batches of images that lie on the device, an epoch in each ``iter()``.
 
     Order and augmentation are the same for all processes; ``share`` says which of the images this one takes.
@@ -140,29 +164,33 @@ class TrainBatches(Epochs):
         self._places = share.places(len(images), batch_size, drop_last)
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
-        """An epoch on the device: the images' numbers in order and their moves [., 3], None without augmentation.
+        """An epoch on the device: the images' numbers in order and their moves [., 3], None without augmentation."""
+        count, random = len(self.images), generator(self.seed, epoch)
+        order = self.own(torch.randperm(count, generator=random))
+        return order, None if self.augmentation is None else self.own(self.augmentation.draw(count, random))
 
-        Batch i is made from places i·B to (i + 1)·B, with the batch size B, of both.
-        """
-        count, random, device = len(self.images), generator(self.seed, epoch), self.images.pixels.device
-        order = torch.randperm(count, generator=random)[self._places].to(device, non_blocking=True)
-        if self.augmentation is None:
-            return order, None
-        moves = self.augmentation.draw(count, random)[self._places]
-        return order, moves.to(device, non_blocking=True)
+    def own(self, drawn: Tensor) -> Tensor:
+        """The part of this process, on the device, of what was drawn for every place of an epoch's order."""
+        return drawn[self._places].to(self.images.pixels.device, non_blocking=True)
 
     def make(self, order: Tensor, moves: Tensor | None) -> Batch:
-        """The batch of these images after these moves; nothing waits for the device, so a CUDA graph can hold it."""
+        """The batch of these images after these moves."""
         pixels = self.images.pixels[order]
         if self.augmentation is not None and moves is not None:
             pixels = self.augmentation(pixels, moves)
         return self.images.normalized(pixels), self.images.labels[order]
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
-        order, moves = self.plan(epoch)
-        for first in range(0, len(order), self.batch_size):
-            chosen = slice(first, first + self.batch_size)
-            yield self.make(order[chosen], None if moves is None else moves[chosen])
+
+class ExtendedBatches(PlannedEpochs):
+    """Training batches with something added; what does not say otherwise is as theirs."""
+
+    def __init__(self, batches: TrainBatches) -> None:
+        self.base, self.batch_size, self.drop_last = batches, batches.batch_size, batches.drop_last
+        self._places = batches._places
+
+    def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
+        """As that of the training batches."""
+        return self.base.plan(epoch)
 
 
 class TestBatches:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ifso.errors import ScoreError
-from ifso.pruning.ledger import Ledger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ifso.pruning.ledger import Ledger
 
 NORMALIZERS = {
     "sqrt-memory": ("activations", 0.5),

@@ -26,13 +26,14 @@ from ifso.pruning.folder import STRUCTURE, Checkpoint, RunFolder, refuse_other
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.network import ShrinkingNetwork
+from ifso.pruning.presets import preset_of
 from ifso.pruning.ranks import from_first, rank, together
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import RESUMED, Progress, Run
 from ifso.pruning.schedule import Schedule
 from ifso.pruning.selection import Target, check_reachable
-from ifso.pruning.settings import Settings, criterion_of, describe, preset_of, sgd
+from ifso.pruning.settings import Settings, criterion_of, describe, sgd
 from ifso.pruning.spoilt import refuse_spoilt_weights
 from ifso.pruning.state import shrink_to_
 from ifso.pruning.stream import BatchStream, not_finite, on_device

@@ -19,12 +19,6 @@ from ifso.pruning.budget import Budget
 from ifso.pruning.normalizing import check_normalizer
 from ifso.pruning.schedule import Mixed, Schedule, phases
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {"criterion": "ifso", "learning_rate": 0.01},
-    "authors": {"criterion": "authors", "learning_rate": 0.1},
-}
-"""What a preset stands for where nothing else is said: the formula of the paper, or what its authors' program does."""
-
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
 ACCUMULATIONS = ("sum", "last")
 """What counts of the scores before a removal: all of them, or only the last."""
@@ -94,13 +88,6 @@ def criterion_of(criterion: str | Criterion) -> Criterion:
     if not isinstance(criterion, Criterion):
         raise ScoreError(f"criterion is {criterion!r}; give a Criterion object or one of {', '.join(names())}")
     return criterion
-
-
-def preset_of(name: str | None) -> Mapping[str, Any]:
-    """What a preset stands for."""
-    if name is not None and name not in PRESETS:
-        raise BudgetError(f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}")
-    return PRESETS[name or "paper"]
 
 
 def sgd(parameters: list[nn.Parameter], learning_rate: float) -> Optimizer:

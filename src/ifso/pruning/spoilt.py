@@ -1,4 +1,4 @@
-"""Where numbers that are not finite come from, and memory that has run out, whichever way PyTorch tells of it."""
+"""Where numbers that are not finite come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ifso.errors import WeightsError
@@ -15,7 +14,6 @@ from ifso.pruning.stream import not_finite
 
 LOOK_FOR = 20.0
 """Seconds that are spent on looking for a bad batch after a training has failed."""
-NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
 def refuse_spoilt_weights(model: nn.Module) -> None:
@@ -34,15 +32,3 @@ def first_bad(batches: Iterable[Any]) -> int | None:
         if time.monotonic() - began > LOOK_FOR:
             return None
     return None
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Has memory run out, on a GPU or not? Also if another error tells of it.
-
-    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
-    True
-    """
-    if error is None:
-        return False
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError)) or out_of_memory(error.__cause__)

@@ -15,12 +15,12 @@ from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.samples import num_samples, pieces
 from ifso.curvature.losses import LossFn, WatchedLoss, checked, same_modes, scalar, undisturbed
+from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.ranks import average_over_ranks_, mean_over_ranks, together
 from ifso.pruning.replay import Replay, can_capture, side_by_side
-from ifso.pruning.spoilt import out_of_memory
 from ifso.pruning.state import fill_, tensors_of
 from ifso.pruning.stream import not_finite, on_device
 

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 from ifso.repro.comparison import Spread
 from ifso.repro.grids import Grid, Line
-from ifso.repro.lines import NAMES, NOT_RUN, PAPER_NAMES, UNKNOWN, Runs, noted, otherwise, percent, seeds_of, signed
+from ifso.repro.lines import (
+    NAMES,
+    PAPER_NAMES,
+    UNKNOWN,
+    Runs,
+    by_method,
+    named,
+    not_run,
+    noted,
+    otherwise,
+    seeds_of,
+    signed,
+)  # fmt: skip
 from ifso.repro.plans import Reported, Row
 from ifso.repro.results import DetectionResult
 from ifso.repro.rows import Job, find_row
@@ -38,7 +50,8 @@ def detection_table(title: str, jobs: Sequence[Job], runs: Runs, notes: Sequence
     """A section for each budget."""
     sections = []
     for name in dict.fromkeys(job.row.name for job in jobs):
-        done = [line for job in jobs if job.row.name == name for line in _ours(job, runs)]
+        methods = by_method(job for job in jobs if job.row.name == name)
+        done = [line for method in methods for line in _ours(method, runs)]
         sections.append((*_reported(find_row(name)), *done))
     return Grid(title, HEADINGS, tuple(sections), (NOTE, *notes), words=2)
 
@@ -64,13 +77,14 @@ def _known(number: float | None) -> str:
     return UNKNOWN if number is None else f"{number:.2f}"
 
 
-def _ours(job: Job, runs: Runs) -> list[Line]:
-    """A line for each way that was run, or one that says that nothing was."""
-    name = f"{job.variant.label or NAMES[job.criterion]}, recipe “{job.recipe}”"
-    groups = _groups(job, runs)
-    if not groups:
-        return [("ours", name, percent(job.row.removed), *[NOT_RUN] * 6, "0 seeds")]
-    return [("ours", ", ".join((name, *otherwise(job, group[0]))), *_numbers(group)) for group in groups]
+def _ours(jobs: Sequence[Job], runs: Runs) -> list[Line]:
+    """Of one method: a line for each way that was run, and one for all recipes that were not."""
+    found = [
+        ("ours", ", ".join((named([job]), *otherwise(job, group[0]))), *_numbers(group))
+        for job in jobs
+        for group in _groups(job, runs)
+    ]
+    return [*found, *not_run([job for job in jobs if not _groups(job, runs)], 6)]
 
 
 def _groups(job: Job, runs: Runs) -> list[list[DetectionResult]]:
@@ -107,7 +121,8 @@ def structure_table(title: str, jobs: Sequence[Job], runs: Runs) -> Grid | None:
         for job in (job for job in jobs if job.row.name == row.name):
             groups = _groups(job, runs)
             if groups:
-                kept.setdefault(f"{NAMES[job.criterion]}-{budget}", _read(groups[0][0]))
+                name = f"{job.variant.label}, {budget} %" if job.variant.label else f"{NAMES[job.criterion]}-{budget}"
+                kept.setdefault(name, _read(groups[0][0]))
     lines = tuple(
         (layer, str(channels), *(_share(found.get(layer), channels) for found in kept.values()))
         for layer, (_, channels) in LAYERS.items()

@@ -59,9 +59,22 @@ def usual_epochs(job: Job) -> int:
 def otherwise(job: Job, result: AnyResult) -> tuple[str, ...]:
     """In what a result was not made as its row and recipe say, in words."""
     epochs = [] if result.epochs == usual_epochs(job) else [f"{result.epochs} epochs"]
-    usual = {**job.prune, "seed": result.prune.get("seed")}
+    options = result.prune.get("criterion")
+    usual = {**job.prune, "seed": result.prune.get("seed"), "criterion": options}
     changed = [f"{key}={value}" for key, value in result.prune.items() if usual.get(key) != value]
-    return (*epochs, *sorted(changed))
+    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options))
+
+
+def _other_options(usual: Mapping[str, Any], options: Mapping[str, Any] | None) -> list[str]:
+    """In what the options of a criterion differ; an older result does not say what it had.
+
+    >>> _other_options({"coupled": "layers"}, {"weights": "all"}), _other_options({"coupled": "layers"}, None)
+    (['weights=all', 'no coupled'], [])
+    """
+    if options is None:
+        return []
+    given = [f"{key}={value}" for key, value in sorted(options.items()) if usual.get(key) != value]
+    return [*given, *(f"no {key}" for key in sorted(usual.keys() - options.keys()))]
 
 
 def last_top1(group: Sequence[AnyResult]) -> Spread:
@@ -140,14 +153,35 @@ def _reported(
     return whose, name, f"{line.removed:.1f} %", base, f"{pruned:.2f}", drop, best_epoch, UNKNOWN, *extra
 
 
-def ours(job: Job, runs: Runs, study: Study) -> list[Line]:
-    """A line for each number of epochs that was run, or one that says that nothing was."""
-    name = f"{job.variant.label or NAMES[job.criterion]}, recipe “{job.recipe}”"
-    groups = runs.of(job)
-    if not groups:
-        return [("ours", name, percent(job.row.removed), *[NOT_RUN] * 4, "0 seeds", *[NOT_RUN] * len(study.columns))]
-    labels = [", ".join((name, *otherwise(job, group[0]), *_shared(group))) for group in groups]
-    return [("ours", label, *_numbers(group, study)) for label, group in zip(labels, groups, strict=True)]
+def by_method(jobs: Iterable[Job]) -> list[list[Job]]:
+    """The jobs of a row by criterion and variant: those of a list differ in their recipes."""
+    found: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs:
+        found.setdefault((job.criterion, job.variant.label), []).append(job)
+    return list(found.values())
+
+
+def named(jobs: Sequence[Job]) -> str:
+    """A method and its recipes."""
+    recipes = ", ".join(f"“{job.recipe}”" for job in jobs)
+    return f"{jobs[0].variant.label or NAMES[jobs[0].criterion]}, recipe{'s' if len(jobs) > 1 else ''} {recipes}"
+
+
+def ours(jobs: Sequence[Job], runs: Runs, study: Study) -> list[Line]:
+    """Of one method: a line for each way that was run, and one for all recipes that were not."""
+    found = [
+        ("ours", ", ".join((named([job]), *otherwise(job, group[0]), *_shared(group))), *_numbers(group, study))
+        for job in jobs
+        for group in runs.of(job)
+    ]
+    return [*found, *not_run([job for job in jobs if not runs.of(job)], 4, len(study.columns))]
+
+
+def not_run(jobs: Sequence[Job], numbers: int, more: int = 0) -> list[Line]:
+    """One line for recipes of a method that nothing was run with: so many cells before the seeds and after them."""
+    if not jobs:
+        return []
+    return [("ours", named(jobs), percent(jobs[0].row.removed), *[NOT_RUN] * numbers, "0 seeds", *[NOT_RUN] * more)]
 
 
 def _shared(group: list[Result]) -> list[str]:

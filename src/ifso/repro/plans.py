@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
 CRITERIA = ("ifso", "group-fisher", "magnitude", "magnitude-average", "random")
-RECIPES = ("paper", "quick", "ours", "detection", "distilled")
+RECIPES = ("paper", "quick", "ours", "patient", "detection", "distilled")
 BASE_RECIPES = ("paper", "scratch", "detection")
 BOXES = ("coco", "bccd")
 """Data with boxes, which are opened as ``coco:PATH``."""
@@ -42,8 +42,11 @@ PRUNE_OPTIONS: Mapping[str, type] = {
 CRITERION_OPTIONS: Mapping[str, type] = {
     "inverse": str, "inverse_options": dict, "coupled": str, "weights": str, "curvature": str
 }  # fmt: skip
+"""Options of a criterion, such as those of :class:`ifso.criteria.ifso.Ifso`."""
+
 TRAIN_OPTIONS: Mapping[str, type] = {
-    "lr": float, "schedule": str, "warm_up_steps": int, "clip": float, "weight_decay": float, "ema": float
+    "lr": float, "schedule": str, "warm_up_steps": int, "clip": float, "weight_decay": float, "ema": float,
+    "cutmix": float,
 }  # fmt: skip
 """Settings of training, beside epochs and batch, that a row may have others of than the recipe."""
 
@@ -105,8 +108,9 @@ class Row:
     """One network on one data set with one share of its MACs ``removed``: one or more lines of a table.
 
     ``prune`` are keywords of :func:`ifso.prune` and ``normalize`` what the scores of each criterion are divided by;
-    ``finetune`` are changes to a recipe of :mod:`ifso.training.settings`. ``paper`` is what the paper reports, by
-    criterion, and ``rivals`` what others do near this budget. ``options`` are those of the network's builder.
+    ``criterion`` are options of a criterion, by its name. ``finetune`` are changes to a recipe of
+    :mod:`ifso.training.settings`. ``paper`` is what the paper reports, by criterion, and ``rivals`` what others do near
+    this budget. ``options`` are those of the network's builder.
     """
 
     name: str
@@ -124,6 +128,7 @@ class Row:
     paper: Mapping[str, Reported] = field(default_factory=dict)
     rivals: tuple[Reported, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    criterion: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def task(self) -> str:
@@ -203,6 +208,7 @@ def read_row(path: Path) -> Row:
         paper=_paper(section.section("paper")),
         rivals=tuple(_rival(rival) for rival in section.sections("rivals")),
         options=_builder_options(section.take("options", dict, {})),
+        criterion=_criterion(section.section("criterion")),
     )
     section.done()
     expected = row_name(row.network, row.data, row.removed)
@@ -280,6 +286,12 @@ def _normalizers(section: Section) -> dict[str, str]:
     found = {criterion: section.take(criterion, str) for criterion in CRITERIA}
     section.done()
     return found
+
+
+def _criterion(section: Section) -> dict[str, dict[str, Any]]:
+    found = {criterion: _options(section.section(criterion), CRITERION_OPTIONS) for criterion in CRITERIA}
+    section.done()
+    return {criterion: options for criterion, options in found.items() if options}
 
 
 def _finetune(section: Section) -> dict[str, Any]:

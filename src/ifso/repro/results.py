@@ -21,6 +21,7 @@ class _Outcome:
     recipe: str
     seed: int
     variant: dict[str, Any]
+    prune: dict[str, Any]
     history: list[dict[str, Any]]
 
     def __post_init__(self) -> None:
@@ -37,6 +38,7 @@ class _Outcome:
             raise IfsoError(
                 f"best_{self.measure} is {self.worth('best')!r}, below last_{self.measure}, {self.worth('last')!r}"
             )
+        _check_kind("prune.criterion", self.prune.get("criterion", {}), "dict")
         for number, epoch in enumerate(self.history):
             _check_epoch(number, epoch, self.measure)
 
@@ -57,8 +59,9 @@ class Result(_Outcome):
 
     ``last_top1`` is what counts; ``best_top1`` of all epochs is chosen on the test set, as the paper does.
     ``pruned_top1`` is the accuracy before fine-tuning, ``seconds`` the time of fine-tuning and ``prune_seconds`` that
-    of pruning. ``variant`` holds the options that differ from the row's, ``train`` and ``prune`` all of them, ``base``
-    how the unpruned network was got. A ``smoke`` result only shows that things run.
+    of pruning. ``variant`` holds the options that differ from the row's, ``train`` and ``prune`` all of them (in
+    ``prune``, ``criterion`` are those of the criterion), ``base`` how the unpruned network was got. A ``smoke`` result
+    only shows that things run.
     """
 
     measure: ClassVar[str] = "top1"

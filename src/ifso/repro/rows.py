@@ -48,20 +48,27 @@ class Job:
     @property
     def changes(self) -> dict[str, Any]:
         """The options of the variant that differ from what the row has anyway."""
-        usual = {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
+        usual = {**self._usual_prune, **self._usual_criterion}
         return {key: value for key, value in self.variant.options.items() if usual.get(key) != value}
 
     @property
     def prune(self) -> dict[str, Any]:
         """All options of pruning but those of the criterion, as plain values."""
-        usual = {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
-        return {**usual, **{key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}}
+        return {**self._usual_prune, **{key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}}
 
     @property
     def criterion_options(self) -> dict[str, Any]:
-        """Options of the criterion; chance takes its numbers from the seed of the run."""
-        chosen = {key: value for key, value in self.changes.items() if key not in PRUNE_OPTIONS}
-        return {"seed": self.seed} if self.criterion == "random" else chosen
+        """Options of the criterion that the row and the variant give."""
+        changed = {key: value for key, value in self.changes.items() if key not in PRUNE_OPTIONS}
+        return {**self._usual_criterion, **changed}
+
+    @property
+    def _usual_prune(self) -> dict[str, Any]:
+        return {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
+
+    @property
+    def _usual_criterion(self) -> Mapping[str, Any]:
+        return self.row.criterion.get(self.criterion, {})
 
     def missing(self) -> tuple[str, ...]:
         """Options that ``ifso.prune`` does not have (yet), so that the job cannot be run."""
@@ -83,8 +90,9 @@ class Job:
         if "lr" in self.prune:
             keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
         budget = Budget(macs=round(1 - self.row.removed, 12))
-        return {**keywords, "budget": budget, "criterion": create(self.criterion, **self.criterion_options),
-                "seed": self.seed}  # fmt: skip
+        chance = {"seed": self.seed} if self.criterion == "random" else {}
+        criterion = create(self.criterion, **self.criterion_options, **chance)
+        return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""
@@ -225,7 +233,7 @@ def study(
 
     ``seeds`` is their number if it shall be another; ``criteria`` and ``recipes`` leave out all others.
 
-    >>> [job.name for job in study("resnet32-cifar10-50", criteria=["random"])][:3]
+    >>> [job.name for job in study("resnet32-cifar10-50", criteria=["random"], recipes=["paper", "ours"])][:3]
     ['resnet32-cifar10-50.random.paper.0', 'resnet32-cifar10-50.random.ours.0', 'resnet32-cifar10-50.random.paper.1']
     """
     if seeds is not None and seeds < 1:

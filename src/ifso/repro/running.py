@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.fit import own_random_numbers
 from ifso.training.lane import Epoch, Lane, Watch
 from ifso.training.lessons import Tables, lessons
+from ifso.training.settings import LATER
 
 Say = Callable[[str], None]
 EVERY, FINAL = 5, 10
@@ -112,16 +113,18 @@ class Running:
     # ---------------------------------------------------------------------------------------------- what comes next
 
     def _enter(self, job: Job) -> None:
-        """Wait in line, unless there is a result, which must be one of the same settings."""
+        """Wait in line, unless there is a result, which must be one of the same settings.
+
+        An older one does not say what options its criterion had; it is taken to have had these.
+        """
         place = path_of(job.name, self._shop.results, smoke=self._shop.smoke)
         if not place.exists():
             self._shop.check(job)
             self._waiting[job.name] = job
             return
-        result, settings = read_file(place), self._shop.settings(job).as_dict()
-        now = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
-        found = differences(now, {key: result.train.get(key) for key in now})
-        found += differences(self._shop.prune_options(job), result.prune)
+        result, now = read_file(place), self._shop.prune_options(job)
+        found = differences(_training(self._shop.settings(job).as_dict()), _training(result.train))
+        found += differences(now, {"criterion": now["criterion"], **result.prune})
         if found:
             raise RunError(f"{place} is of other settings: {'; '.join(found)}; give another --out, or remove it")
 
@@ -264,6 +267,16 @@ class Running:
             return detectors.averages(data, self._batches(data), precision) if measured else None
         examiner = Examiner(self._batches(data), precision)
         return lambda model: {"top1": examiner(model).top1}
+
+
+def _training(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What sets one training apart from another; a setting of later times that is not used was always there.
+
+    >>> _training({"epochs": 2, "compile": True, "cutmix": 0.0})
+    {'epochs': 2}
+    """
+    apart = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
+    return {key: value for key, value in apart.items() if value or key not in LATER}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
 from ifso.repro.comparison import Difference
@@ -18,6 +18,7 @@ from ifso.repro.lines import (
     UNKNOWN,
     WORDS,
     Runs,
+    by_method,
     headings,
     last_top1,
     otherwise,
@@ -36,8 +37,14 @@ COMMAND = "ifso repro --table"
 EXPLANATION = (
     "Top-1 on the test set in per cent. Numbers of the paper and of others are as they report them. Ours under "
     "“pruned” are the last epoch, mean ± standard deviation over the seeds; “drop” is base less pruned, “best epoch” "
-    "the best on the test set. “Not run” is a cell that no run has filled."
+    "the best on the test set. “Not run” is a cell that no run has filled; recipes that were not run share a line."
 )
+MASKS = {
+    "layers": "a mask entry for each layer that reads a unit, as in the authors' program",
+    "shared": "one mask entry for all layers that read a unit, as in Definition 1",
+}
+"""What ``coupled`` says of a criterion, in words."""
+
 COMPARED = (
     "IFSO less the other criterion, last epoch, same budget and recipe. Spread is √(s₁² + s₂²) of the two standard "
     "deviations over seeds; where it is not below the difference, or not known, nothing is claimed."
@@ -47,8 +54,9 @@ COMPARED = (
 def render(name: str, results: Iterable[AnyResult]) -> list[Table]:
     """The tables of a study (``"table2"``, ``"figure5"`` …) or of one row, for a terminal."""
     first, *others = grids(name, Runs(results))
-    if NOTE not in first.notes:
-        first = replace(first, notes=(EXPLANATION, *first.notes))
+    explained = () if NOTE in first.notes else (EXPLANATION,)
+    usual = usual_options(study(name, seeds=1))
+    first = replace(first, notes=(*explained, *first.notes, *([usual] if usual else [])))
     return [as_rich(grid) for grid in (first, *others)]
 
 
@@ -56,9 +64,12 @@ def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -
     """All studies, or those of ``names``, as one page of Markdown."""
     runs = Runs(results)
     made = f"Written by `{COMMAND}` from the {len(runs.all)} results in `repro/results/`, never by hand."
-    pages = [as_markdown(grid) for name in names or studies() for grid in grids(name, runs)]
+    chosen = list(names or studies())
+    usual = usual_options(job for name in chosen for job in study(name, seeds=1))
+    pages = [as_markdown(grid) for name in chosen for grid in grids(name, runs)]
     pages += [as_markdown(_where(runs))] if runs.all else []
-    return "\n".join(["# The paper's tables, run again\n", made, f"\n{EXPLANATION}\n", *pages])
+    head = [f"{words}\n" for words in ("# The paper's tables, run again", made, EXPLANATION, usual) if words]
+    return "\n".join([*head, *pages])
 
 
 def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
@@ -103,7 +114,8 @@ def _table(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
     """A section for each budget."""
     sections = []
     for name in dict.fromkeys(job.row.name for job in jobs):
-        done = [line for job in jobs if job.row.name == name for line in ours(job, runs, chosen)]
+        methods = by_method(job for job in jobs if job.row.name == name)
+        done = [line for method in methods for line in ours(method, runs, chosen)]
         sections.append((*reported(find_row(name), chosen), *done))
     return Grid(title, headings(chosen), tuple(sections), _notes(chosen), WORDS)
 
@@ -124,16 +136,37 @@ def _notes(chosen: Study) -> tuple[str, ...]:
     return (chosen.note,) if chosen.note else ()
 
 
+def usual_options(jobs: Iterable[Job]) -> str:
+    """What options the rows give to criteria, in words; empty if they give none."""
+    options = [(job.criterion, *item) for job in jobs for item in job.row.criterion.get(job.criterion, {}).items()]
+    said = dict.fromkeys(f"{NAMES[criterion]} has {_option(key, value)}" for criterion, key, value in options)
+    return f"Where a line says nothing else, {'; '.join(said)}." if said else ""
+
+
+def _option(key: str, value: Any) -> str:
+    """An option of a criterion, and what it means where that is known.
+
+    >>> _option("coupled", "shared")
+    'one mask entry for all layers that read a unit, as in Definition 1 (coupled=shared)'
+    >>> _option("weights", "all")
+    'weights=all'
+    """
+    named = f"{key}={value}"
+    return f"{MASKS[value]} ({named})" if key == "coupled" and value in MASKS else named
+
+
 def _comparison(title: str, jobs: list[Job], runs: Runs) -> Grid:
-    """IFSO against each other criterion, budget by budget and recipe by recipe."""
+    """IFSO against each other criterion, budget by budget; recipes that tell nothing share a line."""
     base = {(job.row.name, job.recipe): job for job in jobs if job.criterion == "ifso"}
+    recipes: dict[str, dict[Line, list[str]]] = {job.row.name: {} for job in base.values()}
+    for (row, recipe), ifso in base.items():
+        for job in jobs:
+            if (job.row.name, job.recipe) == (row, recipe) and job is not ifso:
+                compared = _compared(ifso, job, runs)
+                alike = "" if NOT_RUN in compared else recipe
+                recipes[row].setdefault((alike, NAMES[job.criterion], *compared), []).append(recipe)
     sections = tuple(
-        tuple(
-            (row, recipe, NAMES[job.criterion], *_compared(ifso, job, runs))
-            for job in jobs
-            if (job.row.name, job.recipe) == (row, recipe) and job is not ifso
-        )
-        for (row, recipe), ifso in base.items()
+        tuple((row, ", ".join(told), *line[1:]) for line, told in lines.items()) for row, lines in recipes.items()
     )
     names = ("row", "recipe", "IFSO against", "difference", "spread", "seeds", "claim")
     return Grid(title, names, sections, (COMPARED,), words=3)

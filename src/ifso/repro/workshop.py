@@ -18,8 +18,9 @@ from ifso.data.generated import generated_images
 from ifso.errors import DataError, RecipeError, RunError
 from ifso.models import create_model, load_weights
 from ifso.pruning.folder import differences
+from ifso.pruning.presets import PRESETS
 from ifso.pruning.prune import prune
-from ifso.pruning.settings import PRESETS, Settings
+from ifso.pruning.settings import Settings
 from ifso.repro import detectors
 from ifso.repro.plans import BOXES, Row
 from ifso.repro.rows import Job, method_name
@@ -172,8 +173,9 @@ class Workshop:
         return replace(self.pruning_of(job), variant=replace(job.variant, options=options))
 
     def prune_options(self, job: Job) -> dict[str, Any]:
-        """How the network of ``job`` is pruned, for the record."""
-        return {**self.prune_as(job).prune, "seed": self.pruning_of(job).seed}
+        """How the network of ``job`` is pruned, for the record; ``criterion`` are the options of its criterion."""
+        used = self.prune_as(job)
+        return {**used.prune, "seed": used.seed, "criterion": used.criterion_options}
 
     def refuse_other_pruning(self, job: Job) -> None:
         """RunError if the pruned network that is there was made with other settings than would be used now."""

@@ -15,6 +15,7 @@ from ifso.errors import IfsoError, TrainingError
 from ifso.training.crew import Crew
 from ifso.training.lane import Epoch, Lane, Watch
 from ifso.training.losses import classification
+from ifso.training.mixing import MixedBatches
 from ifso.training.settings import TrainSettings
 
 
@@ -32,13 +33,18 @@ def fit(
     Batches with ``set_epoch`` are told 0, 1, …, and dropout follows ``settings.seed``, so that the same call gives the
     same weights; the global random state is left alone. On a GPU, batches held there (see :mod:`ifso.data`) are
     learned from in one CUDA graph a step. The loss is the cross entropy with the settings' label smoothing unless
-    given; for distillation give ``loss_fn=distillation(teacher)``.
+    given; for distillation give ``loss_fn=distillation(teacher)``. With ``cutmix`` the batches must be mixed ones, as
+    :func:`ifso.training.lessons.lessons` makes them.
     """
     if loss_fn is None and settings.distill:
         raise TrainingError(
             f"distill={settings.distill:g} needs a teacher; give loss_fn=distillation(teacher), or distill=0"
         )
-    loss_fn = classification(settings.label_smoothing) if loss_fn is None else loss_fn
+    if settings.cutmix and not isinstance(batches, MixedBatches):
+        raise TrainingError(
+            f"cutmix={settings.cutmix:g} needs MixedBatches and a loss for them; give those of lessons()"
+        )
+    loss_fn = classification(settings.label_smoothing, mixed=settings.cutmix > 0) if loss_fn is None else loss_fn
     lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
     failure = fit_side_by_side([lane])[0]
     if failure is not None:

@@ -16,6 +16,7 @@ from ifso.training.detection import detection_loss, detection_losses
 from ifso.training.detector_distillation import detector_distillation
 from ifso.training.headline import detects
 from ifso.training.losses import classification, cross_entropy, distillation, distillation_from_logits
+from ifso.training.mixing import MixedBatches
 from ifso.training.named_losses import NamedLosses
 from ifso.training.settings import TrainSettings
 from ifso.training.teacher import Answers, TaughtBatches, pays
@@ -39,33 +40,47 @@ def lessons(
     """Training batches of ``data`` and the loss, as the settings want them.
 
     A teacher on data held in memory is asked about every variant of every image beforehand, where that is less work;
-    ``tables`` keeps its answers for other networks with the same teacher, ``networks`` of them in all.
+    ``tables`` keeps its answers for other networks with the same teacher, ``networks`` of them in all. Mixed images
+    (``cutmix``) have too many variants for that: the teacher is asked in every step.
     """
     if settings.batch % ranks:
         raise TrainingError(f"a batch of {settings.batch} cannot be shared by {ranks} processes; give a multiple")
     batches = data.train_batches(settings.batch // ranks)
+    if settings.cutmix:
+        batches = _mixed(data, batches, settings.cutmix)
     if detects(data):
         return batches, _detection_loss(data, settings, teacher)
     if data.loss_fn is not cross_entropy:
         return batches, _own_loss(data, settings)
     if not settings.distill:
-        return batches, classification(settings.label_smoothing)
+        return batches, classification(settings.label_smoothing, mixed=settings.cutmix > 0)
     if teacher is None:
         raise TrainingError(NO_TEACHER)
-    options = {
+    options: dict[str, Any] = {
         "temperature": settings.temperature,
         "weight": settings.distill,
         "label_smoothing": settings.label_smoothing,
     }
     table = not several() and pays(batches, networks * settings.epochs, data.num_classes or 1000)
     if not table or not isinstance(batches, TrainBatches):
-        return batches, distillation(teacher, **options)
+        return batches, distillation(teacher, **options, mixed=settings.cutmix > 0)
     tables = {} if tables is None else tables
     if teacher not in tables:
         if say is not None:
             say("asking the teacher about every variant of every image")
         tables[teacher] = Answers.of(teacher, batches, settings.precision)
     return TaughtBatches(batches, tables[teacher]), distillation_from_logits(_third, **options)
+
+
+def _mixed(data: Data, batches: Any, share: float) -> MixedBatches:
+    """The batches with mixed images; one clear line where they cannot be mixed."""
+    if detects(data):
+        raise TrainingError(f"{data.name} has boxes; cutmix is for classifiers only, give 0")
+    if data.loss_fn is not cross_entropy:
+        raise TrainingError(f"{data.name} has a loss of its own; cutmix is for classifiers only, give 0")
+    if not isinstance(batches, TrainBatches):
+        raise TrainingError(f"{data.name} is not held in memory, which cutmix needs; give 0")
+    return MixedBatches(batches, share)
 
 
 def _third(batch: Any) -> Any:

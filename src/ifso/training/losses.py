@@ -25,39 +25,67 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def classification(label_smoothing: float = 0.0) -> LossFn:
+def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
     """The cross entropy to labels of which the share ``label_smoothing`` is spread evenly over all K classes.
 
-    (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself.
+    (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself. With ``mixed``, batches
+    are those of :class:`ifso.training.mixing.MixedBatches`, whose images have two labels: :func:`mixed_cross_entropy`.
 
     >>> batch = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
     >>> [round(float(classification(smoothing)(nn.Identity(), batch)), 3) for smoothing in (0.0, 0.1)]
     [0.0, 0.45]
     """
-    if label_smoothing == 0:
-        return cross_entropy
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels = batch
         return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
 
-    return loss_fn
+    def mixed_loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        images, labels, others, share = batch
+        return mixed_cross_entropy(model(images), labels, others, share, label_smoothing=label_smoothing)
+
+    if mixed:
+        return mixed_loss_fn
+    return loss_fn if label_smoothing else cross_entropy
+
+
+def mixed_cross_entropy(
+    logits: Tensor, labels: Tensor, others: Tensor, share: Tensor, *, label_smoothing: float = 0.0
+) -> Tensor:
+    """The mean over images of s · CE(label) + (1 − s) · CE(other label), with the share s [N] of the first label.
+
+    >>> logits, sure = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
+    >>> [round(float(mixed_cross_entropy(logits, sure, 0 * sure, torch.tensor([s]))), 3) for s in (1.0, 0.75)]
+    [0.0, 2.25]
+    """
+    own, other = (
+        F.cross_entropy(logits, each, reduction="none", label_smoothing=label_smoothing) for each in (labels, others)
+    )
+    return (share * own + (1 - share) * other).mean()
 
 
 def distillation(
-    teacher: nn.Module, *, temperature: float = 4.0, weight: float = 0.9, label_smoothing: float = 0.0
+    teacher: nn.Module,
+    *,
+    temperature: float = 4.0,
+    weight: float = 0.9,
+    label_smoothing: float = 0.0,
+    mixed: bool = False,
 ) -> LossFn:
     """Learn from labels and from a teacher (Hinton et al., 2015), which is asked in eval mode.
 
     (1 − weight) · cross entropy + weight · T² · KL(teacher ‖ model), both logits divided by the temperature T.
-    Without weight the teacher is not asked.
+    Without weight the teacher is not asked. With ``mixed`` it is asked about the mixed images, and the cross entropy is
+    that of :func:`mixed_cross_entropy`.
     """
 
     def answer(batch: Any) -> Tensor:
         with torch.no_grad(), eval_mode(teacher):
             return teacher(batch[0])
 
-    return distillation_from_logits(answer, temperature=temperature, weight=weight, label_smoothing=label_smoothing)
+    return distillation_from_logits(
+        answer, temperature=temperature, weight=weight, label_smoothing=label_smoothing, mixed=mixed
+    )
 
 
 def distillation_from_logits(
@@ -66,6 +94,7 @@ def distillation_from_logits(
     temperature: float = 4.0,
     weight: float = 0.9,
     label_smoothing: float = 0.0,
+    mixed: bool = False,
 ) -> LossFn:
     """:func:`distillation` with the teacher's logits [N, classes] of a batch given rather than computed.
 
@@ -78,10 +107,13 @@ def distillation_from_logits(
     """
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        images, labels, *_ = batch
+        images, labels, *more = batch
         given = logits_of(batch) if weight else None
         logits = model(images)
-        hard = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        if mixed:
+            hard = mixed_cross_entropy(logits, labels, *more, label_smoothing=label_smoothing)
+        else:
+            hard = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         if given is None:
             return hard
         refuse_other_classes(given, logits)

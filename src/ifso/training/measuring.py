@@ -20,12 +20,12 @@ from ifso.bench.timing import middle, peak_bytes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
 from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
+from ifso.curvature.memory import out_of_memory
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.graph.tracing import trace
-from ifso.pruning.spoilt import out_of_memory
 from ifso.training.evaluation import evaluate
 from ifso.training.headline import detects
 from ifso.training.listed import of_batch, size_of

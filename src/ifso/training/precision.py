@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
-
-from ifso.curvature.primal import conv_settings
 from ifso.errors import IfsoError, ScoreError
+
+if TYPE_CHECKING:
+    import torch
 
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 SCORE_PRECISIONS = ("float32", "tf32", "bf16")
 """Those in which scores can be computed."""
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_precision(name: str) -> None:
@@ -36,6 +37,8 @@ def check_score_precision(name: str) -> None:
 @contextmanager
 def tensor_cores(name: str) -> Iterator[None]:
     """Within it convolutions on a GPU round their factors to TF32 if ``name`` is ``"tf32"``, and otherwise do not."""
+    from ifso.curvature.primal import conv_settings
+
     check_precision(name)
     conv = conv_settings()
     before = conv.fp32_precision
@@ -49,6 +52,7 @@ def tensor_cores(name: str) -> Iterator[None]:
 def autocast(name: str, device: torch.device | str) -> torch.autocast:
     """Within it layers compute in bfloat16 if ``name`` is ``"bf16"``, in float16 if ``"fp16"``; a new one each time.
 
+    >>> import torch
     >>> for name in ("bf16", "fp16", "tf32"):
     ...     with autocast(name, "cpu"):
     ...         (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
@@ -56,7 +60,10 @@ def autocast(name: str, device: torch.device | str) -> torch.autocast:
     torch.float16
     torch.float32
     """
-    return torch.autocast(torch.device(device).type, _HALF.get(name, torch.bfloat16), enabled=name in _HALF)
+    import torch
+
+    dtype = getattr(torch, _HALF.get(name, "bfloat16"))
+    return torch.autocast(torch.device(device).type, dtype, enabled=name in _HALF)
 
 
 def scaler(name: str, device: torch.device | str) -> torch.amp.GradScaler:
@@ -65,5 +72,7 @@ def scaler(name: str, device: torch.device | str) -> torch.amp.GradScaler:
     >>> [scaler(name, "cpu").is_enabled() for name in ("fp16", "bf16")]
     [True, False]
     """
+    import torch
+
     check_precision(name)
     return torch.amp.GradScaler(torch.device(device).type, enabled=name == "fp16")

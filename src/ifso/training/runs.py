@@ -18,13 +18,13 @@ from torch import nn
 
 from ifso import __version__
 from ifso.curvature.losses import LossFn
+from ifso.curvature.memory import out_of_memory
 from ifso.data.fitting import check_fits
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.pruning.checkpoint import located, parsed
 from ifso.pruning.folder import SUMMARY, TRAINING, RunFolder
 from ifso.pruning.ranks import rank, several, together
-from ifso.pruning.spoilt import out_of_memory
 from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
 from ifso.training.crew import Crew

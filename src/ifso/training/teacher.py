@@ -7,13 +7,12 @@ times about each image; a table of its answers asks 162 times, and serves all ru
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ifso.data.batches import Augmentation, TrainBatches
+from ifso.data.batches import Augmentation, ExtendedBatches, TrainBatches
 from ifso.training.losses import refuse_other_classes
 from ifso.training.modes import eval_mode
 from ifso.training.narrow import narrow_layers
@@ -87,33 +86,14 @@ def _asked(teacher: nn.Module, batches: TrainBatches, places: Tensor, move: Tens
     return answer.to(torch.float16)
 
 
-class TaughtBatches:
+class TaughtBatches(ExtendedBatches):
     """Batches of (images, labels, the teacher's logits), from training batches and a table of answers."""
 
     def __init__(self, batches: TrainBatches, answers: Answers) -> None:
-        self._batches, self._answers, self._epoch = batches, answers, 0
-        self.drop_last = batches.drop_last
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` is that epoch."""
-        self._epoch = epoch
-
-    def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
-        """As that of the training batches."""
-        return self._batches.plan(epoch)
+        super().__init__(batches)
+        self._answers = answers
 
     def make(self, order: Tensor, moves: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of the training batches with its answers."""
-        images, labels = self._batches.make(order, moves)
+        images, labels = self.base.make(order, moves)
         return images, labels, self._answers(order, moves)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        order, moves = self.plan(epoch)
-        size = self._batches.batch_size
-        for first in range(0, len(order), size):
-            chosen = slice(first, first + size)
-            yield self.make(order[chosen], None if moves is None else moves[chosen])

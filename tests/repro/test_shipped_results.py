@@ -1,0 +1,107 @@
+"""What lies in ``repro/results``: runs of shipped studies, shown in ``docs/tables.md`` and rightly in ``README.md``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ifso.repro.comparison import Spread
+from ifso.repro.lines import Runs
+from ifso.repro.plans import PRUNE_OPTIONS
+from ifso.repro.results import read
+from ifso.repro.rows import find_row, method_name, studies, study
+from ifso.repro.running import Running
+from ifso.repro.tables import markdown
+from ifso.repro.workshop import Workshop
+
+ROOT = Path(__file__).parents[2]
+TABLE = re.compile("<!-- table2:begin -->\n(.*?)<!-- table2:end -->", re.DOTALL)
+UNPRUNED_RESNET32 = "93.51"
+"""As ``ifso eval`` measures it; in some results it was rounded in TF32."""
+
+
+@pytest.fixture(scope="module")
+def results():
+    return read(ROOT / "repro" / "results")
+
+
+def test_every_result_is_of_a_study_and_so_in_a_table(results):
+    known = {job.name for name in studies() for job in study(name)}
+    assert {result.name for result in results} <= known
+
+
+def test_a_result_was_pruned_as_its_name_says(results):
+    for result in results:
+        named = {key: value for key, value in result.variant.items() if key in PRUNE_OPTIONS}
+        assert {key: result.prune[key] for key in named} == named, result.name
+
+
+def test_a_result_had_the_options_that_its_row_and_its_name_give_to_the_criterion(results):
+    jobs = {job.name: job for name in studies() for job in study(name)}
+    for result in results:
+        assert result.prune["criterion"] == jobs[result.name].criterion_options, result.name
+
+
+def test_they_count_as_done(results):
+    """The command that made them finds nothing to do."""
+    jobs, said = {job.name: job for name in studies() for job in study(name)}, []
+    made_with = {"precision": "bf16", "channels_last": True}
+    shop = Workshop(ROOT / "repro" / "work", ROOT / "repro" / "results", train=made_with, one_pruning=True)
+    found = Running(shop, [jobs[result.name] for result in results], lanes=1, workers=1, say=said.append)
+    assert found.failures == []
+    assert said == [f"runs: 0 to do, {len(results)} done already"]
+
+
+def test_what_the_row_says_is_in_no_name(results):
+    """So that a result is found by the name of its job."""
+    for result in results:
+        row = find_row(result.row)
+        usual = {**row.prune, **row.criterion.get(result.criterion, {})}
+        assert not usual.items() & result.variant.items(), result.name
+
+
+def test_the_page_of_tables_is_made_of_the_results(results):
+    """ifso repro --table --markdown docs/tables.md"""
+    assert (ROOT / "docs" / "tables.md").read_text(encoding="utf-8") == markdown(results)
+
+
+def ours_and_the_papers():
+    """Lines of the table in README, each with its row: the network is named once, the budget is in each."""
+    (table,) = TABLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    network, found = "", []
+    for line in table.splitlines()[2:]:
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        network = next((name for name in ("ResNet-32", "ResNet-56") if name in label), network)
+        percent = round(float(cells[0].removesuffix(" %")), -1)
+        found.append((f"{network.replace('-', '').lower()}-cifar10-{percent:.0f}", label, cells))
+    return found
+
+
+def test_ours_in_the_readme_are_the_results(results):
+    told = [(row, re.findall("`([^`]+)`", label), cells) for row, label, cells in ours_and_the_papers() if "`" in label]
+    assert len(told) > 5
+    for row, (method, recipe), cells in told:
+        group = [
+            result for result in Runs(results).all
+            if (result.row, method_name(result.criterion, result.variant), result.recipe) == (row, method, recipe)
+        ]  # fmt: skip
+        assert group, (row, method, recipe)
+        means = [Spread.of([100 * value for value in values]).mean for values in (
+            [1 - result.macs_kept for result in group], [result.params_kept for result in group])]  # fmt: skip
+        base = UNPRUNED_RESNET32 if "resnet32" in row else f"{group[0].base_top1:.2f}"
+        spreads = (str(Spread.of([result.worth(stage) for result in group])) for stage in ("last", "best"))
+        assert cells[:5] == [*(f"{mean:.1f} %" for mean in means), base, *spreads], (row, method, recipe)
+        assert cells[5].removesuffix(" seeds").removeprefix("one pruning, ") == str(len(group))
+        assert ("one pruning" in cells[5]) == (len({result.prune["seed"] for result in group}) < len(group))
+
+
+def test_the_papers_in_the_readme_are_those_of_the_rows():
+    told = [(row, cells) for row, label, cells in ours_and_the_papers() if label.startswith("the paper's IFSO")]
+    assert len(told) == 3
+    for row, cells in told:
+        paper = find_row(row).paper["ifso"]
+        last = "–" if paper.last is None else f"{paper.last:.2f}"
+        kept = "–" if paper.params_kept is None else f"{paper.params_kept:.1f} %"
+        assert cells[:5] == [f"{paper.removed:.1f} %", kept, f"{paper.base:.2f}", last, f"{paper.pruned:.2f}"], row
