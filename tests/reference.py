@@ -134,16 +134,25 @@ class Reference:
 
     def _again(self, value: Tensor, inputs: list[Tensor], rows: Tensor | None = None) -> Tensor:
         """Gradient of a value, or of each row's combination of values, end to end."""
-        many = rows is not None
         if not value.requires_grad:
             found: list[Tensor | None] = [None] * len(inputs)
         else:
-            found = list(
-                torch.autograd.grad(value, inputs, rows, retain_graph=True, allow_unused=True, is_grads_batched=many)
-            )
+            found = self._grads(value, inputs, rows)
         lead = (len(rows),) if rows is not None else ()
         parts = [x.new_zeros(*lead, *x.shape) if p is None else p for x, p in zip(inputs, found, strict=True)]
         return torch.cat([part.reshape(*lead, -1) for part in parts], -1).detach()
+
+    @staticmethod
+    def _grads(value: Tensor, inputs: list[Tensor], rows: Tensor | None) -> list[Tensor | None]:
+        """Of all rows at once; one by one where torch cannot batch one of their operators (2.11 has such)."""
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        try:
+            return list(torch.autograd.grad(value, inputs, rows, is_grads_batched=rows is not None, **options))
+        except RuntimeError:
+            if rows is None:
+                raise
+        each = [torch.autograd.grad(value, inputs, row, **options) for row in rows]
+        return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
 
     @property
     def gradient(self) -> Tensor:

@@ -42,7 +42,7 @@ class Known:
 
 NETWORKS = (
     Known("torchvision:resnet18", 32),
-    Known("torchvision:densenet121", 32),
+    Known("timm:densenet121", 32, {"block_config": (2, 3, 2, 2)}),
     Known("torchvision:mobilenet_v2", 32),
     Known("torchvision:mobilenet_v3_small", 32),
     Known("torchvision:shufflenet_v2_x0_5", 32),

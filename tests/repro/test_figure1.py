@@ -264,6 +264,7 @@ def test_an_unknown_study_and_a_place_that_cannot_be_written(tmp_path, capsys):
     assert "cannot be used" in one_line(capsys)
 
 
+@pytest.mark.slow
 def test_cifar_images_go_through_the_whole_study(tmp_path):
     random = np.random.default_rng(0)
     path = tmp_path / "images.npz"
