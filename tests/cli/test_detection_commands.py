@@ -51,6 +51,23 @@ def data():
     )
 """
 
+OTHERS = """
+import sys
+
+from torch import nn
+
+sys.path.append({folder!r})
+from small_detectors import retina
+
+def bright():
+    model = retina()
+    model.transform.image_mean = [0, 0, 0]
+    return model
+
+def plain():
+    return nn.Sequential(nn.Conv2d(3, 4, 3))
+"""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -100,6 +117,23 @@ def test_fine_tuning_with_a_teacher_and_evaluation(made, capsys, tmp_path):
     assert networks["pruned"]["training_peak_bytes"] < networks["unpruned"]["training_peak_bytes"]
     assert networks["pruned"]["by_category"].keys() == {"square", "disc", "cross"}
     assert (networks["pruned"]["samples"], found["train_batch"]) == (6, 2)
+
+
+def test_another_teacher(made, capsys, tmp_path):
+    """One of another width teaches; one that sees other pixels, classes or anchors, or is none, is refused."""
+    tuning, model = ["finetune", made / "half", *SHORT, "--distill"], f"{NETS}:retina"
+    [summary] = answer(capsys, *tuning, "--teacher", f"{model},width=12", "--out", tmp_path / "tuned")["runs"]
+    assert list(summary["before"]) == ["unpruned", "teacher", "pruned"]
+    assert {"distilled_classes", "distilled_boxes"} <= summary["losses"].keys()
+    own = tmp_path / "own.py"
+    own.write_text(OTHERS.format(folder=str(NETS.parent)))
+    for teacher, message in {
+        f"{model},classes=5": "of the teacher [1, 160, 5]; give a teacher with the same anchors and classes",
+        f"{own}:bright": "image_mean is [0.485, 0.456, 0.406] of the network and [0, 0, 0] of the teacher",
+        f"{own}:plain": "the teacher is Sequential; distillation of detectors is for RetinaNet and FCOS",
+    }.items():
+        assert message in complaint(capsys, *tuning, "--teacher", teacher, "--out", tmp_path / "none")
+        assert not (tmp_path / "none").exists()
 
 
 def test_the_table_of_an_evaluation(made, capsys):

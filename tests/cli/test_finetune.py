@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from interrupting import interrupt_at
+from safetensors.torch import load_file, save_file
 
 from ifso.cli.finetune import table
 from ifso.cli.main import main
 from ifso.cli.opening import open_run
 from ifso.data import open_data
+from ifso.models import create_model
+from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 from ifso.training.evaluation import evaluate
 from ifso.training.fit import fit
@@ -27,6 +30,15 @@ def make():
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
         nn.Flatten(), nn.Linear(128, 10),
     )
+
+def teacher(classes=10, size=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(size * size, 32), nn.ReLU(), nn.Linear(32, classes))
+
+def more():
+    return teacher(classes=12)
+
+def large():
+    return teacher(size=9)
 """
 PRUNING = "--macs 0.7 --criterion magnitude --schedule one-shot --recalibrate 0 --seed 3"
 
@@ -38,6 +50,8 @@ def made(tmp_path_factory):
     (project / "net.py").write_text(NET)
     task = ["--model", f"{project}/net.py:make", "--data", "digits"]
     assert main(["train", *task, "--epochs", "2", "--out", f"{project}/base"]) == 0
+    other = ["--model", f"{project}/net.py:teacher", *task[2:], "--epochs", "2"]
+    assert main(["train", *other, "--out", f"{project}/teacher"]) == 0
     for name, macs in (("a", "0.7"), ("b", "0.5")):
         pruning = [*PRUNING.replace("0.7", macs).split(), "--weights", f"{project}/base/model.safetensors"]
         assert main(["prune", *task, *pruning, "--out", f"{project}/{name}"]) == 0
@@ -171,6 +185,104 @@ class TestResume:
             assert message in captured
 
 
+def taught(project):
+    return ["--teacher", f"{project}/net.py:teacher", "--teacher-weights", f"{project}/teacher/model.safetensors"]
+
+
+class TestAnotherTeacher:
+    def test_as_by_hand(self, project, capsys):
+        run, settings = open_run(project / "a"), recipe_of("paper", epochs=2, seed=3, distill=0.9)
+        (summary,) = finetuned([run.folder, *["--epochs", "2", "--distill"], *taught(project)], capsys)
+        data, model = open_data("digits", seed=3), run.pruned()
+        weights = project / "teacher" / "model.safetensors"
+        teacher = create_model(f"{project}/net.py:teacher", weights=weights)
+        worth = {"unpruned": run.original(), "teacher": teacher, "pruned": model}
+        before = {name: evaluate(network, data.test_batches()).top1 for name, network in worth.items()}
+        assert summary["before"] == before
+        assert list(summary["before"]) == list(before)
+        batches, loss_fn = lessons(data, settings, teacher)
+        fit(model, batches, settings, loss_fn=loss_fn)
+        found = run.finetuned()
+        assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
+        assert [column.header for column in table([summary]).columns][1:4] == ["unpruned", "teacher", "pruned"]
+        fixed = json.loads((run.folder / "finetune" / "config.json").read_text())["settings"]
+        assert fixed["teacher_weights"] == digest_of(teacher)
+
+    def test_runs_side_by_side_share_one(self, project, monkeypatch, capsys):
+        seen, original = [], runs.lessons
+
+        def listened(data, settings, teacher, **more):
+            seen.append((teacher, more["networks"], more["tables"]))
+            return original(data, settings, teacher, **more)
+
+        monkeypatch.setattr(runs, "lessons", listened)
+        monkeypatch.setattr("ifso.training.lessons.pays", lambda *_: True)
+        finetuned([project / "a", project / "b", "--epochs", "1", "--distill", *taught(project)], capsys)
+        (first, *ones), (second, *others) = seen
+        assert first is second
+        assert ones[0] == others[0] == 2
+        assert ones[1] is others[1]
+        assert list(ones[1]) == [first]
+
+    def test_goes_on_with_the_same_and_no_other(self, project, tmp_path, monkeypatch, capsys):
+        argv = ["finetune", str(project / "a"), *["--epochs", "2", "--recipe", "ours"], *taught(project)]
+        assert main(argv) == 0
+        whole = (project / "a" / "finetune").rename(project / "whole")
+        interrupt_at(monkeypatch, 1.3)
+        assert main(argv) == 130
+        monkeypatch.undo()
+        resume = ["finetune", "--resume", str(project / "a")]
+        moved = shutil.copytree(project / "teacher", tmp_path / "moved") / "model.safetensors"
+        save_file({name: value + 1 for name, value in load_file(moved).items()}, moved)
+        capsys.readouterr()
+        for options, message in (
+            (["--teacher-weights", str(moved)], "the teacher's weights are other ones (give those that the run began"),
+            (["--teacher", f"{project}/net.py:more"], "teacher is 'net.py:more' and was 'net.py:teacher'"),
+            (["--teacher-weights", "other.pth"], "the teacher's weights are other ones"),
+        ):
+            assert main([*resume, *options]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert message in line
+        assert main(resume) == 0
+        assert stored(project / "a" / "finetune") == stored(whole)
+
+    def test_a_program_that_came_with_the_run_is_not_executed(self, project, monkeypatch, capsys):
+        inside = Path(shutil.copy(project / "net.py", project / "a" / "net.py"))
+        argv = ["finetune", str(project / "a"), *["--epochs", "2", "--distill"], *taught(project)]
+        argv[argv.index("--teacher") + 1] = f"{inside}:teacher"
+        interrupt_at(monkeypatch, 1.3)
+        assert main(argv) == 130
+        monkeypatch.undo()
+        capsys.readouterr()
+        assert main(["finetune", "--resume", str(project / "a")]) == 2
+        assert f"if you trust it, give --teacher {inside}:teacher" in capsys.readouterr().err
+        assert main(["finetune", "--resume", str(project / "a"), "--teacher", f"{inside}:teacher"]) == 0
+
+    def test_without_the_unpruned_network(self, project, capsys):
+        config = (project / "a" / "config.json").read_text()
+        (project / "a" / "config.json").write_text(config.replace("base/model", "gone/model"))
+        argv = ["finetune", str(project / "a"), *["--epochs", "1", "--distill", "--json"], *taught(project)]
+        assert main(argv) == 0
+        printed = capsys.readouterr()
+        assert "the unpruned network is not measured, because the run in" in printed.err
+        assert list(json.loads(printed.out)["runs"][0]["before"]) == ["teacher", "pruned"]
+
+    def test_one_that_cannot_teach_is_refused_before_it_is_measured(self, project, monkeypatch, capsys):
+        def measured(*_, **__):
+            raise AssertionError("measured")
+
+        monkeypatch.setattr("ifso.training.judging.measured", measured)
+        for factory, message in {
+            "more": "the teacher knows 12 classes and the network 10; give a teacher for the same data",
+            "large": "the teacher, Sequential, failed on the first images of digits (",
+        }.items():
+            capsys.readouterr()
+            assert main(["finetune", str(project / "a"), "--distill", "--teacher", f"{project}/net.py:{factory}"]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert message in line
+            assert not (project / "a" / "finetune").exists()
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -187,11 +299,19 @@ class TestRefused:
             ("{a} --weights none.safetensors --distill", "no weight file none.safetensors"),
             ("{a} --model none.py:make", "none.py"),
             ("{a} --validation 2000", "validation=2000 of 1442 training images"),
+            ("{a} --teacher {project}/net.py:teacher", "nothing is distilled; add --distill, or --recipe ours"),
+            ("{a} --distill 0 --recipe ours --teacher {project}/net.py:teacher", "nothing is distilled"),
+            ("{a} --distill --teacher-weights w.pth", "--teacher-weights without --teacher; give the MODEL"),
+            ("{a} --distill --teacher ifso:resnet20", "--teacher ifso:resnet20 has random weights; give trained ones"),
+            ("{a} --distill --teacher ifso:resnet21 --teacher-weights w.pth", "no model 'ifso:resnet21'"),
+            ("{a} --distill --teacher {project}/net.py:teacher --teacher-weights w.pth", "no weight file w.pth"),
+            ("{a} --distill --teacher {project}/net.py:more --teacher-weights {weights}", "3.weight"),
         ],
     )
     def test_one_line_and_nothing_left(self, options, message, project, capsys):
         capsys.readouterr()
-        given = options.format(a=project / "a", b=project / "b", project=project)
+        weights = project / "teacher" / "model.safetensors"
+        given = options.format(a=project / "a", b=project / "b", project=project, weights=weights)
         assert main(["finetune", *given.split()]) == 2
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == 1

@@ -101,13 +101,13 @@ def test_what_is_lacking_is_told_once_for_all_runs(tmp_path, capsys):
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()
     first, *told = err.splitlines()
-    assert first == "· runs: 0 to do, 24 that cannot be done"
-    assert told[0].startswith(f"ifso: error: {ROW}.ifso.paper.0 and 11 more: ")
+    assert first == "· runs: 0 to do, 28 that cannot be done"
+    assert told[0].startswith(f"ifso: error: {ROW}.ifso.paper.0 and 15 more: ")
     assert "begins with the weights resnet32_cifar10_authors.safetensors, which are not here; give their f" in told[0]
     lacking = "vgg16-cifar100-40 needs cifar100; give --data cifar100:PATH, or --smoke"
     assert told[1:] == [f"ifso: error: vgg16-cifar100-40.ifso.paper.0 and 11 more: {lacking}"]
     document = json.loads(out)
-    assert (document["runs"], document["status"], len(document["failures"])) == ([], 2, 24)
+    assert (document["runs"], document["status"], len(document["failures"])) == ([], 2, 28)
     assert document["failures"][0]["run"] == f"{ROW}.ifso.paper.0"
 
 
@@ -119,24 +119,34 @@ def test_the_list_tells_how_far_each_run_is(tmp_path, capsys):
     (done / "summary.json").write_text('{"seconds": 1}')
     (tmp_path / "work" / "pruned" / f"{ROW}.group-fisher.0").mkdir(parents=True)
     assert main(["repro", ROW, "--list", "--json", "--seeds", "1", "--out", str(tmp_path)]) == 0
-    states = {entry["run"]: entry["state"] for entry in json.loads(capsys.readouterr().out)["runs"]}
+    listed = json.loads(capsys.readouterr().out)["runs"]
+    assert {entry["run"] for entry in listed if "teacher" in entry} == {
+        f"{ROW}.{criterion}.taught.0" for criterion in ("ifso", "group-fisher", "magnitude-average", "random")
+    }
+    assert {entry["teacher"] for entry in listed if "teacher" in entry} == {"resnet56-cifar10"}
+    states = {entry["run"]: entry["state"] for entry in listed}
     assert states == {
         f"{ROW}.ifso.paper.0": "done",
         f"{ROW}.ifso.ours.0": "fine-tuning begun",
         f"{ROW}.ifso.patient.0": "to do",
+        f"{ROW}.ifso.taught.0": "to do",
         f"{ROW}.group-fisher.paper.0": "pruning begun",
         f"{ROW}.group-fisher.ours.0": "pruning begun",
         f"{ROW}.group-fisher.patient.0": "pruning begun",
+        f"{ROW}.group-fisher.taught.0": "pruning begun",
         f"{ROW}.magnitude-average.paper.0": "to do",
         f"{ROW}.magnitude-average.ours.0": "to do",
         f"{ROW}.magnitude-average.patient.0": "to do",
+        f"{ROW}.magnitude-average.taught.0": "to do",
         f"{ROW}.random.paper.0": "pruned",
         f"{ROW}.random.ours.0": "pruned",
         f"{ROW}.random.patient.0": "pruned",
+        f"{ROW}.random.taught.0": "pruned",
     }
     assert main(["repro", ROW, "--list", "--smoke", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "12 runs" in text
+    assert "16 runs" in text
+    assert text.count("resnet56-cifar10") == 4
     assert "done" not in text
     assert main(["repro", ROW, "--list", "--smoke", "--epochs", "9", "--prune", "lr=1", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().err == "· a smoke run has sizes and images of its own: --epochs, --prune not used\n"
@@ -215,9 +225,9 @@ def test_a_smoke_row_in_about_a_minute(tmp_path, capsys):
     assert main(["repro", ROW, "--smoke", "--json", "--out", str(tmp_path)]) == 0
     assert time.monotonic() - began < 120
     document = json.loads(capsys.readouterr().out)
-    assert len(document["runs"]) == 12
+    assert len(document["runs"]) == 16
     assert all(run["smoke"] and 0.4 < run["macs_kept"] <= 0.5 for run in document["runs"])
-    assert len(list((tmp_path / "results" / "smoke").glob("*.json"))) == 12
+    assert len(list((tmp_path / "results" / "smoke").glob("*.json"))) == 16
     assert list((tmp_path / "results").glob("*.json")) == []
 
 
@@ -238,7 +248,7 @@ def test_after_a_signal_the_same_command_goes_on(name, status, word, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "training resnet32-cifar10" not in done.stderr
-    assert "3 runs done" in done.stdout
+    assert "4 runs done" in done.stdout
 
 
 def test_ranks_share_the_runs_and_the_first_tells_what_failed(tmp_path):

@@ -28,7 +28,8 @@ from ifso.data.image_files import ImageFiles, find_images
 from ifso.data.registry import open_data
 from ifso.models.names import ModelName, read_name
 from ifso.repro.configs import config_folder
-from ifso.repro.plans import Row, Study, read_row, read_study
+from ifso.repro.plan_files import read_row, read_study
+from ifso.repro.plans import Row, Study
 from ifso.repro.results import read_file
 
 OPTIONS = (

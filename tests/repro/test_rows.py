@@ -19,7 +19,7 @@ from ifso.repro.rows import Job, Variant, find_row, find_study, rows, studies, s
 from ifso.training.settings import RECIPES
 
 ROOT = Path(__file__).parents[2]
-ROW = "resnet32-cifar10-50"
+ROW, TEACHER = "resnet32-cifar10-50", "resnet56-cifar10-50"
 EXPECTED = {
     "vgg16-cifar10": (40, 50, 70, 80),
     "resnet32-cifar10": (40, 50),
@@ -33,8 +33,8 @@ EXPECTED = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """One row and one study, to be spoilt."""
-    for name in (ROW, "figure8"):
+    """One row with that of its teacher, and one study, to be spoilt."""
+    for name in (ROW, TEACHER, "figure8"):
         shutil.copy(config_folder() / f"{name}.toml", tmp_path)
     return tmp_path
 
@@ -73,7 +73,7 @@ def test_every_shipped_job_is_one_that_prune_and_training_take(name):
         own_or_not = row.network.removeprefix("ifso:") in OWN
         assert own_or_not or row.network in ("torchvision:resnet50", "torchvision:retinanet_resnet50_fpn")
         settings = job.train_settings()
-        own = RECIPES["detection" if row.detects else job.recipe]
+        own = RECIPES["detection" if row.detects else "patient" if job.recipe == "taught" else job.recipe]
         epochs = row.finetune["epochs"] if job.recipe == "paper" or row.detects else own.epochs
         batch = row.finetune.get("batch", own.batch)
         assert (settings.epochs, settings.batch, settings.seed) == (epochs, batch, job.seed)
@@ -200,6 +200,11 @@ def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
         ('coupled = "layers"', "coupled = 1", "criterion.ifso.coupled = 1 will not do; give text"),
         ("[criterion.ifso]", "[criterion.isfo]", "unknown key 'criterion.isfo'; known here: ifso, group-fisher"),
         ("[criterion.ifso]\ncoupled", "[criterion]\nifso", "criterion.ifso = 'layers' will not do; give a table"),
+        ('[teacher]\ntask = "resnet56-cifar10"', "", "recipes: 'taught' needs a teacher; give [teacher] with task"),
+        ('task = "resnet56-cifar10"', 'task = "resnet56-cifar10"\nepochs = 9', "unknown key 'teacher.epochs'"),
+        ('task = "resnet56-cifar10"', 'tusk = "resnet56-cifar10"', "key 'teacher.task' is missing; give text"),
+        ('"resnet56-cifar10"', '"resnet57-cifar10"', "teacher.task = 'resnet57-cifar10' will not do; give another"),
+        ('"resnet56-cifar10"', '"resnet32-cifar10"', "give another task on cifar10: resnet56-cifar10"),
     ],
 )  # fmt: skip
 def test_a_slip_in_a_row_is_named(folder, old, new, message):
@@ -227,6 +232,40 @@ def test_a_slip_in_a_study_is_named(folder, old, new, message):
         studies(folder)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_teacher_is_for_classifiers_on_the_same_data_and_a_study_cannot_do_without(folder):
+    shutil.copy(config_folder() / "resnet56-cifar100-50.toml", folder)
+    path = spoil(folder, "resnet56-cifar10", "resnet56-cifar100")
+    with pytest.raises(IfsoError, match=rf"{path}: teacher\.task = 'resnet56-cifar100' will not do; .* on cifar10: re"):
+        rows(folder)
+    spoil(folder, "resnet56-cifar100", "resnet56-cifar10")
+    spoil(folder, 'tasks = ["resnet32-cifar10"]', 'tasks = ["resnet56-cifar10"]', "figure8")
+    path = spoil(folder, 'recipes = ["paper"]', 'recipes = ["taught"]', "figure8")
+    with pytest.raises(IfsoError, match=rf"{path}: recipes: 'taught' needs rows with \[teacher\], which resnet56-c"):
+        studies(folder)
+    shutil.copy(config_folder() / "retinanet-bccd-50.toml", folder)
+    path = spoil(folder, "[prune]", '[teacher]\ntask = "resnet56-cifar10"\n\n[prune]', "retinanet-bccd-50")
+    with pytest.raises(IfsoError, match=rf"{path}: \[teacher\]: detectors have no recipe 'taught'"):
+        rows(folder)
+
+
+def test_rows_of_a_task_tell_the_same_of_their_unpruned_network(folder):
+    shutil.copy(config_folder() / "resnet56-cifar10-40.toml", folder)
+    path = spoil(folder, "cutmix = 0.5", "cutmix = 0.25", TEACHER)
+    with pytest.raises(IfsoError, match=rf"{path}: \[base\] is another than in resnet56-cifar10-40\.toml"):
+        rows(folder)
+
+
+def test_the_teacher_of_a_job_is_another_only_where_the_recipe_says_so():
+    row = find_row(ROW)
+    taught = Job(row, "ifso", "taught")
+    assert taught.teacher is row.teacher
+    assert (row.teacher.task, row.teacher.title, row.at(0.3).teacher) == ("resnet56-cifar10", "ResNet-56", row.teacher)
+    assert taught.train_settings() == Job(row, "ifso", "patient").train_settings()
+    assert {Job(row, "ifso", recipe).teacher for recipe in ("paper", "ours", "patient")} == {None}
+    with pytest.raises(IfsoError, match="resnet56-cifar10-50 has no teacher of its own; take another recipe"):
+        _ = Job(find_row(TEACHER), "ifso", "taught").teacher
 
 
 @pytest.mark.parametrize(

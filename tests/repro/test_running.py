@@ -216,3 +216,107 @@ def test_an_error_of_two_lines_is_told_in_one(shop, tmp_path, at_once, monkeypat
     shop.keep_base(tiny_row(tmp_path), shop.fresh(tiny_row(tmp_path), 10))
     found = ran(shop, [Job(tiny_row(tmp_path), "ifso", "paper")])
     assert found.failures == ["tiny-cifar10-40.ifso.paper.0: in two lines"]
+
+
+class TestAnotherTeacher:
+    """The recipe ``taught``: the unpruned network of another row teaches."""
+
+    @pytest.fixture
+    def job(self, tmp_path):
+        teacher = tiny_row(tmp_path, "other", base=Base(recipe="paper", epochs=2, batch=16))
+        return Job(tiny_row(tmp_path, teacher=teacher), "ifso", "taught")
+
+    def test_it_is_trained_first_and_asked(self, shop, job, at_once, monkeypatch):
+        asked, original = [], running.lessons
+
+        def listened(data, settings, teacher=None, **more):
+            asked.append((settings.distill, teacher))
+            return original(data, settings, teacher, **more)
+
+        monkeypatch.setattr(running, "lessons", listened)
+        said = []
+        own = replace(job, recipe="patient")
+        assert ran(shop, [job, own], said).failures == []
+        assert [line for line in said if line.startswith("training")] == [
+            "training tiny-cifar10 for 1 epochs",
+            "training other-cifar10 for 2 epochs",
+        ]
+        assert at_once == ["tiny-cifar10-40.ifso.0"]
+        of = {result.recipe: result for result in read(shop.results)}
+        teachers = {recipe: network for recipe, (weight, network) in zip(("patient", "taught"), asked[-2:], strict=True)
+                    if weight}  # fmt: skip
+        for row, name in ((job.row, "patient"), (job.row.teacher, "taught")):
+            kept = shop.base(row, shop.open(row, 0)).state_dict()
+            found = teachers[name].state_dict()
+            assert all(torch.equal(value, found[key]) for key, value in kept.items()), name
+        worth = of["taught"].teacher.pop("top1")
+        assert of["taught"].teacher == {"task": "other-cifar10", "base": job.teacher.base.made}
+        assert 0 <= worth <= 100
+        assert of["patient"].teacher == {}
+        assert of["taught"].base_top1 == of["patient"].base_top1
+        assert of["taught"].history != of["patient"].history
+        again = []
+        assert ran(shop, [job, own], again).failures == []
+        assert again == ["runs: 0 to do, 2 done already"]
+
+    def test_a_smoke_run_has_one_too_and_its_settings_are_its_own(self, shop, job, at_once):
+        smoke = replace(shop, smoke=True, data={}, work=shop.work / "smoke")
+        assert ran(smoke, [job]).failures == []
+        result = read_file(shop.results / "smoke" / f"{job.name}.json")
+        assert (result.smoke, result.epochs, result.teacher["task"]) == (True, 1, "other-cifar10")
+        longer = replace(job.teacher, base=Base(recipe="paper", epochs=9, batch=16))
+        assert ran(smoke, [replace(job, row=replace(job.row, teacher=longer))]).failures == []
+
+    def test_one_that_cannot_be_trained_fails_only_those_who_need_it(self, shop, job, at_once):
+        broken = replace(job.row.teacher, base=Base(recipe="paper", epochs=1, batch=49))
+        taught = replace(job, row=replace(job.row, teacher=broken))
+        found = ran(shop, [taught, replace(job, recipe="ours")])
+        assert [failure.name for failure in found.failed] == [taught.name]
+        assert [result.recipe for result in read(shop.results)] == ["ours"]
+
+    def test_a_result_of_another_teacher_or_of_another_unpruned_network_does_not_count(self, shop, job):
+        told = {"task": "other-cifar10", "base": job.teacher.base.made, "top1": 50.0}
+        base = {**job.row.base.made, "note": "a note is no other network"}
+        for change, words in (
+            ({}, None),
+            ({"teacher": {**told, "top1": 9.0}}, None),
+            ({"teacher": {**told, "task": "third-cifar10"}}, "teacher.task is 'other-cifar10' and was 'third-cifar10'"),
+            ({"teacher": {**told, "base": {**told["base"], "epochs": 7}}}, "teacher.base.epochs is 2 and was 7"),
+            ({"teacher": {}}, "teacher.task is 'other-cifar10' and was not set"),
+            ({"base": {**base, "epochs": 9}}, "base.epochs is 1 and was 9"),
+            ({"base": {}}, None),
+        ):
+            place = write(replace(made_up(job, shop), **{"base": base, "teacher": told, **change}), shop.results)
+            found = Running(shop, [job], lanes=1, workers=1, say=lambda _: None).failures
+            assert found == [] if words is None else f"{place} is of other settings: {words}" in found[0]
+
+
+class TestTheUnprunedNetworkThatIsThere:
+    def test_one_that_was_trained_otherwise_is_not_taken(self, shop, tmp_path, at_once):
+        job = Job(tiny_row(tmp_path), "ifso", "paper")
+        longer = replace(job.row, base=Base(recipe="paper", epochs=3, batch=16, train={"cutmix": 0.5}))
+        teaches = Job(replace(tiny_row(tmp_path, "other"), teacher=longer), "ifso", "taught")
+        shop.keep_base(job.row, shop.fresh(job.row, 10))
+        for other in (replace(job, row=longer), teaches):
+            said = []
+            (failure,) = ran(shop, [other], said).failures
+            assert said == ["runs: 0 to do, 1 that cannot be done"]
+            place = shop.base_file(longer)
+            assert f"{place} was trained otherwise: epochs is 3 and was 1; train is {{'cutmix': 0.5}}" in failure
+        assert ran(shop, [job]).failures == []
+
+    def test_an_older_file_is_taken_and_told(self, shop, tmp_path, at_once):
+        job, said = Job(tiny_row(tmp_path), "ifso", "paper"), []
+        replace(shop, smoke=True).keep_base(job.row, shop.fresh(job.row, 10))
+        place = shop.base_file(job.row)
+        replace(shop, smoke=True).base_file(job.row).rename(place)
+        assert ran(shop, [job], said).failures == []
+        assert f"{place} does not tell how it was trained; taken to be as the rows of tiny-cifar10 say" in said
+
+    def test_what_was_pruned_from_another_is_not_fine_tuned(self, shop, tmp_path, at_once):
+        job = Job(tiny_row(tmp_path), "ifso", "paper")
+        ran(shop, [job])
+        next(shop.results.glob("*.json")).unlink()
+        shop.keep_base(job.row, shop.fresh(job.row, 10))
+        (failure,) = ran(shop, [job]).failures
+        assert f"{shop.pruned_folder(job)} was made of another unpruned network; give another --out" in failure

@@ -11,7 +11,7 @@ from rich.console import Console
 from ifso.errors import IfsoError
 from ifso.repro.comparison import Difference, Spread
 from ifso.repro.results import Result, path_of, read, read_file, write
-from ifso.repro.rows import study
+from ifso.repro.rows import find_row, study
 from ifso.repro.tables import COMPARED, markdown, render, usual_options, write_markdown
 
 ROW = "resnet32-cifar10-50"
@@ -141,6 +141,7 @@ def some_results():
     return [*ifso, *fisher, made_up("random", last=14.5, epochs=200), made_up("random", seed=1, last=19.5, epochs=20)]
 
 
+ALL = "“paper”, “ours”, “patient”, “taught”"
 GOLDEN = """\
 ## resnet32-cifar10-50
 
@@ -152,13 +153,15 @@ GOLDEN = """\
 | paper | IFSO-50 (best test epoch) | 50.1 % | 93.51 | 93.00 | 0.51 | 93.00 | – |
 | paper | IFSO-50 (last epoch) | 50.1 % | 93.51 | 92.84 | 0.67 | – | – |
 | ours | IFSO, recipe “paper” | 50.1 % | 20.00 | 14.50 ± 0.50 | 5.50 | 14.75 ± 0.50 | 3 seeds |
-| ours | IFSO, recipes “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | IFSO, recipes “ours”, “patient”, “taught” | 50 % | not run | not run | not run | not run | 0 seeds |
 | ours | Group Fisher, recipe “paper” | 50.1 % | 20.00 | 11.25 ± 0.35 | 8.75 | 11.50 ± 0.35 | 2 seeds |
-| ours | Group Fisher, recipes “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
-| ours | magnitude-A, recipes “paper”, “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | Group Fisher, recipes “ours”, “patient”, “taught” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | magnitude-A, recipes {all} | 50 % | not run | not run | not run | not run | 0 seeds |
 | ours | random, recipe “paper” | 50.1 % | 20.00 | 14.50 | 5.50 | 14.75 | 1 seed |
 | ours | random, recipe “paper”, 20 epochs | 50.1 % | 20.00 | 19.50 | 0.50 | 19.75 | 1 seed |
-| ours | random, recipes “ours”, “patient” | 50 % | not run | not run | not run | not run | 0 seeds |
+| ours | random, recipes “ours”, “patient”, “taught” | 50 % | not run | not run | not run | not run | 0 seeds |
+
+“taught”: “patient”, taught by the unpruned ResNet-56.
 
 ## resnet32-cifar10-50: IFSO against the others
 
@@ -167,9 +170,9 @@ GOLDEN = """\
 | resnet32-cifar10-50 | paper | Group Fisher | 3.25 | 0.61 | 3 and 2 | higher |
 | resnet32-cifar10-50 | paper | magnitude-A | not run | not run | 3 and 0 | not run |
 | resnet32-cifar10-50 | paper | random | 0.00 | – | 3 and 1 | no claim: one seed has no spread |
-| resnet32-cifar10-50 | ours, patient | Group Fisher | not run | not run | 0 and 0 | not run |
-| resnet32-cifar10-50 | ours, patient | magnitude-A | not run | not run | 0 and 0 | not run |
-| resnet32-cifar10-50 | ours, patient | random | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours, patient, taught | Group Fisher | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours, patient, taught | magnitude-A | not run | not run | 0 and 0 | not run |
+| resnet32-cifar10-50 | ours, patient, taught | random | not run | not run | 0 and 0 | not run |
 
 {compared}
 
@@ -184,7 +187,7 @@ GOLDEN = """\
 def test_a_row_as_markdown():
     page = markdown(some_results(), [ROW])
     assert page.startswith("# The paper's tables, run again\n\nWritten by `ifso repro --table` from the 7 results in")
-    assert page[page.index("## ") :] == GOLDEN.format(compared=COMPARED)
+    assert page[page.index("## ") :] == GOLDEN.format(compared=COMPARED, all=ALL)
 
 
 USUAL = (
@@ -240,7 +243,8 @@ def test_all_tables_without_results_have_every_cell_marked():
     assert all(line.count("not run") >= 4 and "0 seeds" in line for line in ours)
     # 14 rows of classifiers and 4 criteria, whatever their recipes; of the other studies; 4 rows of detectors and 2
     assert len(ours) == 14 * 4 + 18 + 8 + 24 + 5 + 9 + 4 * 3 + 8 + 4 * 2 + 2 + 2
-    assert len(lines_of(page, "| ours | IFSO, recipes “paper”, “ours”, “patient” |")) == 12
+    assert len(lines_of(page, "| ours | IFSO, recipes “paper”, “ours”, “patient” |")) == 10
+    assert len(lines_of(page, "| ours | IFSO, recipes “paper”, “ours”, “patient”, “taught” |")) == 2
     assert len(lines_of(page, "| ours | IFSO, recipes “paper”, “ours” |")) == 2
     assert len(lines_of(page, "| ours | IFSO, recipes “detection”, “distilled” |")) == 4
     assert len(lines_of(page, "magnitude-A, recipe “paper” | not run |")) == 4
@@ -251,7 +255,7 @@ def test_recipes_that_were_run_have_lines_of_their_own():
     ours = [replace(run, recipe="ours", epochs=150) for run in some_results() if run.criterion != "random"]
     page = markdown([*some_results(), *ours], [ROW])
     found = [line.split(" | ")[1] for line in lines_of(page, "| ours | IFSO")]
-    assert found == ["IFSO, recipe “paper”", "IFSO, recipe “ours”", "IFSO, recipe “patient”"]
+    assert found == ["IFSO, recipe “paper”", "IFSO, recipe “ours”", "IFSO, recipes “patient”, “taught”"]
     told = [line.strip("| ").split(" | ")[1:4] for line in lines_of(page, "| resnet32-cifar10-50 |")]
     assert told == [
         ["paper", "Group Fisher", "3.25"],
@@ -259,9 +263,9 @@ def test_recipes_that_were_run_have_lines_of_their_own():
         ["paper", "random", "0.00"],
         ["ours", "Group Fisher", "3.25"],
         ["ours", "random", "not run"],
-        ["patient", "Group Fisher", "not run"],
-        ["patient", "magnitude-A", "not run"],
-        ["patient", "random", "not run"],
+        ["patient, taught", "Group Fisher", "not run"],
+        ["patient, taught", "magnitude-A", "not run"],
+        ["patient, taught", "random", "not run"],
     ]
 
 
@@ -273,6 +277,59 @@ def test_other_options_of_the_criterion_are_in_the_line():
     page = markdown([other, usual, old], [ROW])
     assert lines_of(page, "| ours | IFSO, recipe “paper” |", "| 2 seeds |")
     assert lines_of(page, "| ours | IFSO, recipe “paper”, coupled=shared |", "| 1 seed |")
+
+
+BASE = find_row(ROW).base.as_dict()
+TEACHER = find_row(ROW).teacher
+
+
+def test_another_unpruned_network_is_in_the_line_and_never_in_the_mean():
+    usual, noted, other = (
+        made_up(seed=seed, last=last, base=base)
+        for seed, (last, base) in enumerate(
+            ((12.0, BASE), (13.0, {**BASE, "note": "as before"}), (17.0, {"recipe": "scratch", "epochs": 9}))
+        )
+    )
+    page = markdown([usual, noted, other, made_up("random", base=other.base)], [ROW])
+    assert lines_of(page, "| ours | IFSO, recipe “paper” |", "| 12.50 ± 0.71 |", "| 2 seeds |")
+    words = "another unpruned network: 9 epochs, recipe scratch, no weights"
+    assert lines_of(page, f"| ours | IFSO, recipe “paper”, {words} |", "| 17.00 |", "| 1 seed |")
+    assert lines_of(page, "| paper | random | not run |")
+    alike = markdown([other, made_up("random", base=other.base)], [ROW])
+    assert lines_of(alike, "| paper | random | 4.50 |", f"no claim: one seed has no spread, {words} |")
+    assert f"| 17.00 (1, {words}) |" in markdown([other], ["figure5"])
+
+
+def test_who_taught_is_below_the_table_with_what_it_was_worth_and_another_in_the_line():
+    told = {"task": "resnet56-cifar10", "base": TEACHER.base.made, "top1": 30.0}
+    other = {**told, "base": {**told["base"], "epochs": 9}, "top1": 10.0}
+    page = markdown([made_up(recipe="taught", epochs=180, teacher=told)], [ROW])
+    assert "\n“taught”: “patient”, taught by the unpruned ResNet-56 (30.00 %).\n" in page
+    assert lines_of(page, "| ours | IFSO, recipe “taught” |")
+    page = markdown([made_up(recipe="taught", epochs=180, teacher=other)], [ROW])
+    assert lines_of(page, "| ours | IFSO, recipe “taught”, another teacher: 9 epochs |")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "words"),
+    [
+        ({"task": "a"}, "teacher is {'task': 'a'}; it must have task, base, top1, or nothing"),
+        ({"task": 1, "base": {}, "top1": 1.0}, "teacher.task is 1, which is no str"),
+        ({"task": "a", "base": {}, "top1": 101.0}, "teacher.top1 is 101.0; it is in per cent"),
+    ],
+)
+def test_a_teacher_that_cannot_have_been_is_refused(teacher, words):
+    with pytest.raises(IfsoError) as caught:
+        made_up(teacher=teacher)
+    assert words in str(caught.value)
+
+
+def test_an_older_file_tells_of_no_teacher(tmp_path):
+    place = write(made_up(), tmp_path)
+    document = json.loads(place.read_text())
+    assert document.pop("teacher") == {}
+    place.write_text(json.dumps(document))
+    assert read_file(place) == made_up()
 
 
 def test_a_drop_is_base_less_pruned_in_every_line_reported():

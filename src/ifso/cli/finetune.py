@@ -16,7 +16,9 @@ from ifso.cli.opening import FINETUNE, OpenedRun, open_run
 from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
+from ifso.cli.teaching import Teachers, add_teacher, refuse_unclear_teacher
 from ifso.cli.train_options import (
+    TEACHER,
     add_data,
     add_recipe,
     add_running,
@@ -59,6 +61,7 @@ def add_parser(commands: Any) -> None:
         help=f"learn from the unpruned network, too, with this weight ({DISTILL}, or {DISTILL_BOXES} on coco: data; "
         "0 without --distill, 0.9 in ours)",
     )  # fmt: skip
+    add_teacher(how)
     how.add_argument("--temperature", type=float, metavar="T", help="that softens what the teacher says (4)")
     how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (that of the run)")
     where = parser.add_argument_group("where and how it runs")
@@ -89,7 +92,7 @@ def _weight(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """One of the runs, where its fine-tuning goes, and how it is done."""
 
     run: OpenedRun
@@ -130,13 +133,15 @@ def _refuse_unclear(args: argparse.Namespace) -> None:
         raise IfsoError("under torchrun all ranks train one network; give one RUN, or run without torchrun")
 
 
-def _plan(args: argparse.Namespace, folder: Path) -> _Plan:
+def _plan(args: argparse.Namespace, folder: Path) -> Plan:
     run, place = open_run(folder, model=args.model), args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
     options = gather(_weighted(args, known), place, known, "ifso finetune")
     options["padded"] = _padded(args, place, options)
-    run = replace(run, arguments={**run.arguments, **{name: options[name] for name in ("model",) if name in options}})
-    return _Plan(run, place, options, settings_of(options))
+    settings = settings_of(options)
+    refuse_unclear_teacher(options, settings)
+    told = {name: options[name] for name in ("model", *TEACHER) if name in options}
+    return Plan(replace(run, arguments={**run.arguments, **told}), place, options, settings)
 
 
 def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Namespace:
@@ -160,7 +165,7 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
     return stored.get("padded", default if args.padded is None else args.padded)
 
 
-def _watched(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) -> list[Outcome]:
+def _watched(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
     """What came out of each; after Ctrl-C the command that goes on is shown."""
     try:
         with chatter_to_stderr():
@@ -173,7 +178,7 @@ def _watched(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) -> 
         raise
 
 
-def _finetune(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) -> list[Outcome]:
+def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
     from ifso.training.listening import Silent
     from ifso.training.runs import finished, remove_checkpoint, train_side_by_side
 
@@ -194,34 +199,35 @@ def _finetune(args: argparse.Namespace, plans: Sequence[_Plan], place: Place) ->
 
 
 class _Workshop:
-    """Opens data and unpruned networks once for all runs that share them."""
+    """Opens data and teachers once for all runs that share them."""
 
     def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
         self._args, self._place, self._say = args, place, say
         self._data: dict[Any, Data] = {}
-        self._teachers: dict[Any, tuple[nn.Module, float | None]] = {}
+        self._teachers = Teachers(args, place, say)
 
-    def training(self, plan: _Plan) -> Training:
+    def training(self, plan: Plan) -> Training:
         """All that it takes to fine-tune the network of a run."""
         from ifso.surgery.recipe import digest_of
         from ifso.training.runs import Training
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
         model = plan.run.pruned(self._place.device, data=data)
-        teacher, worth = self._teacher(plan, data) if plan.settings.distill else (None, None)
+        teaching = self._teachers.of(plan, data, model)
         fixed = {
             "weights": digest_of(model),
             "data": _without_folders(data.name),
             "validation": plan.options.get("validation", 0),
+            **teaching.fixed,
         }
         return Training(
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
-            teacher=teacher, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
+            teacher=teaching.network, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
             about={"run": str(plan.run.folder), "arguments": dict(plan.options)}, start="pruned",
-            before={} if worth is None else {"unpruned": worth}, wide=self._wide(plan, data),
+            before=teaching.before, wide=self._wide(plan, data),
         )  # fmt: skip
 
-    def _wide(self, plan: _Plan, data: Data) -> nn.Module | None:
+    def _wide(self, plan: Plan, data: Data) -> nn.Module | None:
         """A network as that of a run was before pruning, to train the pruned one in; its weights do not matter."""
         from ifso.training.headline import detects
 
@@ -229,7 +235,7 @@ class _Workshop:
             return None
         return plan.run._network(data, None).to(self._place.device)
 
-    def _opened(self, plan: _Plan) -> Data:
+    def _opened(self, plan: Plan) -> Data:
         options = opening(plan.options, plan.settings, self._place, download=self._args.download)
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
@@ -237,24 +243,6 @@ class _Workshop:
             self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
             tell_notes(self._data[key], self._say)
         return self._data[key]
-
-    def _teacher(self, plan: _Plan, data: Data) -> tuple[nn.Module, float | None]:
-        """The unpruned network of a run, and its accuracy or mAP."""
-        import torch
-
-        from ifso.training.headline import headline
-        from ifso.training.judging import measured
-
-        arguments = plan.run.arguments
-        key = plan.run.digest, arguments.get("model"), plan.options.get("weights"), id(data)
-        if key not in self._teachers:
-            model = plan.run.original(device=self._place.device, weights=plan.changed("weights"), data=data)
-            if plan.settings.channels_last:
-                model = model.to(memory_format=torch.channels_last)
-            validation = bool(plan.options.get("validation"))
-            worth = measured(model, data, plan.settings, validation=validation)
-            self._teachers[key] = model, worth.get(headline(data))
-        return self._teachers[key]
 
 
 def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failures: Mapping[str, IfsoError]) -> None:

@@ -65,7 +65,7 @@ class OpenedRun:
         from ifso.data import open_data
 
         seed = self.arguments.get("seed", 0) if seed is None else seed
-        name = self._there("data") if data is None else data
+        name = self.there("data") if data is None else data
         return open_data(name, device=device, seed=seed, validation=validation, **options)
 
     def original(self, *, device: Any = "cpu", weights: str | None = None, data: Data | None = None) -> nn.Module:
@@ -76,7 +76,7 @@ class OpenedRun:
         from ifso.surgery.recipe import digest_of
 
         if weights is None and "weights" in self.arguments:
-            weights = self._there("weights")
+            weights = self.there("weights")
         if weights is None and self.digest is None:
             raise RunError(f"{self.folder} does not tell the weights before pruning; give them with --weights")
         model = self._network(data, weights).to(device)
@@ -120,16 +120,17 @@ class OpenedRun:
 
         from ifso.training.task import network_for
 
-        name = self._there("model")
+        name = self.there("model")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.arguments.get("seed", 0))
             classes = (self.open_data() if data is None else data).num_classes
             return network_for(name, classes, weights=weights)
 
-    def _there(self, option: str) -> str:
+    def there(self, option: str) -> str:
         """The value of an option, with a path that leads there from here."""
+        said = option.replace("_", "-")
         if not isinstance(self.arguments.get(option), str):
-            raise RunError(f"{self.folder} does not say which {option} it was made with; give --{option}")
+            raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}")
         value = self.arguments[option]
         before, path, after = _parts(option, value)
         if path is None:
@@ -141,8 +142,8 @@ class OpenedRun:
                 return f"{before}{place}{after}"
         tried = ", ".join(map(str, places))
         raise RunError(
-            f"the run in {self.folder} was made with --{option} {value}, which is not there any more (tried {tried}); "
-            f"say with --{option} where it is now"
+            f"the run in {self.folder} was made with --{said} {value}, which is not there any more (tried {tried}); "
+            f"say with --{said} where it is now"
         )
 
     def _refuse_program(self, option: str, path: str, place: Path, factory: str) -> None:
@@ -263,7 +264,7 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
     >>> _parts("model", "ifso:resnet32"), _parts("data", "digits")
     (('', None, 'ifso:resnet32'), ('', None, 'digits'))
     """
-    if option == "weights":
+    if option in ("weights", "teacher_weights"):
         return "", value, ""
     path, _, name = value.rpartition(":")
     if path.endswith(".py"):

@@ -69,7 +69,7 @@ def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, A
 
 def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
     """Files may have moved, so that only their names are compared. Programs that came with the run must be given."""
-    for option in {"model", "data"} & stored.keys() - given.keys():
+    for option in {"model", "data", "teacher"} & stored.keys() - given.keys():
         refuse_program_within(run, option, str(stored[option]))
     from ifso.pruning.folder import differences
 

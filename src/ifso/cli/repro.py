@@ -95,7 +95,7 @@ def _add_what(group: Any) -> None:
     group.add_argument("--weights", type=Path, metavar="DIR", help="folder of weights that are given, not trained")
     group.add_argument("--seeds", type=int, metavar="N", help="runs of each kind (as the study says; 1 with --smoke)")
     group.add_argument("--criteria", nargs="+", metavar="NAME", help="only these")
-    group.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: paper, ours, patient")
+    group.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: paper, ours, patient, taught")
     group.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning (as the recipe says)")
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (as the row says)")
     group.add_argument("--prune", action="append", metavar="KEY=VALUE", help="another setting of all prunings; repeat")

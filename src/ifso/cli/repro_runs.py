@@ -211,7 +211,9 @@ def _results(shop: Workshop, jobs: Sequence[Job]) -> list[AnyResult]:
 
 
 def _listed(shop: Workshop, jobs: Sequence[Job]) -> dict[str, Any]:
-    return {"runs": [{"run": job.name, "state": _state(shop, job)} for job in jobs]}
+    """How far each run is, and who teaches where it is another than the unpruned network."""
+    taught = {job.name: {"teacher": job.teacher.task} for job in jobs if job.teacher is not None}
+    return {"runs": [{"run": job.name, "state": _state(shop, job), **taught.get(job.name, {})} for job in jobs]}
 
 
 def _state(shop: Workshop, job: Job) -> str:
@@ -233,10 +235,11 @@ def _list_table(runs: Sequence[dict[str, str]]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{len(runs)} runs", title_justify="left")
-    for heading in ("run", "state"):
+    taught = [{"teacher": "–"}] if any("teacher" in entry for entry in runs) else []
+    for heading in ("run", "state", *(["teacher"] if taught else [])):
         table.add_column(heading)
     for entry in runs:
-        table.add_row(entry["run"], entry["state"])
+        table.add_row(entry["run"], entry["state"], *(entry.get("teacher", "–") for _ in taught))
     return table
 
 

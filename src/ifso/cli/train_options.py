@@ -23,7 +23,8 @@ FIELDS = (
 )  # fmt: skip
 """Those of ``TrainSettings``, which takes torch to ask for."""
 
-OPTIONS = (*FIELDS, "recipe", "model", "weights", "data", "validation", "evaluate_every", "device")
+TEACHER = ("teacher", "teacher_weights")
+OPTIONS = (*FIELDS, "recipe", "model", "weights", "data", "validation", "evaluate_every", "device", *TEACHER)
 """Those that a training is resumed with."""
 
 RECIPE, BOXES = "paper", "detection"

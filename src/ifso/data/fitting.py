@@ -42,7 +42,7 @@ def check_fits(model: nn.Module, data: Data) -> None:
         return
     if data.loss_fn is not cross_entropy:
         return
-    with _same_random_numbers():
+    with same_random_numbers():
         images, labels = _pair(data.first_batch(), data.name)
     outputs = _outputs(model, images[:SAMPLES], data.name)
     if data.num_classes is not None and data.num_classes > outputs:
@@ -54,7 +54,7 @@ def check_fits(model: nn.Module, data: Data) -> None:
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def same_random_numbers() -> Iterator[None]:
     """Put the random states on the CPU back, which a user's own batches may draw from."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state that users have)
     try:

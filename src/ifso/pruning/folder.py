@@ -282,14 +282,18 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str =
         new, old = now.get(name, _NOT_SET), before.get(name, _NOT_SET)
         if isinstance(new, dict) and isinstance(old, dict):
             found += differences(new, old, f"{prefix}{name}.")
-        elif name == "weights" and not prefix and new != old:
-            found.append("the weights are other ones (give the network as it was before the run)")
+        elif name in _WEIGHTS and not prefix and new != old:
+            found.append(_WEIGHTS[name])
         elif new != old or isinstance(new, bool) != isinstance(old, bool):
             found.append(f"{prefix}{name} is {_shown(new)} and was {_shown(old)}")
     return found
 
 
 _NOT_SET = object()
+_WEIGHTS = {
+    "weights": "the weights are other ones (give the network as it was before the run)",
+    "teacher_weights": "the teacher's weights are other ones (give those that the run began with)",
+}
 
 
 def _shown(value: object) -> str:

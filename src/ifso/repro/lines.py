@@ -7,6 +7,7 @@ from typing import Any
 
 from ifso.repro.comparison import Spread
 from ifso.repro.grids import Line
+from ifso.repro.plans import made
 from ifso.repro.results import AnyResult, Result
 from ifso.repro.rows import Job, Reported, Row, Study, method_name
 
@@ -62,7 +63,30 @@ def otherwise(job: Job, result: AnyResult) -> tuple[str, ...]:
     options = result.prune.get("criterion")
     usual = {**job.prune, "seed": result.prune.get("seed"), "criterion": options}
     changed = [f"{key}={value}" for key, value in result.prune.items() if usual.get(key) != value]
-    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options))
+    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options), *other_networks(job, result))
+
+
+def other_networks(job: Job, result: AnyResult) -> list[str]:
+    """Were the unpruned network or the teacher of a result others than those of the rows now? In words."""
+    found = [("unpruned network", job.row.base.made, made(result.base))] if result.base else []
+    teacher = result.teacher if isinstance(result, Result) else {}
+    if teacher and job.teacher is not None:
+        now = {"task": job.teacher.task, **job.teacher.base.made}
+        found.append(("teacher", now, {"task": teacher["task"], **made(teacher["base"])}))
+    return [f"another {who}: {_apart(now, before)}" for who, now, before in found if now != before]
+
+
+def _apart(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """In what a network was made otherwise.
+
+    >>> _apart({"epochs": 200, "batch": 256, "train": {"cutmix": 0.5}}, {"epochs": 120, "batch": 256})
+    '120 epochs, no cutmix'
+    """
+    flat, other = ({**each, **each.get("train", {})} for each in (now, before))
+    keys = [key for key in {"epochs": 0, **other, **flat} if key != "train" and flat.get(key) != other.get(key)]
+    words = {"epochs": "{} epochs", "task": "{}", "weights": "{}"}
+    said = [words.get(key, f"{key} {{}}").format(other[key]) if key in other else f"no {key}" for key in keys]
+    return ", ".join(said)
 
 
 def _other_options(usual: Mapping[str, Any], options: Mapping[str, Any] | None) -> list[str]:

@@ -13,7 +13,7 @@ import ifso
 from ifso.errors import IfsoError
 from ifso.repro.detectors import channels_of, hardware, memory_of_training
 from ifso.repro.results import AnyResult, DetectionResult, Result
-from ifso.repro.rows import Job
+from ifso.repro.rows import Job, teacher_of
 from ifso.repro.workshop import Workshop
 from ifso.training.average_precision import check_evaluator
 from ifso.training.lane import Lane
@@ -21,10 +21,13 @@ from ifso.training.lane import Lane
 Measure = Callable[[nn.Module], dict[str, float]]
 
 
-def result_of(shop: Workshop, job: Job, lane: Lane, base: Mapping[str, float]) -> AnyResult:
-    """Of a classifier whose unpruned network is worth ``base``."""
+def result_of(
+    shop: Workshop, job: Job, lane: Lane, base: Mapping[str, float], teacher: Mapping[str, float] | None
+) -> AnyResult:
+    """Of a classifier whose unpruned network is worth ``base``, and its ``teacher``, if that is another, so much."""
     pruned = shop.prune_facts(job)["measures"][-1]["accuracy"]
-    return Result(base_top1=base["top1"], pruned_top1=pruned, **_common(shop, job, lane, "top1"))
+    told = {} if teacher is None else {**teacher_of(job), "top1": teacher["top1"]}
+    return Result(base_top1=base["top1"], pruned_top1=pruned, teacher=told, **_common(shop, job, lane, "top1"))
 
 
 def detection_result_of(

@@ -60,8 +60,9 @@ class Result(_Outcome):
     ``last_top1`` is what counts; ``best_top1`` of all epochs is chosen on the test set, as the paper does.
     ``pruned_top1`` is the accuracy before fine-tuning, ``seconds`` the time of fine-tuning and ``prune_seconds`` that
     of pruning. ``variant`` holds the options that differ from the row's, ``train`` and ``prune`` all of them (in
-    ``prune``, ``criterion`` are those of the criterion), ``base`` how the unpruned network was got. A ``smoke`` result
-    only shows that things run.
+    ``prune``, ``criterion`` are those of the criterion), ``base`` how the unpruned network was got. ``teacher``, where
+    it is another than the unpruned network, has a ``task``, a ``base`` and its ``top1``. A ``smoke`` result only shows
+    that things run.
     """
 
     measure: ClassVar[str] = "top1"
@@ -88,6 +89,13 @@ class Result(_Outcome):
     prune: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False
+    teacher: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot have come out of a run."""
+        super().__post_init__()
+        if self.teacher:
+            _check_teacher(self.teacher)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,9 @@ AnyResult = Result | DetectionResult
 KIND_OF = {"last_map": DetectionResult}
 """By a field that no other kind has."""
 
+LATER = ("teacher",)
+"""Fields that older files do not have."""
+
 
 def write(result: AnyResult, folder: Path) -> Path:
     """Write ``folder/NAME.json``, whole or not at all; a smoke result goes into ``folder/smoke/``."""
@@ -168,7 +179,7 @@ def read_file(path: Path) -> AnyResult:
         raise IfsoError(f"{path} is no result: it holds a {type(document).__name__}; remove it and run it again")
     kind = next((kind for name, kind in KIND_OF.items() if name in document), Result)
     known = [entry.name for entry in fields(kind)]
-    for what, keys in (("lacks", _without(known, document)), ("has the unknown", _without(document, known))):
+    for what, keys in (("lacks", _without(known, {*document, *LATER})), ("has the unknown", _without(document, known))):
         if keys:
             raise IfsoError(f"{path} {what} {_one_line(', '.join(keys))}; remove it and run it again")
     try:
@@ -194,6 +205,11 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
+def without_worth(teacher: Mapping[str, Any]) -> dict[str, Any]:
+    """A teacher as a result tells it, but for what it was worth."""
+    return {key: value for key, value in teacher.items() if key != "top1"}
+
+
 LARGEST = 2**53
 """Above all numbers of a result."""
 
@@ -216,6 +232,16 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
         raise IfsoError(f"{name} is {value!r}, which is not finite or far too large")
     if kind in ("int", "float") and value < 0:
         raise IfsoError(f"{name} is {value!r}, below 0")
+
+
+def _check_teacher(teacher: Mapping[str, Any]) -> None:
+    kinds = {"task": "str", "base": "dict", "top1": "float"}
+    if set(teacher) != set(kinds):
+        raise IfsoError(f"teacher is {teacher!r}; it must have {', '.join(kinds)}, or nothing")
+    for key, kind in kinds.items():
+        _check_kind(f"teacher.{key}", teacher[key], kind)
+    if teacher["top1"] > 100:
+        raise IfsoError(f"teacher.top1 is {teacher['top1']!r}; it is in per cent, from 0 to 100")
 
 
 def _check_epoch(number: int, epoch: Any, measure: str) -> None:

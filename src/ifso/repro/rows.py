@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
 from ifso.repro.configs import config_folder, read_toml
-from ifso.repro.plans import PRUNE_OPTIONS, TABLES, Base, Reported, Row, Study, Variant, read_row, read_study
+from ifso.repro.plan_files import read_row, read_study, read_teacher
+from ifso.repro.plans import (
+    PRUNE_OPTIONS,
+    TABLES,
+    TAUGHT,
+    Base,
+    Reported,
+    Row,
+    Study,
+    Variant,
+)
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
@@ -28,6 +38,9 @@ DETECTORS_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "distilled": ("detection", {"distill": 0.5}),
 }
 """How detectors are fine-tuned, by boxes alone or by what the unpruned network says as well, as changes to a recipe."""
+
+RECIPES_BY_CHANGES = {**DETECTORS_RECIPES, TAUGHT: ("patient", {})}
+"""Recipes of rows only, as changes to one that a training has."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,15 @@ class Job:
         """Options of the criterion that the row and the variant give."""
         changed = {key: value for key, value in self.changes.items() if key not in PRUNE_OPTIONS}
         return {**self._usual_criterion, **changed}
+
+    @property
+    def teacher(self) -> Row | None:
+        """The row whose unpruned network teaches, where that is another than the job's own."""
+        if self.recipe != TAUGHT:
+            return None
+        if self.row.teacher is None:
+            raise IfsoError(f"{self.name}: {self.row.name} has no teacher of its own; take another recipe")
+        return self.row.teacher
 
     @property
     def _usual_prune(self) -> dict[str, Any]:
@@ -101,8 +123,13 @@ class Job:
         changes = dict(self.row.finetune)
         if self.recipe not in ("paper", *DETECTORS_RECIPES):
             changes.pop("epochs", None)
-        name, more = DETECTORS_RECIPES.get(self.recipe, (self.recipe, {}))
+        name, more = RECIPES_BY_CHANGES.get(self.recipe, (self.recipe, {}))
         return recipe_of(name, **{**changes, **more}, seed=self.seed)
+
+
+def teacher_of(job: Job) -> dict[str, Any]:
+    """What decides on the teacher of a job, as its result tells it; empty where it is the row's own network."""
+    return {} if job.teacher is None else {"task": job.teacher.task, "base": job.teacher.base.made}
 
 
 def job_name(row: str, criterion: str, changes: Mapping[str, Any], recipe: str, seed: int) -> str:
@@ -153,9 +180,35 @@ def _read(folder: Path) -> tuple[dict[str, Row], dict[str, Study]]:
             found_rows[path.stem] = read_row(path)
         else:
             found_studies[path.stem] = read_study(path)
+    _check_tasks(folder, found_rows)
+    found_rows = {name: _with_teacher(folder / f"{name}.toml", row, found_rows) for name, row in found_rows.items()}
     for name, found in found_studies.items():
         _check_study(folder / f"{name}.toml", found, found_rows)
     return found_rows, found_studies
+
+
+def _check_tasks(folder: Path, known: Mapping[str, Row]) -> None:
+    """Rows of a task share the unpruned network, so that they must tell the same of it."""
+    first: dict[str, Row] = {}
+    for name, row in known.items():
+        other = first.setdefault(row.task, row)
+        if row.base.made != other.base.made:
+            raise IfsoError(
+                f"{folder / name}.toml: [base] is another than in {other.name}.toml; rows of {row.task} share it"
+            )
+
+
+def _with_teacher(path: Path, row: Row, known: Mapping[str, Row]) -> Row:
+    task = read_teacher(path)
+    if task is None:
+        return row
+    tasks = dict.fromkeys(other.task for other in known.values() if other.data == row.data)
+    tasks.pop(row.task)
+    if task not in tasks:
+        raise IfsoError(
+            f"{path}: teacher.task = {task!r} will not do; give another task on {row.data}: {', '.join(tasks)}"
+        )
+    return replace(row, teacher=next(other for other in known.values() if other.task == task))
 
 
 def _check_study(path: Path, found: Study, known: Mapping[str, Row]) -> None:
@@ -164,6 +217,9 @@ def _check_study(path: Path, found: Study, known: Mapping[str, Row]) -> None:
     for name in found.rows:
         if name.rpartition("-")[0] not in tasks:
             raise IfsoError(f"{path}: tasks: {name.rpartition('-')[0]!r} has no row; there are {', '.join(tasks)}")
+        taught = [row for row in known.values() if row.task == name.rpartition("-")[0] and row.teacher]
+        if TAUGHT in found.recipes and not taught:
+            raise IfsoError(f"{path}: recipes: {TAUGHT!r} needs rows with [teacher], which {name} is not")
     for variant in found.variants:
         for name in variant.paper:
             if name not in found.rows:

@@ -21,10 +21,10 @@ from ifso.errors import IfsoError, RunError, TrainingError
 from ifso.pruning.folder import differences
 from ifso.repro import detectors
 from ifso.repro.outcomes import Measure, detection_result_of, result_of
-from ifso.repro.plans import Row
+from ifso.repro.plans import Row, made
 from ifso.repro.prunings import Prunings
-from ifso.repro.results import AnyResult, path_of, read_file, write
-from ifso.repro.rows import Job
+from ifso.repro.results import AnyResult, Result, path_of, read_file, without_worth, write
+from ifso.repro.rows import Job, teacher_of
 from ifso.repro.workshop import Workshop
 from ifso.surgery.files import FolderLock
 from ifso.training.crew import Crew
@@ -125,6 +125,7 @@ class Running:
         result, now = read_file(place), self._shop.prune_options(job)
         found = differences(_training(self._shop.settings(job).as_dict()), _training(result.train))
         found += differences(now, {"criterion": now["criterion"], **result.prune})
+        found += _other_networks(job, result)
         if found:
             raise RunError(f"{place} is of other settings: {'; '.join(found)}; give another --out, or remove it")
 
@@ -138,14 +139,19 @@ class Running:
                 self._fail(job, error)
 
     def _take_up(self, job: Job) -> None:
-        """The next thing that ``job`` needs: an unpruned network, a pruned one, or fine-tuning."""
+        """The next thing that ``job`` needs: an unpruned network, a pruned one, a teacher, or fine-tuning."""
         room = self._crew.size < self._lanes
         if not self._shop.base_file(job.row).is_file():
             if room:
                 self._train_base(job.row)
-        elif not self._shop.is_pruned(job):
+            return
+        pruned = self._shop.is_pruned(job)
+        if not pruned:
             self._prunings.ask(job)
-        elif room:
+        if job.teacher is not None and not self._shop.base_file(job.teacher).is_file():
+            if room:
+                self._train_base(job.teacher)
+        elif pruned and room:
             del self._waiting[job.name]
             self._finetune(job)
 
@@ -195,12 +201,16 @@ class Running:
             self._shop.keep_base(row, model)
         lock.release()
         for job in list(self._waiting.values()):
-            if failure is not None and job.row.task == row.task:
+            tasks = [each.task for each in (job.row, job.teacher) if each is not None]
+            if failure is not None and row.task in tasks:
                 self._fail(job, failure)
 
     def _base(self, row: Row, data: Data) -> tuple[nn.Module, dict[str, float]]:
-        """The unpruned network and what it is worth, if that can be measured; it is the teacher, too."""
+        """An unpruned network and what it is worth, if that can be measured; it is the teacher, too."""
         if row.task not in self._bases:
+            if row.base.weights is None and not self._shop.smoke and self._shop.told_base(row) is None:
+                file = self._shop.base_file(row)
+                self._say(f"{file} does not tell how it was trained; taken to be as the rows of {row.task} say")
             model, measure = self._shop.base(row, data), self._measure(row, data, "float32")
             self._bases[row.task] = model, {} if measure is None else measure(model)
         return self._bases[row.task]
@@ -210,14 +220,16 @@ class Running:
     def _finetune(self, job: Job) -> None:
         self._shop.refuse_other_pruning(job)
         settings, data = self._shop.settings(job), self._shop.open(job.row, job.seed)
-        teacher, _ = self._base(job.row, data)
+        unpruned, _ = self._base(job.row, data)
+        self._shop.refuse_other_start(job, unpruned)
+        teacher, _ = self._base(job.teacher or job.row, data)
         model = self._shop.trainable(job, data)
         others = self._waiting.values()
         alike = 1 + sum(other.row.task == job.row.task and other.recipe == job.recipe for other in others)
         batches, loss_fn = lessons(data, settings, teacher, tables=self._tables, networks=alike, say=self._say)
         folder = self._shop.training_folder(job)
         if job.row.detects:
-            detectors.memory_of_training(folder, teacher, model, data, settings)
+            detectors.memory_of_training(folder, unpruned, model, data, settings)
         watch = self._watch(job.name, job.row, data, settings.epochs, folder)
         self._say(f"fine-tuning {job.name} for {settings.epochs} epochs")
         lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
@@ -241,7 +253,8 @@ class Running:
         data = self._shop.open(job.row, job.seed)
         unpruned, worth = self._base(job.row, data)
         if not job.row.detects:
-            return result_of(self._shop, job, lane, worth)
+            teacher = None if job.teacher is None else self._base(job.teacher, data)[1]
+            return result_of(self._shop, job, lane, worth, teacher)
         measure = detectors.averages(data, self._batches(data), lane.settings.precision)
         return detection_result_of(self._shop, job, lane, unpruned, worth, measure)
 
@@ -267,6 +280,16 @@ class Running:
             return detectors.averages(data, self._batches(data), precision) if measured else None
         examiner = Examiner(self._batches(data), precision)
         return lambda model: {"top1": examiner(model).top1}
+
+
+def _other_networks(job: Job, result: AnyResult) -> list[str]:
+    """In what the unpruned network and the teacher of a result are others than the rows say; in a smoke run nothing."""
+    if result.smoke:
+        return []
+    found = differences({"base": job.row.base.made}, {"base": made(result.base)}) if result.base else []
+    if isinstance(result, Result):
+        found += differences({"teacher": teacher_of(job)}, {"teacher": without_worth(result.teacher)})
+    return found
 
 
 def _training(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
-from ifso.repro.comparison import Difference
+from ifso.repro.comparison import Difference, Spread
 from ifso.repro.detection_tables import NOTE, detection_table, structure_table
 from ifso.repro.grids import Grid, Line, as_markdown, as_rich
 from ifso.repro.lines import (
@@ -21,12 +21,14 @@ from ifso.repro.lines import (
     by_method,
     headings,
     last_top1,
+    other_networks,
     otherwise,
     ours,
     percent,
     reported,
     signed,
 )  # fmt: skip
+from ifso.repro.plans import TAUGHT
 from ifso.repro.results import AnyResult
 from ifso.repro.rows import Job, Study, find_row, find_study, studies, study
 
@@ -117,7 +119,7 @@ def _table(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
         methods = by_method(job for job in jobs if job.row.name == name)
         done = [line for method in methods for line in ours(method, runs, chosen)]
         sections.append((*reported(find_row(name), chosen), *done))
-    return Grid(title, headings(chosen), tuple(sections), _notes(chosen), WORDS)
+    return Grid(title, headings(chosen), tuple(sections), (*_notes(chosen), *_teachers(jobs, runs)), WORDS)
 
 
 def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
@@ -126,10 +128,20 @@ def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
     cells: dict[str, dict[float, str]] = defaultdict(dict)
     for job in jobs:
         group = runs.whole(job)
-        cell = f"{last_top1(group)} ({len(group)})" if group else NOT_RUN
+        other = ", ".join(("", *other_networks(job, group[0]))) if group else ""
+        cell = f"{last_top1(group)} ({len(group)}{other})" if group else NOT_RUN
         cells[f"{NAMES[job.criterion]}, recipe “{job.recipe}”"][job.row.removed] = cell
     lines = tuple((name, *(found[budget] for budget in budgets)) for name, found in cells.items())
-    return Grid(title, ("MACs removed", *map(percent, budgets)), (lines,), _notes(chosen))
+    return Grid(title, ("MACs removed", *map(percent, budgets)), (lines,), (*_notes(chosen), *_teachers(jobs, runs)))
+
+
+def _teachers(jobs: Iterable[Job], runs: Runs) -> list[str]:
+    """Who taught where it was not the unpruned network of the row, and what that teacher was worth."""
+    taught = [job for job in jobs if job.teacher is not None]
+    worth = [result.teacher["top1"] for job in taught for group in runs.of(job) for result in group if result.teacher]
+    measured = f" ({Spread.of(worth).mean:.2f} %)" if worth else ""
+    teachers = dict.fromkeys(job.teacher.title for job in taught if job.teacher is not None)
+    return [f"“{TAUGHT}”: “patient”, taught by the unpruned {name}{measured}." for name in teachers]
 
 
 def _notes(chosen: Study) -> tuple[str, ...]:
@@ -180,7 +192,8 @@ def _compared(one: Job, two: Job, runs: Runs) -> Line:
     if not ifso or not other:
         return NOT_RUN, NOT_RUN, seeds, NOT_RUN
     found = Difference.of(last_top1(ifso), last_top1(other))
-    return signed(found.mean), UNKNOWN if found.spread is None else f"{found.spread:.2f}", seeds, found.verdict
+    claim = ", ".join((found.verdict, *other_networks(one, ifso[0])))
+    return signed(found.mean), UNKNOWN if found.spread is None else f"{found.spread:.2f}", seeds, claim
 
 
 def _where(runs: Runs) -> Grid:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 import ifso
@@ -17,14 +18,15 @@ from ifso.data import Data, open_data
 from ifso.data.generated import generated_images
 from ifso.errors import DataError, RecipeError, RunError
 from ifso.models import create_model, load_weights
-from ifso.pruning.folder import differences
+from ifso.pruning.folder import differences, read_config
 from ifso.pruning.presets import PRESETS
 from ifso.pruning.prune import prune
 from ifso.pruning.settings import Settings
 from ifso.repro import detectors
 from ifso.repro.plans import BOXES, Row
 from ifso.repro.rows import Job, method_name
-from ifso.surgery.files import replacing, storable, write_tensors
+from ifso.surgery.files import one_line, replacing, storable, write_tensors
+from ifso.surgery.recipe import digest_of
 from ifso.surgery.store import load
 from ifso.training.evaluation import evaluate
 from ifso.training.padding import padded_
@@ -39,6 +41,8 @@ SMOKE_PRUNE: Mapping[str, Any] = {"accumulate": 1, "batches_per_score": 1, "batc
 SMOKE_REMOVALS = 2
 SMOKE_IMAGES = {"cifar10": 96, "cifar100": 96, "imagenet": 32}
 BATCH = 128
+BASE = "base"
+"""The entry in the header of a file that tells how an unpruned network was trained."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Workshop:
         """Refuse what would fail later: settings of training or pruning, weights or data that are not there."""
         self.settings(job)
         _plain(self.prune_as(job))
-        self.base_file(job.row)
+        for row in (job.row, *([job.teacher] if job.teacher else ())):
+            self.refuse_other_base(row)
         self.open(job.row, 0)
 
     def open(self, row: Row, seed: int) -> Data:
@@ -114,6 +119,7 @@ class Workshop:
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
+        self.refuse_other_base(row)
         model = self.fresh(row, data.num_classes)
         load_weights(model, self.base_file(row))
         return self.placed(model)
@@ -123,7 +129,30 @@ class Workshop:
         place = self.base_file(row)
         place.parent.mkdir(parents=True, exist_ok=True)
         with replacing(place) as new:
-            write_tensors(new, storable(model.state_dict()), {"made by": f"ifso {ifso.__version__}"})
+            about = {"made by": f"ifso {ifso.__version__}", **({} if self.smoke else {BASE: json.dumps(row.base.made)})}
+            write_tensors(new, storable(model.state_dict()), about)
+
+    def told_base(self, row: Row) -> dict[str, Any] | None:
+        """What the file of an unpruned network that was trained here tells of that; an older one tells nothing."""
+        place = self.base_file(row)
+        if row.base.weights is not None or self.smoke or not place.is_file():
+            return None
+        try:
+            with safe_open(place, "pt") as file:
+                told = json.loads((file.metadata() or {}).get(BASE, "null"))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise RunError(f"{place} is damaged ({one_line(error)}); remove it, and it is trained again") from error
+        return told if isinstance(told, dict) else None
+
+    def refuse_other_base(self, row: Row) -> None:
+        """RunError if the unpruned network that is there was trained otherwise than the row says now."""
+        told = self.told_base(row)
+        found = [] if told is None else differences(row.base.made, told)
+        if found:
+            raise RunError(
+                f"{self.base_file(row)} was trained otherwise: {'; '.join(found)}; give another --out, or remove that "
+                "file and what was pruned from it"
+            )
 
     def placed(self, model: nn.Module) -> nn.Module:
         """On the device, in the memory layout for training."""
@@ -193,6 +222,12 @@ class Workshop:
             raise RunError(
                 f"{folder} was made otherwise: {'; '.join(found)}; give another --out, or remove that folder"
             )
+
+    def refuse_other_start(self, job: Job, unpruned: nn.Module) -> None:
+        """RunError if the pruned network of ``job`` was made of another one than ``unpruned``."""
+        folder = self.pruned_folder(job)
+        if read_config(folder / "config.json")["settings"].get("weights") not in (None, digest_of(unpruned)):
+            raise RunError(f"{folder} was made of another unpruned network; give another --out, or remove that folder")
 
     def about(self, job: Job) -> dict[str, Any]:
         """What decides on a pruning beside the settings of ``ifso.prune``."""

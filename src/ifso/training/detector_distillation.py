@@ -107,6 +107,23 @@ def _divergence(given: Tensor, said: Tensor) -> Tensor:
     return cross - F.binary_cross_entropy_with_logits(given, p, reduction="none")
 
 
+def check_detectors(teacher: nn.Module, network: nn.Module, images: Any) -> None:
+    """TrainingError unless both are made alike, and answer about a list of images with as many anchors and classes."""
+    for who, model in (("teacher", teacher), ("network", network)):
+        refuse_other_detectors(model, who)
+    for name in ("image_mean", "image_std"):
+        own, other = (getattr(model.get_submodule("transform"), name, None) for model in (network, teacher))
+        if own != other:
+            raise TrainingError(
+                f"{name} is {own} of the network and {other} of the teacher, which sees the pixels that the network "
+                "sees; give a teacher with the same"
+            )
+    with torch.no_grad(), eval_mode(network), listening(network) as heard:
+        network(images)
+    assert heard.images is not None
+    differences(_answers(heard.answers, "network"), _asked(teacher, heard.images), 1.0)
+
+
 def refuse_other_detectors(model: nn.Module, who: str) -> None:
     """TrainingError unless the network is made as torchvision's RetinaNet and FCOS are."""
     from torchvision.models.detection.ssd import SSD

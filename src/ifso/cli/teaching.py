@@ -1,0 +1,148 @@
+"""Who teaches in ``ifso finetune``: the network before pruning, or another one that is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.train_options import TEACHER
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from torch import nn
+
+    from ifso.cli.finetune import Plan
+    from ifso.cli.ranks import Place
+    from ifso.data import Data
+    from ifso.training.settings import TrainSettings
+
+BRING_WEIGHTS = ("weights", "pretrained")
+"""Options in a MODEL with which torchvision and timm load weights."""
+
+
+def add_teacher(group: Any) -> None:
+    """Another teacher."""
+    group.add_argument("--teacher", metavar="MODEL", help="another teacher than the unpruned network, with --distill")
+    group.add_argument("--teacher-weights", metavar="FILE", help="its weights, safetensors or .pth")
+
+
+def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings) -> None:
+    """One line where a teacher has no weights, no name, or nothing to say."""
+    teacher = options.get("teacher")
+    if teacher is None:
+        if "teacher_weights" in options:
+            raise IfsoError("--teacher-weights without --teacher; give the MODEL that they are of")
+        return
+    if not settings.distill:
+        raise IfsoError(f"--teacher {teacher}, but nothing is distilled; add --distill, or --recipe ours")
+    if "teacher_weights" not in options and not _brings_weights(teacher):
+        raise IfsoError(f"--teacher {teacher} has random weights; give trained ones with --teacher-weights")
+
+
+def _brings_weights(name: str) -> bool:
+    """May the network come with weights? Those of a user's own factory are its own affair."""
+    from ifso.models.names import read_name
+
+    written = read_name(name)
+    return written.source.endswith(".py") or any(written.options.get(option) for option in BRING_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """Who teaches, what networks beside the pruned one are worth, and what must be the same on resume."""
+
+    network: nn.Module | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+
+class Teachers:
+    """Opens teachers, and measures what they are worth, once for all runs that share them."""
+
+    def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
+        self._args, self._place, self._say = args, place, say
+        self._known: dict[Any, tuple[nn.Module, float | None]] = {}
+        self._digests: dict[nn.Module, str] = {}
+
+    def of(self, plan: Plan, data: Data, pruned: nn.Module) -> Teaching:
+        """The teacher of a run, if it has one. One that cannot teach ``pruned`` is refused before it is measured."""
+        if not plan.settings.distill:
+            return Teaching()
+        if "teacher" not in plan.options:
+            network, worth = self._unpruned(plan, data)
+            return Teaching(network, _measured(unpruned=worth))
+        network, worth = self._named(plan, data, pruned)
+        before = _measured(unpruned=self._unpruned_worth(plan, data), teacher=worth)
+        return Teaching(network, before, {"teacher_weights": self._digest(network)})
+
+    def _unpruned(self, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:
+        key = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        if key not in self._known:
+            model = plan.run.original(device=self._place.device, weights=plan.changed("weights"), data=data)
+            self._known[key] = self._judged(model, plan, data)
+        return self._known[key]
+
+    def _unpruned_worth(self, plan: Plan, data: Data) -> float | None:
+        """None, and a word about it, where the unpruned network, which is not needed, is not there any more."""
+        from ifso.pruning.ranks import together
+
+        try:
+            together(partial(plan.run.original, weights=plan.changed("weights"), data=data))
+        except IfsoError as error:
+            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
+            return None
+        return self._unpruned(plan, data)[1]
+
+    def _named(self, plan: Plan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
+        """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
+        from ifso.pruning.ranks import together
+        from ifso.training.teacher_fitting import check_teacher
+
+        name, weights = (self._told(plan, option) for option in TEACHER)
+        key = name, weights, id(data)
+        made = partial(self._made, str(name), weights, plan, data)
+        model = self._known[key][0] if key in self._known else together(made)
+        together(partial(check_teacher, model, pruned, data))
+        if key not in self._known:
+            self._known[key] = self._judged(model, plan, data)
+        return self._known[key]
+
+    def _told(self, plan: Plan, option: str) -> str | None:
+        given: str | None = getattr(self._args, option)
+        return plan.run.there(option) if given is None and option in plan.options else given
+
+    def _made(self, name: str, weights: str | None, plan: Plan, data: Data) -> nn.Module:
+        import torch
+
+        from ifso.training.task import network_for
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(plan.settings.seed)
+            return network_for(name, data.num_classes, weights=weights, device=self._place.device)
+
+    def _judged(self, model: nn.Module, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:
+        """The network in the memory layout of training, and its accuracy or mAP."""
+        import torch
+
+        from ifso.training.headline import headline
+        from ifso.training.judging import measured
+
+        if plan.settings.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        worth = measured(model, data, plan.settings, validation=bool(plan.options.get("validation")))
+        return model, worth.get(headline(data))
+
+    def _digest(self, network: nn.Module) -> str:
+        from ifso.surgery.recipe import digest_of
+
+        if network not in self._digests:
+            self._digests[network] = digest_of(network)
+        return self._digests[network]
+
+
+def _measured(**worth: float | None) -> dict[str, float]:
+    return {name: value for name, value in worth.items() if value is not None}
