@@ -20,8 +20,9 @@ from ifso.cli import repro_runs
 from ifso.cli.main import main
 from ifso.errors import IfsoError
 from ifso.repro import running
+from ifso.repro.jobs import Job
 from ifso.repro.results import Result, write
-from ifso.repro.rows import Job, rows, studies, study
+from ifso.repro.rows import rows, studies, study
 
 ROW = "resnet32-cifar10-50"
 

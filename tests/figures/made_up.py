@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ifso.repro.jobs import Job
 from ifso.repro.lines import usual_epochs
 from ifso.repro.results import Result
-from ifso.repro.rows import Job, study
+from ifso.repro.rows import study
 
 
 def result(job: Job, top1: float, **changes: object) -> Result:

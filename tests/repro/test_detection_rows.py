@@ -17,10 +17,11 @@ from ifso.curvature.weights import weight_space
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.repro import detectors, outcomes
 from ifso.repro.detection_tables import LAYERS
+from ifso.repro.jobs import Job
 from ifso.repro.plan_files import read_row
 from ifso.repro.plans import Base, Row
 from ifso.repro.results import DetectionResult, Result, read, read_file, write
-from ifso.repro.rows import Job, find_row, find_study, study
+from ifso.repro.rows import find_row, find_study, study
 from ifso.repro.running import Running
 from ifso.repro.tables import markdown, render
 from ifso.repro.workshop import Workshop

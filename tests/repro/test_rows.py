@@ -15,7 +15,9 @@ from ifso.models.providers import OWN
 from ifso.pruning.schedule import Mixed
 from ifso.pruning.settings import Settings
 from ifso.repro.configs import CHECKOUT, PACKAGED, config_folder
-from ifso.repro.rows import Job, Variant, find_row, find_study, rows, studies, study
+from ifso.repro.jobs import Job
+from ifso.repro.plans import Variant
+from ifso.repro.rows import find_row, find_study, rows, studies, study
 from ifso.training.settings import RECIPES
 
 ROOT = Path(__file__).parents[2]

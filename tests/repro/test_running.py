@@ -12,9 +12,9 @@ from tiny_rows import AtOnce, few_images, tiny_row
 from ifso.errors import IfsoError, TrainingError
 from ifso.repro import running
 from ifso.repro.dealing import Rank, dealt
+from ifso.repro.jobs import Job
 from ifso.repro.plans import Base, Variant
 from ifso.repro.results import Result, read, read_file, write
-from ifso.repro.rows import Job
 from ifso.repro.running import Running
 from ifso.repro.workshop import Workshop
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from ifso.repro.comparison import Spread
+from ifso.repro.jobs import method_name
 from ifso.repro.lines import Runs, other_networks
 from ifso.repro.plans import PRUNE_OPTIONS
 from ifso.repro.results import read
-from ifso.repro.rows import find_row, method_name, studies, study
+from ifso.repro.rows import find_row, studies, study
 from ifso.repro.running import Running
 from ifso.repro.tables import markdown
 from ifso.repro.workshop import Workshop

@@ -10,8 +10,9 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.pruning.schedule import Mixed
+from ifso.repro.jobs import Job
 from ifso.repro.plans import Variant
-from ifso.repro.rows import Job, find_row, study
+from ifso.repro.rows import find_row, study
 from ifso.repro.workshop import SMOKE_PRUNE, Workshop, prune_job
 
 

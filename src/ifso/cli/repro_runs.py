@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.cli.stopping import TERMINATED, Terminated
 from ifso.errors import DataError, IfsoError
+from ifso.repro.jobs import Job
 from ifso.repro.plans import DATA, PRUNE_OPTIONS, TABLES
-from ifso.repro.rows import Job, studies, study
+from ifso.repro.rows import studies, study
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -270,7 +271,7 @@ def _measure(entry: dict[str, Any]) -> str:
 
 
 def _name(entry: dict[str, Any]) -> str:
-    from ifso.repro.rows import job_name
+    from ifso.repro.jobs import job_name
 
     return job_name(*(entry[name] for name in ("row", "criterion", "variant", "recipe", "seed")))
 

@@ -13,9 +13,10 @@ from ifso.figures.curves import draw_study
 from ifso.figures.layers import Network, draw_layers, network_of
 from ifso.figures.loss_change import draw_loss_change
 from ifso.figures.points import PLACES, load, plot
+from ifso.repro.jobs import Job
 from ifso.repro.lines import Runs
 from ifso.repro.plans import RECIPES
-from ifso.repro.rows import Job, find_row, rows, study
+from ifso.repro.rows import find_row, rows, study
 from ifso.repro.settings import NETWORKS
 
 FIGURE1 = "figure1"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ifso.errors import IfsoError
 from ifso.repro.comparison import Spread
+from ifso.repro.jobs import MIXED, Job
 from ifso.repro.lines import NAMES, Runs, last_top1, otherwise, percent
 from ifso.repro.plans import RECIPES
 from ifso.repro.results import Result, read, read_file
-from ifso.repro.rows import MIXED, Job, find_study, study
+from ifso.repro.rows import find_study, study
 
 NETWORKS = {"resnet32": "ResNet-32", "resnet50": "ResNet-50", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet"}

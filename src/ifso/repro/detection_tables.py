@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ifso.repro.comparison import Spread
 from ifso.repro.grids import Grid, Line
+from ifso.repro.jobs import Job
 from ifso.repro.lines import (
     NAMES,
     PAPER_NAMES,
@@ -21,7 +22,7 @@ from ifso.repro.lines import (
 )  # fmt: skip
 from ifso.repro.plans import Reported, Row
 from ifso.repro.results import DetectionResult
-from ifso.repro.rows import Job, find_row
+from ifso.repro.rows import find_row
 
 HEADINGS = ("from", "Method", "MACs removed", "base mAP", "pruned", "drop", "mAP50", "mAP75", "memory, GB", "runs")
 NOTE = (

@@ -7,9 +7,9 @@ from typing import Any
 
 from ifso.repro.comparison import Spread
 from ifso.repro.grids import Line
-from ifso.repro.plans import made
+from ifso.repro.jobs import Job, method_name
+from ifso.repro.plans import Reported, Row, Study, made
 from ifso.repro.results import AnyResult, Result
-from ifso.repro.rows import Job, Reported, Row, Study, method_name
 
 NOT_RUN, UNKNOWN = "not run", "–"
 NAMES = {

@@ -12,8 +12,8 @@ from torch import nn
 import ifso
 from ifso.errors import IfsoError
 from ifso.repro.detectors import channels_of, hardware, memory_of_training
+from ifso.repro.jobs import Job, teacher_of
 from ifso.repro.results import AnyResult, DetectionResult, Result
-from ifso.repro.rows import Job, teacher_of
 from ifso.repro.workshop import Workshop
 from ifso.training.average_precision import check_evaluator
 from ifso.training.lane import Lane

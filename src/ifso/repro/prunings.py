@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ifso.errors import IfsoError
-from ifso.repro.rows import Job
+from ifso.repro.jobs import Job
 from ifso.repro.workshop import Workshop, prune_job
 
 GRACE = 20.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ifso.errors import IfsoError
-from ifso.repro.rows import job_name
+from ifso.repro.jobs import job_name
 
 
 class _Outcome:

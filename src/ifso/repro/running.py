@@ -20,11 +20,11 @@ from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError
 from ifso.pruning.folder import differences
 from ifso.repro import detectors
+from ifso.repro.jobs import Job, teacher_of
 from ifso.repro.outcomes import Measure, detection_result_of, result_of
 from ifso.repro.plans import Row, made
 from ifso.repro.prunings import Prunings
 from ifso.repro.results import AnyResult, Result, path_of, read_file, without_worth, write
-from ifso.repro.rows import Job, teacher_of
 from ifso.repro.workshop import Workshop
 from ifso.surgery.files import FolderLock
 from ifso.training.crew import Crew

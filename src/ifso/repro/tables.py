@@ -12,6 +12,7 @@ from ifso.errors import IfsoError
 from ifso.repro.comparison import Difference, Spread
 from ifso.repro.detection_tables import NOTE, detection_table, structure_table
 from ifso.repro.grids import Grid, Line, as_markdown, as_rich
+from ifso.repro.jobs import Job
 from ifso.repro.lines import (
     NAMES,
     NOT_RUN,
@@ -28,9 +29,9 @@ from ifso.repro.lines import (
     reported,
     signed,
 )  # fmt: skip
-from ifso.repro.plans import TAUGHT
+from ifso.repro.plans import TAUGHT, Study
 from ifso.repro.results import AnyResult
-from ifso.repro.rows import Job, Study, find_row, find_study, studies, study
+from ifso.repro.rows import find_row, find_study, studies, study
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -23,8 +23,8 @@ from ifso.pruning.presets import PRESETS
 from ifso.pruning.prune import prune
 from ifso.pruning.settings import Settings
 from ifso.repro import detectors
+from ifso.repro.jobs import Job, method_name
 from ifso.repro.plans import BOXES, Row
-from ifso.repro.rows import Job, method_name
 from ifso.surgery.files import one_line, replacing, storable, write_tensors
 from ifso.surgery.recipe import digest_of
 from ifso.surgery.store import load
