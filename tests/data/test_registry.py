@@ -114,6 +114,14 @@ class TestCifar:
         assert open_data(save(arrays, "cifar100")).num_classes == 100
         assert "from 60 to 99; they must lie in 0 to 9" in refused(save(arrays, "cifar10"))
 
+    def test_cifar10_is_not_taken_for_cifar100(self, save):
+        x, y = np.zeros((10_000, 32, 32, 3), np.uint8), np.arange(10_000) % 10
+        parts = {"x_test": x[:20], "y_test": y[:20]}
+        assert len(open_data(save({**parts, "x_train": x[1:], "y_train": y[1:]}, "cifar100")).train) == 9_999
+        full = save({**parts, "x_train": x, "y_train": y}, "cifar100")
+        assert "labels below 10 only, as CIFAR-10 has; give cifar10:" in refused(full)
+        assert open_data(full.replace("cifar100:", "cifar10:")).num_classes == 10
+
     @pytest.mark.parametrize(
         ("change", "words"),
         [

@@ -57,7 +57,9 @@ def open_cifar(kind: str, path: str, download: bool = False) -> tuple[Images, Im
             f"there is no file or folder {place}; give an .npz with {', '.join(ARRAYS)}, or the folder that holds "
             f"{about.folder}; to have it downloaded into a folder, {DOWNLOAD}"
         )
-    return cifar_part(kind, x_train, y_train, place, "train"), cifar_part(kind, x_test, y_test, place, "test")
+    train, test = cifar_part(kind, x_train, y_train, place, "train"), cifar_part(kind, x_test, y_test, place, "test")
+    _refuse_smaller_kind(kind, train, place)
+    return train, test
 
 
 def cifar_part(kind: str, x: Any, y: Any, place: Path, part: str) -> Images:
@@ -66,6 +68,13 @@ def cifar_part(kind: str, x: Any, y: Any, place: Path, part: str) -> Images:
     pixels = as_pixels(x, f"{place}: x_{part}")
     labels = as_labels(y, len(pixels), about.num_classes, f"{place}: y_{part}")
     return Images(pixels, labels, _by_colour(about.mean), _by_colour(about.deviation))
+
+
+def _refuse_smaller_kind(kind: str, train: Images, place: Path) -> None:
+    """CIFAR-10 opened as CIFAR-100 would be learned with ninety classes that never occur."""
+    classes, smaller = CIFAR[kind].num_classes, CIFAR["cifar10"].num_classes
+    if len(train) >= classes**2 > smaller**2 and int(train.labels.max()) < smaller:
+        raise DataError(f"{place}: y_train has labels below {smaller} only, as CIFAR-10 has; give cifar10:{place}")
 
 
 def _by_colour(values: tuple[float, ...]) -> torch.Tensor:
