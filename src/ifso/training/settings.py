@@ -133,36 +133,14 @@ _RANGES: Mapping[str, tuple[float, float, str]] = {
     "cutmix": (0.0, math.nextafter(1.0, 2.0), "a share of the images from 0 to 1"),
 }
 
+_CYCLE = TrainSettings(batch=256, lr=0.2, schedule="one-cycle", nesterov=True, weight_decay=5e-4, decay_all=False)
+
 RECIPES: Mapping[str, TrainSettings] = {
     "paper": TrainSettings(),
-    "quick": TrainSettings(
-        epochs=100, schedule="one-cycle", nesterov=True, weight_decay=5e-4, decay_all=False, distill=0.9
-    ),
-    "ours": TrainSettings(
-        epochs=150,
-        batch=256,
-        lr=0.2,
-        schedule="one-cycle",
-        nesterov=True,
-        weight_decay=2e-4,
-        decay_all=False,
-        distill=0.9,
-        temperature=2.0,
-    ),
-    "patient": TrainSettings(
-        epochs=180,
-        batch=256,
-        lr=0.2,
-        schedule="one-cycle",
-        nesterov=True,
-        weight_decay=5e-4,
-        decay_all=False,
-        distill=0.9,
-        cutmix=0.5,
-    ),
-    "scratch": TrainSettings(
-        epochs=120, batch=256, lr=0.2, schedule="one-cycle", nesterov=True, weight_decay=5e-4, decay_all=False
-    ),
+    "quick": dataclasses.replace(_CYCLE, epochs=100, batch=128, lr=0.1, distill=0.9),
+    "ours": dataclasses.replace(_CYCLE, epochs=150, weight_decay=2e-4, distill=0.9, temperature=2.0),
+    "patient": dataclasses.replace(_CYCLE, epochs=180, distill=0.9, cutmix=0.5),
+    "scratch": dataclasses.replace(_CYCLE, epochs=120),
     "detection": TrainSettings(
         epochs=12,
         batch=2,
