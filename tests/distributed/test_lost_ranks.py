@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_who_waits_in_vain_is_ended(store: torch.distributed.HashStore, monkeypa
         time.sleep(0.02)
     first.leave()
     assert ended[0].startswith("rank 0 stopped, because rank 1 has not answered for 0 seconds; start all ranks again")
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share standard error; a line break that comes by itself may end the line of another rank."""
+    pieces: list[str] = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=pieces.append, flush=lambda: None))
+    assert main(["eval", "nowhere"]) == 2
+    assert len(pieces) == 1
+    assert pieces[0].startswith("ifso: error: nowhere")
+    assert pieces[0].endswith("\n")
 
 
 def test_whose_error_it_is() -> None:

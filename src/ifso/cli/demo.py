@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import console, print_json
+from ifso.cli.output import complain, console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if outcome.passed:
         return 0
     failed = "; ".join(what for what, passed in outcome.checks if not passed)
-    print(f"ifso: error: a check of the result failed: {failed}", file=sys.stderr)
+    complain(f"error: a check of the result failed: {failed}")
     return CHECK_FAILED
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.opening import FINETUNE, OpenedRun, open_run
-from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.output import chatter_to_stderr, complain, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
 from ifso.cli.teaching import Teachers, add_teacher, refuse_unclear_teacher
@@ -252,7 +252,7 @@ def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failure
     elif summaries:
         console().print(table(summaries))
     for folder, failure in failures.items():
-        print(f"ifso: error: {folder}: {' '.join(str(failure).split())}", file=sys.stderr)
+        complain(f"error: {folder}: {failure}")
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> Table:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import ifso
 from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
 from ifso.cli import eval as evaluate
+from ifso.cli.output import complain
 from ifso.cli.ranks import leave
 from ifso.cli.stopping import stoppable
 from ifso.errors import IfsoError
@@ -28,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except IfsoError as error:
-        print(f"ifso: error: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(f"error: {error}")
         return leave(error.exit_status)
     except KeyboardInterrupt:
-        print("ifso: interrupted", file=sys.stderr)
+        complain("interrupted")
         return leave(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

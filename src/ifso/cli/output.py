@@ -31,6 +31,12 @@ def say(line: str) -> None:
     print(f"· {line}", file=sys.stderr, flush=True)
 
 
+def complain(words: str) -> None:
+    """What went wrong, as one line on standard error, written in one piece: lines of several ranks do not mix."""
+    sys.stderr.write(f"ifso: {' '.join(words.split())}\n")
+    sys.stderr.flush()
+
+
 @contextmanager
 def chatter_to_stderr() -> Iterator[None]:
     """Whatever models and libraries print goes to standard error, so that standard output stays the command's own."""

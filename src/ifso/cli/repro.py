@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.late_help import add_help
-from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.cli.output import chatter_to_stderr, complain, console, print_json, say
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def _figure1(args: argparse.Namespace) -> int:
     try:
         written += map(str, draw_loss_change(document, out / FIGURE1))
     except PlotUnavailable as error:
-        print(f"ifso: {error}", file=sys.stderr)
+        complain(str(error))
     if args.json:
         print_json(document)
     else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.cli.output import chatter_to_stderr, complain, console, print_json, say
 from ifso.cli.stopping import TERMINATED, Terminated
 from ifso.errors import DataError, IfsoError
 from ifso.repro.jobs import Job
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         return _done(args, jobs, changes)
     except KeyboardInterrupt as stop:
         word, status = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
-        print(f"ifso: {word}; what is done is kept in {args.out or OUT}: the same command goes on", file=sys.stderr)
+        complain(f"{word}; what is done is kept in {args.out or OUT}: the same command goes on")
         return status
 
 
@@ -201,7 +200,7 @@ def _tell(failures: Sequence[Sequence[Any]]) -> None:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        print(f"ifso: error: {names[0]}{more}: {reason}", file=sys.stderr)
+        complain(f"error: {names[0]}{more}: {reason}")
 
 
 def _results(shop: Workshop, jobs: Sequence[Job]) -> list[AnyResult]:

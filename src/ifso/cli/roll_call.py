@@ -7,13 +7,14 @@ there; of one that was killed the others see that it no longer answers.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+from ifso.cli.output import complain
 
 PERIOD = 0.5
 SILENT = 3.0
@@ -125,5 +126,5 @@ def _key(rank: int) -> str:
 
 def _leave_at_once(line: str) -> None:
     """The main thread waits for another rank, and nothing can wake it."""
-    print(f"ifso: error: {line}", file=sys.stderr, flush=True)
+    complain(f"error: {line}")
     os._exit(STATUS)

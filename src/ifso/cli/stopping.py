@@ -6,10 +6,11 @@ import argparse
 import functools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from ifso.cli.output import complain
 
 TERMINATED = 143
 """The status of a process stopped by SIGTERM."""
@@ -32,7 +33,7 @@ def stoppable(run: Command) -> Command:
         try:
             return run(args)
         except Terminated:
-            print("ifso: terminated", file=sys.stderr)
+            complain("terminated")
             return TERMINATED
         finally:
             signal.signal(signal.SIGTERM, before)
