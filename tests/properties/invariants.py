@@ -18,7 +18,7 @@ import torch
 from cases import difference, outputs, removed, run, tensors
 from random_layouts import Einsum
 from random_networks import Net, RandomNetwork, build, inputs_of
-from random_tokens import Multihead, SeparateAttention, WidthAttention
+from random_tokens import Multihead, ResidualWidthAttention, SeparateAttention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -360,7 +360,7 @@ def _takes_head_size_from_elsewhere(module: nn.Module) -> bool:
     comes from the input's width, rehearsals decide what is offered, and those of another network may differ.
     """
     slim = isinstance(module, Multihead) and module.weights and type(module.attn) is not nn.MultiheadAttention
-    return slim or isinstance(module, WidthAttention)
+    return slim or isinstance(module, ResidualWidthAttention)
 
 
 def _rows(layer: Tensor) -> Tensor:

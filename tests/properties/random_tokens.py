@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from nets.attention import WidthAttention
 from random_parts import WIDTHS, Lambda, Numbers
 from torch import Tensor, nn
 
@@ -144,26 +145,17 @@ def separate_attention(shape: Row, numbers: Numbers) -> Made:
     return SeparateAttention(shape.width, heads, size, numbers.pick(False, True)), shape
 
 
-class WidthAttention(nn.Module):
-    """The head size is the input's width over ``num_heads``, and a scale is kept."""
-
-    def __init__(self, width: int, num_heads: int):
-        super().__init__()
-        self.num_heads, self.scale = num_heads, (width // num_heads) ** -0.5
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+class ResidualWidthAttention(WidthAttention):
+    """The head size is the input's width over ``num_heads``, and a scale is kept; added to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, width // self.num_heads).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        weights = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
-        return x + self.proj((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
+        return x + super().forward(x)
 
 
 @part
 def width_attention(shape: Row, numbers: Numbers) -> Made:
     heads = numbers.divisor(shape.width, smallest=1)
-    return None if heads is None else (WidthAttention(shape.width, heads), shape)
+    return None if heads is None else (ResidualWidthAttention(shape.width, heads), shape)
 
 
 @part

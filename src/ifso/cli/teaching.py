@@ -80,22 +80,27 @@ class Teachers:
         return Teaching(network, before, {"teacher_weights": self._digest(network)})
 
     def _unpruned(self, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:
-        key = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        key = _key(plan, data)
         if key not in self._known:
-            model = plan.run.original(device=self._place.device, weights=plan.changed("weights"), data=data)
-            self._known[key] = self._judged(model, plan, data)
+            self._known[key] = self._judged(self._original(plan, data), plan, data)
         return self._known[key]
 
     def _unpruned_worth(self, plan: Plan, data: Data) -> float | None:
         """None, and a word about it, where the unpruned network, which is not needed, is not there any more."""
         from ifso.pruning.ranks import together
 
-        try:
-            together(partial(plan.run.original, weights=plan.changed("weights"), data=data))
-        except IfsoError as error:
-            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
-            return None
-        return self._unpruned(plan, data)[1]
+        key = _key(plan, data)
+        if key not in self._known:
+            try:
+                model = together(partial(self._original, plan, data))
+            except IfsoError as error:
+                self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
+                return None
+            self._known[key] = self._judged(model, plan, data)
+        return self._known[key][1]
+
+    def _original(self, plan: Plan, data: Data) -> nn.Module:
+        return plan.run.original(device=self._place.device, weights=plan.changed("weights"), data=data)
 
     def _named(self, plan: Plan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
         """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
@@ -142,6 +147,11 @@ class Teachers:
         if network not in self._digests:
             self._digests[network] = digest_of(network)
         return self._digests[network]
+
+
+def _key(plan: Plan, data: Data) -> tuple[Any, ...]:
+    """What runs must share to have the same unpruned network."""
+    return plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
 
 
 def _measured(**worth: float | None) -> dict[str, float]:
