@@ -168,8 +168,7 @@ class Workbench:
         return torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters()))
 
     def _criterion(self, criterion: Criterion) -> Callable[[], Tensor]:
-        task = Task(self.model, self.graph, self.loss, self.graph.kept(None))
-        return lambda: criterion.units(task, self.batch)
+        return _Scores(criterion, Task(self.model, self.graph, self.loss, self.graph.kept(None)), self.batch)
 
     def _double_backward(self) -> list[Tensor]:
         """v and S as one would first write them: masks on the weights, gradients of gradients."""
@@ -186,6 +185,23 @@ class Workbench:
         v = torch.autograd.grad(torch.stack([part.sum() for part in to_masks]).sum(), weights, retain_graph=True)
         inner = torch.stack([(u * g).sum() for u, g in zip(v, to_weights, strict=True)]).sum()
         return list(torch.autograd.grad(inner, masks))
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The scores of one batch."""
+
+    criterion: Criterion
+    task: Task
+    batch: Any
+
+    def __call__(self) -> Tensor:
+        return self.criterion.units(self.task, self.batch)
+
+    @property
+    def replayed(self) -> bool:
+        """Did the last call replay parts of the network?"""
+        return isinstance(self.criterion, Ifso) and bool(self.criterion.products(self.task).cut.replayed)
 
 
 def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
@@ -215,10 +231,13 @@ def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _warm(function: Callable[[], Any], device: torch.device) -> Ready:
-    """A function that cannot be captured as a CUDA graph: matching boxes to anchors waits for the GPU."""
+    """A function that cannot be captured as a whole: matching boxes to anchors waits for the GPU.
+
+    It counts as captured if it replays the network before that.
+    """
     for _ in range(WARM_UP if device.type == "cuda" else 1):
         function()
-    return Ready(function, function, device, captured=False)
+    return Ready(function, function, device, captured=isinstance(function, _Scores) and function.replayed)
 
 
 def measure(

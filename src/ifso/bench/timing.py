@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ifso.curvature.capturing import capturing
+
 WARM_UP = 3
 
 
@@ -90,13 +92,11 @@ def _captured(function: Callable[[], Any]) -> Callable[[], None] | None:
         for _ in range(WARM_UP):
             function()
     torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             function()
     except RuntimeError:
-        torch.cuda.synchronize()
         return None
     return graph.replay
 

@@ -16,7 +16,7 @@ MODELS = ("ifso:resnet32",)
 CAPTION = (
     "Median over rounds of time / the gradient's in the same round, and peak tensor memory / the gradient's. "
     "Rank: Spearman's correlation with the exact score in float64. "
-    "On a GPU all are replayed as CUDA graphs; * marks what cannot be captured."
+    "On a GPU all are replayed as CUDA graphs, scores of a detector up to its loss; * marks what cannot be captured."
 )
 
 

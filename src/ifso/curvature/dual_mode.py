@@ -30,13 +30,13 @@ class Plan:
     """What happens to one parameter of the model wherever it is used.
 
     As the weight of a layer it has the tangent ``dot``, its input channels are scaled by a mask with the tangent
-    ``mask_dot(groups)``, and ``weight_tap`` and ``mask_tap(groups)`` collect. In any other use it is replaced by
+    ``mask_dot(groups)``, and ``weight_tap()`` and ``mask_tap(groups)`` collect. In any other use it is replaced by
     ``stand_in()``, a dual number.
     """
 
     dot: Tensor | None = None
     mask_dot: Callable[[int], Tensor | float] | None = None
-    weight_tap: Tensor | None = None
+    weight_tap: Callable[[], Tensor] | None = None
     mask_tap: Callable[[int], Tensor] | None = None
     stand_in: Callable[[], Tensor] | None = None
     in_layers: bool = True
@@ -115,6 +115,7 @@ class DualMode(TorchFunctionMode):
         if not plan.in_layers or _derived(weight):
             return NotImplemented
         mask_dot = plan.mask_dot(shape.groups) if plan.mask_dot else None
+        weight_tap = plan.weight_tap() if plan.weight_tap else None
         mask_tap = plan.mask_tap(shape.groups) if plan.mask_tap else None
         if isinstance(mask_dot, Tensor):
             mask_dot = along(mask_dot.to(x.dtype), shape.channel_dim(x), x)
@@ -122,9 +123,7 @@ class DualMode(TorchFunctionMode):
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
         known = self._manner.layer_primal((shape, id(weight), x.shape), weight)
-        result = DualLayer.apply(
-            shape, known, x, x_dot, cast, dot, early, mask_dot, plan.weight_tap, mask_tap, self.spark
-        )
+        result = DualLayer.apply(shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.spark)
         if late is not None:
             result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result

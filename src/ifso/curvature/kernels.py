@@ -7,6 +7,8 @@ results repeat bit for bit.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -247,7 +249,7 @@ class _Shape:
 
     def __init__(self, x: Tensor) -> None:
         self.channels = x.shape[1]
-        inner = x[0, 0].numel()
+        inner = math.prod(x.shape[2:])
         rows = x.shape[0] * inner
         last = not x.is_contiguous()
         width, tile = (16, 4096) if last else (1 if inner >= 256 else 4, 1024)

@@ -45,24 +45,27 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     So two passes in a row also see the same dropout.
     """
+    modules = list(model.modules())
     norms = [
         module
-        for module in model.modules()
+        for module in modules
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
     ]
     quiet = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
-    others = [buffer for buffer in model.buffers() if id(buffer) not in quiet]
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+    others = [buffer for number, buffer in buffers.items() if number not in quiet]
     copies = [buffer.clone() for buffer in others]
-    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    parameters = (tensor for module in modules for tensor in module.parameters(recurse=False))
+    devices = {tensor.device for tensor in parameters if tensor.is_cuda}
     capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
-    forget_caches(model)
+    forget_caches(model, modules)
     try:
         for module in norms:
             module.track_running_stats = False
         with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing):
             yield
     finally:
-        forget_caches(model)
+        forget_caches(model, modules)
         for module in norms:
             module.track_running_stats = True
         if others:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,14 +82,30 @@ class LayerPrimal:
 
 @dataclass
 class Primal:
-    """The calls of layers of one batch in the order of the forward pass. The first pass writes, later ones read."""
+    """The calls of layers of one batch in the order of the forward pass. The first pass writes, later ones read.
+
+    ``leaders`` are the recorded parts of the network (:class:`ifso.curvature.cutting.Cut`) that the first pass
+    replayed, each with its turn: they hold the calls of their layers themselves, until their next turn.
+    """
 
     calls: list[LayerPrimal] = field(default_factory=list)
+    passes: int = 0
+    leaders: dict[Any, Any] = field(default_factory=dict)
     _next: int = 0
 
     def start(self) -> None:
         """A new forward pass begins."""
         self._next = 0
+        self.passes += 1
+
+    def forget(self) -> None:
+        """Nothing is known."""
+        self.calls.clear()
+        self.leaders.clear()
+
+    def for_reading(self) -> Primal:
+        """The same for a pass that may add to it: what it adds is not kept here."""
+        return Primal([replace(call) for call in self.calls])
 
     def call(self, key: Any, careful: bool) -> LayerPrimal:
         """The record of the next call; a new one if the model took another way than before."""

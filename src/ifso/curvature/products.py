@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.curvature.cutting import cut_of
 from ifso.curvature.dual_mode import Manner
-from ifso.curvature.dual_pass import DualPass
+from ifso.curvature.dual_pass import dual_pass
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.primal import Primal
+from ifso.curvature.taps import Course, Taps
 from ifso.curvature.weights import Reader, add_up, readers, sum_of, survivors, weight_space
+from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 
 
@@ -35,6 +38,7 @@ class Products:
     ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed; None does
     so for narrow layers, where it costs next to nothing.
     ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
+    ``cut`` says which parts of the network are replayed as CUDA graphs (:class:`ifso.curvature.cutting.Cut`).
     """
 
     def __init__(
@@ -65,7 +69,8 @@ class Products:
         self._tensors = {**self.space.tensors, **{name: named[name] for name in self._masks}}
         self._channels: dict[tuple[str, int], Tensor] = {}
         self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
-        self._whole = self._where_all_move()
+        self._whole, self._factors = self._where_all_move(), self._all_factors()
+        self.cut = cut_of(model, graph, set(self._tensors))
 
     def gradient(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss and its gradient over ``W``."""
@@ -76,56 +81,32 @@ class Products:
 
     def mixed(self, batch: Any, primal: Primal | None = None) -> Tensor:
         """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``. Passes over one batch may share a ``primal``."""
-        run = self._new_pass(primal)
-        factors = {
-            name: sum(reader.spread(self._moving, self._tensors[name].shape) for reader in masks)
-            for name, masks in self._masks.items()
-        }
-        for name, tensor in self._tensors.items():
-            masked = name in factors
-            plan = run.plan(name, tensor, partial(torch.mul, tensor.detach(), factors[name]) if masked else None)
-            if name in self.space.tensors:
-                plan.weight_tap = run.weight_tap(name)
-            if masked:
-                plan.in_layers = self._direct(name) is not None
-                plan.mask_dot = self._mask_dot(name)
-        run(batch)
+        taps = self._collect(Course("mixed", self._plan_mixed), batch, primal)
         parts = {}
         for name in self.space.tensors:
-            elsewhere = run.elsewhere(name)
-            scaled = elsewhere.grad * factors[name] if elsewhere.grad is not None and name in factors else None
-            parts[name] = sum_of(run.weight_tangent(name), elsewhere.tangent, scaled)
+            elsewhere, factor = taps.elsewhere(name), self._factors.get(name)
+            scaled = elsewhere.grad * factor if elsewhere.grad is not None and factor is not None else None
+            parts[name] = sum_of(taps.weight_tangent(name), elsewhere.tangent, scaled)
         v = self.space.flat(parts)
         return v if self.surviving is None else v * self.surviving
 
     def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
         """H·vector over ``W``."""
-        run = self._new_pass(primal)
-        for name, dot in self.space.split(vector).items():
-            plan = run.plan(name, self.space.tensors[name], dot)
-            plan.dot, plan.weight_tap = dot, run.weight_tap(name)
-        run(batch)
+        taps = self._collect(Course("hessian", self._plan_hessian, vector), batch, primal)
         return self.space.flat(
-            {name: sum_of(run.weight_tangent(name), run.elsewhere(name).tangent) for name in self.space.tensors}
+            {name: sum_of(taps.weight_tangent(name), taps.elsewhere(name).tangent) for name in self.space.tensors}
         )
 
     def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
         """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
-        run = self._new_pass(primal)
+        taps = self._collect(Course("sensitivity", self._plan_sensitivity, vector), batch, primal)
         dots = self.space.split(vector)
-        for name, tensor in self._tensors.items():
-            plan = run.plan(name, tensor, dots.get(name))
-            plan.dot = dots.get(name)
-            if name in self._masks:
-                plan.in_layers = self._direct(name) is not None
-                plan.mask_tap = lambda groups, name=name: run.mask_tap(name, groups, self._owner(name, groups).numel())
-        run(batch)
         total = vector.new_zeros(len(self.readers), self.num_units)
         for row, reader in zip(total, self.readers, strict=True):
             name = reader.parameter
-            for groups, tangent in run.mask_tangents(name):
+            for groups, tangent in taps.mask_tangents(name):
                 row += add_up(tangent.to(total.dtype), self._owner(name, groups), self.num_units)
-            elsewhere = run.elsewhere(name)
+            elsewhere = taps.elsewhere(name)
             moved = elsewhere.grad * dots[name] if elsewhere.grad is not None and name in dots else None
             turned = None if elsewhere.tangent is None else elsewhere.tangent * self._tensors[name].detach()
             both = sum_of(moved, turned)
@@ -133,15 +114,62 @@ class Products:
                 row += reader.gather(both, self.num_units)
         return total * self._moving[:STAYS]
 
+    def _collect(self, course: Course, batch: Any, primal: Primal | None) -> Taps:
+        """What a pass over the batch collects; once more without recorded parts, if they leave too little memory."""
+        try:
+            return self._pass(course, batch, primal)
+        except (RuntimeError, ScoreError) as error:
+            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError) or not self.cut.let_go():
+                raise
+        if primal is not None:
+            primal.forget()
+        return self._pass(course, batch, primal)
+
+    def _pass(self, course: Course, batch: Any, primal: Primal | None) -> Taps:
+        manner, taps = Manner(self._fused, self._careful, primal), Taps(self._fused)
+        course.plan(taps, course.vector)
+        dual_pass(self.model, self.loss_fn, batch, taps, manner, self.cut.within(course, taps, manner))
+        return taps
+
+    def _plan_mixed(self, taps: Taps, _: Tensor | None) -> None:
+        for name, tensor in self._tensors.items():
+            factor = self._factors.get(name)
+            plan = taps.plan(name, tensor, None if factor is None else partial(torch.mul, tensor.detach(), factor))
+            if name in self.space.tensors:
+                plan.weight_tap = partial(taps.weight_tap, name)
+            if factor is not None:
+                plan.in_layers = self._direct(name) is not None
+                plan.mask_dot = self._mask_dot(name)
+
+    def _plan_hessian(self, taps: Taps, vector: Tensor | None) -> None:
+        assert vector is not None
+        for name, dot in self.space.split(vector).items():
+            plan = taps.plan(name, self.space.tensors[name], dot)
+            plan.dot, plan.weight_tap = dot, partial(taps.weight_tap, name)
+
+    def _plan_sensitivity(self, taps: Taps, vector: Tensor | None) -> None:
+        assert vector is not None
+        dots = self.space.split(vector)
+        for name, tensor in self._tensors.items():
+            plan = taps.plan(name, tensor, dots.get(name))
+            plan.dot = dots.get(name)
+            if name in self._masks:
+                plan.in_layers = self._direct(name) is not None
+                plan.mask_tap = lambda groups, name=name: taps.mask_tap(name, groups, self._owner(name, groups).numel())
+
+    def _all_factors(self) -> dict[str, Any]:
+        """What scales each masked parameter as all masks move, broadcastable to it."""
+        return {
+            name: sum(reader.spread(self._moving, self._tensors[name].shape) for reader in masks)
+            for name, masks in self._masks.items()
+        }
+
     def _surviving(self, graph: ChannelGraph, kept: Tensor | None) -> Tensor | None:
         """1 for the weights that are still there, 0 for those of removed units; None if all are there."""
         if kept is None or bool(kept.all()):
             return None
         alive = survivors(self.space, graph, kept)
         return self.space.flat({name: part.to(self.space.tensors[name].dtype) for name, part in alive.items()})
-
-    def _new_pass(self, primal: Primal | None) -> DualPass:
-        return DualPass(self.model, self.loss_fn, Manner(self._fused, self._careful, primal))
 
     def _direct(self, name: str) -> Reader | None:
         """The mask of a parameter, if it can act on the input channels of a layer instead of on its weight."""

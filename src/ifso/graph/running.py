@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(content)
 
 
-def forget_caches(model: nn.Module) -> None:
-    """Empty the dicts in which modules keep tensors they computed from their parameters (``…cache…``)."""
-    for module in model.modules():
+def forget_caches(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> None:
+    """Empty the dicts in which modules keep tensors they computed from their parameters (``…cache…``).
+
+    ``modules`` are those of the model, if they are known: to find them takes long.
+    """
+    for module in model.modules() if modules is None else modules:
         for name, value in vars(module).items():
             if "cache" in name and isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
                 value.clear()

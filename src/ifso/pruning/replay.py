@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ifso.curvature.capturing import capturing
 from ifso.curvature.losses import one_line
 from ifso.pruning.network import ShrinkingNetwork
 
@@ -54,13 +55,10 @@ class Replay:
         leaves, spec = tree_flatten(list(batches))
         held = tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            with capturing(graph):
                 work(held)
         except (RuntimeError, NotImplementedError) as error:
-            torch.cuda.synchronize()
-            free_generator()
             return one_line(error)
         return cls(work, held, graph)
 
@@ -76,13 +74,6 @@ class Replay:
             if isinstance(mine, Tensor):
                 mine.copy_(leaf, non_blocking=True)
         self._graph.replay()
-
-
-def free_generator() -> None:
-    """A capture that failed leaves the random generator waiting for its end: give it a new state of the same seed."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _same(one: TreeSpec, other: TreeSpec) -> bool:

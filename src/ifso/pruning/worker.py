@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,8 +36,9 @@ class Worker:
     """Does rounds: scores of some batches and, if asked, one step of the optimizer on the first of them.
 
     On a GPU rounds are captured as a CUDA graph, in which the batches are scored side by side; where that cannot be,
-    they run one operation after another. A criterion that needs no batches is asked once a round, outside the graph. If
-    memory runs out, batches are cut into micro-batches. ``tell`` hears of it.
+    they run one operation after another, but for the parts of a detector that the score replays. A criterion that needs
+    no batches is asked once a round, outside the graph. If memory runs out, batches are cut into micro-batches.
+    ``tell`` hears of it.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Worker:
         if not isinstance(self.optimizer, Optimizer):
             raise IfsoError(f"optimizer gave a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer")
         self._micro: int | None = None
+        self._refused: dict[str, str] = {}
         self._capture = can_capture(network)
         self._apart = not criterion.needs_batches
         self._ghosts = _Ghosts(network) if criterion.masks_itself else None
@@ -113,6 +116,7 @@ class Worker:
             replay(batches)
         else:
             self._add(together(lambda: self._patiently(batches, train)), train)
+            self._tell_refused()
         self._counts[0] += len(batches)
         self._counts[1] += 1
 
@@ -187,9 +191,23 @@ class Worker:
             except (RuntimeError, MemoryError, ScoreError) as error:
                 if not out_of_memory(error):
                     raise
-                if not self._cut(batches):
+                if not self._let_go() and not self._cut(batches):
                     raise ScoreError("out of memory with a single sample; prune on a larger device") from error
+            gc.collect()  # the frames of what failed may hold its tensors in a ring
             torch.cuda.empty_cache()
+
+    def _let_go(self) -> bool:
+        """Give back the memory of what scores replay; was there any?"""
+        return isinstance(self.criterion, Ifso) and self.criterion.products(self._task).cut.let_go()
+
+    def _tell_refused(self) -> None:
+        """Say, once, which parts of a detector run without a CUDA graph, and why."""
+        if isinstance(self.criterion, Ifso):
+            refused = self.criterion.products(self._task).cut.refused
+            for name, reason in refused.items():
+                if self._refused.get(name) != reason:
+                    self._refused[name] = reason
+                    self.tell(f"{name} is scored without a CUDA graph: {reason}")
 
     def _cut(self, batches: Sequence[Any]) -> bool:
         """Halve the micro-batches from now on. False if they cannot be smaller."""

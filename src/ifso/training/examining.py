@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.curvature.capturing import capturing
 from ifso.data.sets import Data
 from ifso.pruning.ranks import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
@@ -14,7 +15,6 @@ from ifso.training.headline import detects
 from ifso.training.modes import eval_mode
 from ifso.training.narrow import narrow_layers
 from ifso.training.precision import autocast, tensor_cores
-from ifso.training.steps import capture
 
 LARGE, SMALL = 2000, 500
 """Images in an evaluated batch on a GPU, and on a CPU."""
@@ -55,9 +55,8 @@ class Examiner:
         """Once as it comes, which refuses labels that do not fit, then as a graph."""
         with tensor_cores(self._precision), autocast(self._precision, next(model.parameters()).device):
             evaluate(model, self._batches)
-        torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.no_grad(), eval_mode(model), capture(graph, stream):
+        with torch.no_grad(), eval_mode(model), capturing(graph, stream=stream):
             self._total = self._sums(model)
         self._model, self._graph = model, graph
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ifso.curvature.capturing import capturing
 from ifso.curvature.losses import one_line
 from ifso.errors import DataError, TrainingError
 from ifso.pruning.ranks import number_of_each, several, together
-from ifso.pruning.replay import free_generator
 from ifso.training.learner import Learner
 from ifso.training.schedule import rate, rates
 
@@ -151,43 +149,21 @@ class CapturedSteps:
         changed = [*self._learner.state().values(), self._within, self._overall, self._learner.total]
         before = [tensor.detach().clone() for tensor in changed]
         random = torch.cuda.get_rng_state(self._learner.device)
-        outside = torch.cuda.current_stream()
-        self._stream.wait_stream(outside)
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP):
                 self._work()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with capture(graph, self._stream):
+            with capturing(graph, stream=self._stream):
                 self._work()
         except (RuntimeError, NotImplementedError) as error:
-            torch.cuda.set_stream(outside)
-            torch.cuda.synchronize()
-            free_generator()
             raise TrainingError(f"the step cannot be captured as a CUDA graph ({one_line(error)})") from error
         finally:
             _put_back(changed, before)
             torch.cuda.set_rng_state(random, self._learner.device)
         torch.cuda.synchronize()
         return graph
-
-
-@contextmanager
-def capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is put on ``stream`` within it becomes ``graph``.
-
-    Another graph that is destroyed meanwhile would spoil it, so garbage is collected before and not within.
-    """
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, stream=stream):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def capturable(learner: Learner, batches: Any) -> bool:

@@ -1,0 +1,109 @@
+"""What a dual pass does with every parameter, and what it collects of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import make_dual, unpack_dual
+
+from ifso.curvature.dual_mode import Plan
+from ifso.curvature.weights import sum_of
+
+Place = tuple[str, str, int]
+"""Where something is collected: "weight", "mask" or "elsewhere", the parameter, the groups of the layer."""
+
+_PULL: Place = ("pull", "", 0)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The gradient of a parameter from its uses other than as a layer's weight, and the gradient's tangent."""
+
+    grad: Tensor | None = None
+    tangent: Tensor | None = None
+
+
+class Taps:
+    """Give every parameter its plan, run a pass, then read what was collected."""
+
+    def __init__(self, fused: bool = True) -> None:
+        self.plans: dict[int, Plan] = {}
+        self.inputs: dict[Place, Tensor] = {}
+        """What the pass is to be differentiated by: those of the parameters that it has met."""
+        self._fused = fused
+        self._tensors: dict[str, Tensor] = {}
+        self._found: dict[Place, Elsewhere] = {}
+
+    def plan(self, name: str, tensor: Tensor, dot: Callable[[], Tensor] | Tensor | None) -> Plan:
+        """The plan of a parameter; ``dot`` is its tangent where it is used other than as a layer's weight.
+
+        Few are, so that a tangent which takes memory of its own is given as what computes it.
+        """
+        self._tensors[name] = tensor
+        plan = self.plans[id(tensor)] = Plan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._fused)
+        return plan
+
+    def weight_tap(self, name: str) -> Tensor:
+        """An input that collects the tangent of ∂L/∂W."""
+        return self._tap(("weight", name, 0), name, self._tensors[name].shape)
+
+    def mask_tap(self, name: str, groups: int, channels: int) -> Tensor:
+        """An input that collects the tangent of ∂L/∂m per input channel."""
+        return self._tap(("mask", name, groups), name, torch.Size([channels]))
+
+    def pull(self) -> Tensor:
+        """An input that collects nothing: with it a function is differentiated which collects by itself."""
+        if _PULL not in self.inputs:
+            self.inputs[_PULL] = torch.zeros((), device="cpu").requires_grad_()
+        return self.inputs[_PULL]
+
+    def _tap(self, place: Place, name: str, shape: torch.Size) -> Tensor:
+        if place not in self.inputs:
+            like = self._tensors[name]
+            tap = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+            self.inputs[place] = tap.requires_grad_()
+        return self.inputs[place]
+
+    def _stand_in(self, name: str, dot: Callable[[], Tensor] | Tensor | None) -> Tensor:
+        place = ("elsewhere", name, 0)
+        if place not in self.inputs:
+            leaf = self._tensors[name].detach().requires_grad_()
+            tangent = dot() if callable(dot) else dot
+            self.inputs[place] = leaf if tangent is None else make_dual(leaf, tangent)
+        return self.inputs[place]
+
+    def collect(self, place: Place, grad: Tensor | None) -> None:
+        """Add a gradient, dual where it stands for a use elsewhere."""
+        if grad is not None:
+            self.add(place, *(unpack_dual(grad) if place[0] == "elsewhere" else (grad, None)))
+
+    def add(self, place: Place, grad: Tensor | None, tangent: Tensor | None) -> None:
+        """Add to what was found in a place."""
+        before = self._found.get(place, Elsewhere())
+        self._found[place] = Elsewhere(sum_of(before.grad, grad), sum_of(before.tangent, tangent))
+
+    def weight_tangent(self, name: str) -> Tensor | None:
+        """What the weight tap collected."""
+        return self._found.get(("weight", name, 0), Elsewhere()).grad
+
+    def mask_tangents(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(groups, tangent per input channel) of every mask tap of a parameter."""
+        for (kind, owner, groups), found in self._found.items():
+            if kind == "mask" and owner == name and found.grad is not None:
+                yield groups, found.grad
+
+    def elsewhere(self, name: str) -> Elsewhere:
+        """What came from other uses of the parameter."""
+        return self._found.get(("elsewhere", name, 0), Elsewhere())
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """What passes of one ``kind`` do: ``plan(taps, vector)`` gives every parameter its plan."""
+
+    kind: str
+    plan: Callable[[Taps, Tensor | None], None]
+    vector: Tensor | None = None
