@@ -281,7 +281,7 @@ class TestAnotherTeacher:
             ({}, None),
             ({"teacher": {**told, "top1": 9.0}}, None),
             ({"teacher": {**told, "task": "third-cifar10"}}, "teacher.task is 'other-cifar10' and was 'third-cifar10'"),
-            ({"teacher": {**told, "base": {**told["base"], "epochs": 7}}}, "teacher.base.epochs is 2 and was 7"),
+            ({"teacher": {**told, "base": {**told["base"], "epochs": 7}}}, "teacher.epochs is 2 and was 7"),
             ({"teacher": {}}, "teacher.task is 'other-cifar10' and was not set"),
             ({"base": {**base, "epochs": 9}}, "base.epochs is 1 and was 9"),
             ({"base": {}}, None),

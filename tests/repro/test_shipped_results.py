@@ -9,7 +9,7 @@ import pytest
 
 from ifso.repro.comparison import Spread
 from ifso.repro.jobs import method_name
-from ifso.repro.lines import Runs, other_networks
+from ifso.repro.lines import Runs, of_other_networks
 from ifso.repro.plans import PRUNE_OPTIONS
 from ifso.repro.results import read
 from ifso.repro.rows import find_row, studies, study
@@ -61,12 +61,12 @@ def test_they_count_as_done(results):
 
 def test_those_of_an_unpruned_network_that_is_trained_otherwise_now_are_marked_and_not_taken(results):
     jobs = {job.name: job for name in studies() for job in study(name)}
-    former = [result for result in results if other_networks(jobs[result.name], result)]
+    former = [result for result in results if of_other_networks(jobs[result.name], result)]
     assert tuple(result.name for result in former) == OF_FORMER_NETWORKS
     page = (ROOT / "docs" / "tables.md").read_text(encoding="utf-8")
     shop = Workshop(ROOT / "repro" / "work", ROOT / "repro" / "results", one_pruning=True)
     for result in former:
-        (words,) = other_networks(jobs[result.name], result)
+        (words,) = of_other_networks(jobs[result.name], result)
         assert words.startswith(f"another unpruned network: {result.base['epochs']} epochs")
         lines = [line for line in page.splitlines() if f"| {result.base_top1:.2f} | {result.last_top1:.2f} |" in line]
         assert lines

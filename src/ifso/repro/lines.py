@@ -8,7 +8,8 @@ from typing import Any
 from ifso.repro.comparison import Spread
 from ifso.repro.grids import Line
 from ifso.repro.jobs import Job, method_name
-from ifso.repro.plans import Reported, Row, Study, made
+from ifso.repro.plans import Reported, Row, Study
+from ifso.repro.provenance import other_networks
 from ifso.repro.results import AnyResult, Result
 
 NOT_RUN, UNKNOWN = "not run", "–"
@@ -63,17 +64,13 @@ def otherwise(job: Job, result: AnyResult) -> tuple[str, ...]:
     options = result.prune.get("criterion")
     usual = {**job.prune, "seed": result.prune.get("seed"), "criterion": options}
     changed = [f"{key}={value}" for key, value in result.prune.items() if usual.get(key) != value]
-    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options), *other_networks(job, result))
+    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options), *of_other_networks(job, result))
 
 
-def other_networks(job: Job, result: AnyResult) -> list[str]:
+def of_other_networks(job: Job, result: AnyResult) -> list[str]:
     """Were the unpruned network or the teacher of a result others than those of the rows now? In words."""
-    found = [("unpruned network", job.row.base.made, made(result.base))] if result.base else []
-    teacher = result.teacher if isinstance(result, Result) else {}
-    if teacher and job.teacher is not None:
-        now = {"task": job.teacher.task, **job.teacher.base.made}
-        found.append(("teacher", now, {"task": teacher["task"], **made(teacher["base"])}))
-    return [f"another {who}: {_apart(now, before)}" for who, now, before in found if now != before]
+    names = {"base": "unpruned network", "teacher": "teacher"}
+    return [f"another {names[part]}: {_apart(now, before)}" for part, now, before in other_networks(job, result)]
 
 
 def _apart(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:

@@ -205,11 +205,6 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-def without_worth(teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """A teacher as a result tells it, but for what it was worth."""
-    return {key: value for key, value in teacher.items() if key != "top1"}
-
-
 LARGEST = 2**53
 """Above all numbers of a result."""
 

@@ -20,11 +20,12 @@ from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError
 from ifso.pruning.folder import differences
 from ifso.repro import detectors
-from ifso.repro.jobs import Job, teacher_of
+from ifso.repro.jobs import Job
 from ifso.repro.outcomes import Measure, detection_result_of, result_of
-from ifso.repro.plans import Row, made
+from ifso.repro.plans import Row
+from ifso.repro.provenance import other_networks
 from ifso.repro.prunings import Prunings
-from ifso.repro.results import AnyResult, Result, path_of, read_file, without_worth, write
+from ifso.repro.results import AnyResult, path_of, read_file, write
 from ifso.repro.workshop import Workshop
 from ifso.surgery.files import FolderLock
 from ifso.training.crew import Crew
@@ -125,7 +126,8 @@ class Running:
         result, now = read_file(place), self._shop.prune_options(job)
         found = differences(_training(self._shop.settings(job).as_dict()), _training(result.train))
         found += differences(now, {"criterion": now["criterion"], **result.prune})
-        found += _other_networks(job, result)
+        for part, network, before in () if result.smoke else other_networks(job, result):
+            found += differences({part: network}, {part: before})
         if found:
             raise RunError(f"{place} is of other settings: {'; '.join(found)}; give another --out, or remove it")
 
@@ -280,16 +282,6 @@ class Running:
             return detectors.averages(data, self._batches(data), precision) if measured else None
         examiner = Examiner(self._batches(data), precision)
         return lambda model: {"top1": examiner(model).top1}
-
-
-def _other_networks(job: Job, result: AnyResult) -> list[str]:
-    """In what the unpruned network and the teacher of a result are others than the rows say; in a smoke run nothing."""
-    if result.smoke:
-        return []
-    found = differences({"base": job.row.base.made}, {"base": made(result.base)}) if result.base else []
-    if isinstance(result, Result):
-        found += differences({"teacher": teacher_of(job)}, {"teacher": without_worth(result.teacher)})
-    return found
 
 
 def _training(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ifso.repro.lines import (
     by_method,
     headings,
     last_top1,
-    other_networks,
+    of_other_networks,
     otherwise,
     ours,
     percent,
@@ -129,7 +129,7 @@ def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
     cells: dict[str, dict[float, str]] = defaultdict(dict)
     for job in jobs:
         group = runs.whole(job)
-        other = ", ".join(("", *other_networks(job, group[0]))) if group else ""
+        other = ", ".join(("", *of_other_networks(job, group[0]))) if group else ""
         cell = f"{last_top1(group)} ({len(group)}{other})" if group else NOT_RUN
         cells[f"{NAMES[job.criterion]}, recipe “{job.recipe}”"][job.row.removed] = cell
     lines = tuple((name, *(found[budget] for budget in budgets)) for name, found in cells.items())
@@ -193,7 +193,7 @@ def _compared(one: Job, two: Job, runs: Runs) -> Line:
     if not ifso or not other:
         return NOT_RUN, NOT_RUN, seeds, NOT_RUN
     found = Difference.of(last_top1(ifso), last_top1(other))
-    claim = ", ".join((found.verdict, *other_networks(one, ifso[0])))
+    claim = ", ".join((found.verdict, *of_other_networks(one, ifso[0])))
     return signed(found.mean), UNKNOWN if found.spread is None else f"{found.spread:.2f}", seeds, claim
 
 
