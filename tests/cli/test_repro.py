@@ -153,6 +153,19 @@ def test_the_list_tells_how_far_each_run_is(tmp_path, capsys):
     assert capsys.readouterr().err == "· a smoke run has sizes and images of its own: --epochs, --prune not used\n"
 
 
+def test_the_list_of_all_studies_counts_what_is_done(tmp_path, capsys):
+    write(made_up(), tmp_path / "results")
+    assert main(["repro", "--list", "--json", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    found = {each["study"]: each for each in json.loads(capsys.readouterr().out)["studies"]}
+    assert list(found) == list(studies())
+    assert found["table2"] == {"study": "table2", "title": "ResNet-32 on CIFAR-10", "runs": 32, "done": 1}
+    assert {each["done"] for name, each in found.items() if name.startswith("table") and name != "table2"} == {0}
+    assert main(["repro", "--list", "--out", str(tmp_path)]) == 0
+    assert re.search(r"table2 .* 1 of 96 ", capsys.readouterr().out)
+    assert main(["repro", "--list", "--recipes", "paper"]) == 2
+    assert "name one: ifso repro table2 --list" in capsys.readouterr().err
+
+
 def test_several_studies_share_their_runs(tmp_path, capsys):
     assert main(["repro", "table2", "figure7", ROW, "--list", "--json", "--out", str(tmp_path)]) == 0
     names = [entry["run"] for entry in json.loads(capsys.readouterr().out)["runs"]]

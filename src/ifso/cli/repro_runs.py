@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli import repro_overview
 from ifso.cli.output import chatter_to_stderr, complain, console, print_json, say
 from ifso.cli.stopping import TERMINATED, Terminated
 from ifso.errors import DataError, IfsoError
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         return _table(args)
     if args.markdown is not None:
         raise IfsoError("--markdown goes with --table: ifso repro --table --markdown FILE")
+    if args.list and not args.studies:
+        return repro_overview.run(args, (args.out or OUT) / "results")
     if not args.studies:
         raise IfsoError(f"nothing to run; name {', '.join(studies())}, figure1 or a row such as resnet32-cifar10-50")
     jobs = _jobs(args)

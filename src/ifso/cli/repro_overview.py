@@ -1,0 +1,38 @@
+"""``ifso repro --list`` without a name: every study, and how many of its runs are done."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ifso.cli.output import console, print_json
+from ifso.errors import IfsoError
+from ifso.repro.results import path_of
+from ifso.repro.rows import studies, study
+
+
+def run(args: argparse.Namespace, results: Path) -> int:
+    """Show them, as a table or JSON."""
+    for option in ("criteria", "recipes"):
+        if getattr(args, option) is not None:
+            raise IfsoError(f"--{option} chooses among the runs of a study; name one: ifso repro table2 --list")
+    found = [_overview(name, results, args.smoke, args.seeds) for name in studies()]
+    if args.json:
+        print_json({"studies": found})
+        return 0
+    from rich.table import Table
+
+    table = Table(title="ifso repro STUDY runs one; ifso repro STUDY --list shows its runs", title_justify="left")
+    for heading in ("study", "what", "done"):
+        table.add_column(heading)
+    for each in found:
+        table.add_row(each["study"], each["title"], f"{each['done']} of {each['runs']}")
+    console().print(table)
+    return 0
+
+
+def _overview(name: str, results: Path, smoke: bool, seeds: int | None) -> dict[str, Any]:
+    jobs = study(name, seeds=seeds)
+    done = sum(path_of(job.name, results, smoke=smoke).exists() for job in jobs)
+    return {"study": name, "title": studies()[name].title, "runs": len(jobs), "done": done}
