@@ -252,6 +252,16 @@ def test_inputs_of_another_shape(model, graph):
     assert "give batches of the shape that the model takes" in words
 
 
+def test_a_norm_of_a_single_value():
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(12, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 5)
+    )
+    graph = ifso.trace(model.eval(), torch.randn(1, 3, 2, 2))
+    words = refusal(model.train(), graph, loss_fn, [(torch.randn(1, 3, 2, 2), torch.zeros(1).long())])
+    assert words.startswith("loss_fn failed on batch 1: ValueError: Expected more than 1 value per channel")
+    assert words.endswith("give larger batches or images, or keep more units")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -121,6 +121,8 @@ def _hint(error: Exception) -> str:
     text = str(error).lower()
     if out_of_memory(error):
         return "give smaller batches"
+    if "more than 1 value per channel" in text:
+        return "a norm has one value to take the variance of: give larger batches or images, or keep more units"
     if "dtype" in text or " type" in text:
         return "give inputs in the dtype and on the device of the weights, e.g. convert images with .float()"
     if "shape" in text or "size" in text or "channels" in text:
