@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.costs.latency import Latency, LatencyModel
+from ifso.criteria.registry import create
 from ifso.errors import UnreachableBudget
-from ifso.pruning import finishing, selection
+from ifso.pruning import finishing, selection, timing
 from ifso.pruning.ledger import Ledger
+from ifso.pruning.moves import Moves
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.normalizing import NORMALIZERS, normalized
+from ifso.pruning.settings import Settings
 
 EXAMPLE = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
 Places = list[tuple[str, int]]
@@ -340,6 +343,23 @@ def test_a_latency_that_does_not_shrink_is_found_out_before_any_work(monkeypatch
     with pytest.raises(UnreachableBudget, match=r"latency=0.6 is asked and 0\.9\d+ the smallest"):
         prune(model, ifso.Budget(latency=0.6))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_refusal_is_timed_again(monkeypatch):
+    """A busy machine: at first the smaller copy seems to take as long as the whole, later it takes half as long."""
+    whole, smaller = tiny(), []
+
+    def measure(model: nn.Module, *_: Any, **__: Any) -> Latency:
+        cut = model is not whole
+        smaller.extend([model] if cut else [])
+        return Latency(median=0.5 if cut and len(smaller) > timing.PAIRS else 1.0, spread=0.0, samples=(1.0,))
+
+    monkeypatch.setattr(timing, "measure_latency", measure)
+    graph = ifso.trace(whole, EXAMPLE)
+    settings = Settings(ifso.Budget(latency=0.6), create("magnitude"))
+    found = timing.timed(whole, graph, Moves(graph, round_to=None, min_units=1), settings)
+    assert len(smaller) == timing.PAIRS + timing.BEFORE_REFUSAL
+    assert found["before"] == 1.0
 
 
 def test_units_that_cannot_be_told_apart_end_a_latency_run(monkeypatch):
