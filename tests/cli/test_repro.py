@@ -162,6 +162,10 @@ def test_the_list_of_all_studies_counts_what_is_done(tmp_path, capsys):
     assert {each["done"] for name, each in found.items() if name.startswith("table") and name != "table2"} == {0}
     assert main(["repro", "--list", "--out", str(tmp_path)]) == 0
     assert re.search(r"table2 .* 1 of 96 ", capsys.readouterr().out)
+    for elsewhere in (["--validation", "50"], ["--smoke"]):
+        assert main(["repro", "--list", "--json", *elsewhere, "--out", str(tmp_path)]) == 0
+        others = {each["study"]: each for each in json.loads(capsys.readouterr().out)["studies"]}
+        assert (others["table2"]["done"], others["table2"]["runs"]) == (0, 32 if "--smoke" in elsewhere else 96)
     assert main(["repro", "--list", "--recipes", "paper"]) == 2
     assert "name one: ifso repro table2 --list" in capsys.readouterr().err
 

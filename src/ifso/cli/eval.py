@@ -134,7 +134,7 @@ def _ranks() -> int:
     """How many processes evaluate together."""
     import torch.distributed as dist
 
-    from ifso.pruning.ranks import several
+    from ifso.processes import several
 
     return dist.get_world_size() if several() else 1
 

@@ -8,16 +8,17 @@ from typing import Any
 
 from ifso.cli.output import console, print_json
 from ifso.errors import IfsoError
+from ifso.repro.plans import Study
 from ifso.repro.results import path_of
 from ifso.repro.rows import studies, study
 
 
-def run(args: argparse.Namespace, results: Path) -> int:
+def run(args: argparse.Namespace, results: Path, seeds: int | None) -> int:
     """Show them, as a table or JSON."""
     for option in ("criteria", "recipes"):
         if getattr(args, option) is not None:
             raise IfsoError(f"--{option} chooses among the runs of a study; name one: ifso repro table2 --list")
-    found = [_overview(name, results, args.smoke, args.seeds) for name in studies()]
+    found = [_overview(each, results, args.smoke, seeds) for each in studies().values()]
     if args.json:
         print_json({"studies": found})
         return 0
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace, results: Path) -> int:
     return 0
 
 
-def _overview(name: str, results: Path, smoke: bool, seeds: int | None) -> dict[str, Any]:
-    jobs = study(name, seeds=seeds)
+def _overview(chosen: Study, results: Path, smoke: bool, seeds: int | None) -> dict[str, Any]:
+    jobs = study(chosen.name, seeds=seeds)
     done = sum(path_of(job.name, results, smoke=smoke).exists() for job in jobs)
-    return {"study": name, "title": studies()[name].title, "runs": len(jobs), "done": done}
+    return {"study": chosen.name, "title": chosen.title, "runs": len(jobs), "done": done}

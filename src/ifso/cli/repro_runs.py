@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown is not None:
         raise IfsoError("--markdown goes with --table: ifso repro --table --markdown FILE")
     if args.list and not args.studies:
-        return repro_overview.run(args, (args.out or OUT) / "results")
+        return repro_overview.run(args, _results_folder(args), _seeds(args))
     if not args.studies:
         raise IfsoError(f"nothing to run; name {', '.join(studies())}, figure1 or a row such as resnet32-cifar10-50")
     jobs = _jobs(args)
@@ -81,12 +81,26 @@ def _done(args: argparse.Namespace, jobs: Sequence[Job], changes: dict[str, Any]
 
 def _jobs(args: argparse.Namespace) -> list[Job]:
     """The runs of all studies that were named, each once, those of seed 0 first."""
-    seeds = 1 if args.smoke and args.seeds is None else args.seeds
     found: dict[str, Job] = {}
     for name in args.studies:
-        for job in study(name, seeds=seeds, criteria=args.criteria, recipes=args.recipes):
+        for job in study(name, seeds=_seeds(args), criteria=args.criteria, recipes=args.recipes):
             found.setdefault(job.name, job)
     return sorted(found.values(), key=lambda job: job.seed)
+
+
+def _seeds(args: argparse.Namespace) -> int | None:
+    """How many, where it is not for the study to say."""
+    return 1 if args.smoke and args.seeds is None else args.seeds
+
+
+def _apart(args: argparse.Namespace) -> str:
+    """The folder of runs that shall not be taken for others: smoke runs, and those on a validation part."""
+    return "smoke" if args.smoke else f"validation-{args.validation}" if args.validation else ""
+
+
+def _results_folder(args: argparse.Namespace) -> Path:
+    """Where results are; those of smoke runs have a folder in it."""
+    return (args.out or OUT) / "results" / ("" if args.smoke else _apart(args))
 
 
 def _changes(args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, Any]:
@@ -132,7 +146,6 @@ def _data(given: Sequence[str]) -> dict[str, str]:
 
 
 def _workshop(args: argparse.Namespace, changes: dict[str, Any], place: Rank) -> Workshop:
-    """Smoke runs and those that measure on a validation part have folders of their own."""
     from ifso.data.devices import usable_device
     from ifso.repro.workshop import Workshop
     from ifso.training.precision import check_precision, check_score_precision
@@ -149,11 +162,9 @@ def _workshop(args: argparse.Namespace, changes: dict[str, Any], place: Rank) ->
     train |= {name: value for name, value in asked.items() if value is not None}
     check_precision(train.get("precision", "float32"))
     check_score_precision(args.prune_precision or "float32")
-    out = args.out or OUT
-    apart = "smoke" if args.smoke else f"validation-{args.validation}" if args.validation else ""
     return Workshop(
-        work=out / "work" / apart,
-        results=out / "results" / ("" if args.smoke else apart),
+        work=(args.out or OUT) / "work" / _apart(args),
+        results=_results_folder(args),
         data=_data(args.data or ()),
         weights=args.weights,
         device=device,

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import _get_current_function_mode_stack
@@ -23,11 +22,13 @@ from torch.utils._pytree import tree_flatten
 
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.losses import one_line
+from ifso.curvature.memory import out_of_memory
 from ifso.curvature.piece import Call, Piece, without_modes
 from ifso.curvature.primal import Primal, conv_settings
 from ifso.curvature.recording import GraphRecord, Record
 from ifso.curvature.taps import Course, Taps
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.processes import several
 
 LEAST_WEIGHTS = 4
 """A part with fewer weights takes no longer to run than to copy its inputs and outputs."""
@@ -76,8 +77,7 @@ class Cut:
     def let_go(self) -> bool:
         """Give the memory back and record no more; was anything recorded?"""
         held = bool(self._pieces)
-        if held:
-            self.refused.update(dict.fromkeys(self._parts, "there is too little memory to hold its activations"))
+        self.refused.update(dict.fromkeys(self._parts, "there is too little memory to hold its activations"))
         self._parts, self._pieces, self._vector = {}, {}, None
         return held
 
@@ -164,12 +164,11 @@ class Cut:
         vector = None if course.vector is None else self._vector
         try:
             return Piece(call, lambda taps: course.plan(taps, vector), own, leader is None, self._record, place)
-        except torch.OutOfMemoryError:
-            self.refused[place[0]] = "there is too little memory to hold its activations"
-            self.let_go()
-            return None
-        except (RuntimeError, NotImplementedError) as error:
-            self._give_up(place[0], one_line(error))
+        except RuntimeError as error:
+            if out_of_memory(error):
+                self.let_go()
+            else:
+                self._give_up(place[0], one_line(error))
             return None
 
     def _watched(self, name: str, part: nn.Module, call: Call) -> Any:
@@ -239,10 +238,9 @@ def cut_of(model: nn.Module, graph: ChannelGraph, names: Collection[str], record
 
     ``names`` are the weights that passes look at.
     """
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     on_gpu = all(parameter.device == here for parameter in model.parameters())
-    if record is None and on_gpu and alone and graph.on_real_tensors and not graph.reductions:
+    if record is None and on_gpu and not several() and graph.on_real_tensors and not graph.reductions:
         record = GraphRecord()
     return Uncut() if record is None else Cut(model, names, record)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
-from ifso.graph.running import forget_caches
+from ifso.graph.running import forget_caches_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
@@ -58,14 +58,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     parameters = (tensor for module in modules for tensor in module.parameters(recurse=False))
     devices = {tensor.device for tensor in parameters if tensor.is_cuda}
     capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
-    forget_caches(model, modules)
+    forget_caches_of(modules)
     try:
         for module in norms:
             module.track_running_stats = False
         with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing):
             yield
     finally:
-        forget_caches(model, modules)
+        forget_caches_of(modules)
         for module in norms:
             module.track_running_stats = True
         if others:

@@ -24,6 +24,7 @@ from ifso.curvature.cutting import cut_of
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.dual_pass import dual_pass
 from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.memory import out_of_memory
 from ifso.curvature.primal import Primal
 from ifso.curvature.taps import Course, Taps
 from ifso.curvature.weights import Reader, add_up, readers, sum_of, survivors, weight_space
@@ -119,7 +120,7 @@ class Products:
         try:
             return self._pass(course, batch, primal)
         except (RuntimeError, ScoreError) as error:
-            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError) or not self.cut.let_go():
+            if not out_of_memory(error) or not self.cut.let_go():
                 raise
         if primal is not None:
             primal.forget()

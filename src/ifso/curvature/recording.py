@@ -35,7 +35,7 @@ class GraphRecord:
         try:
             with capturing(graph, pool=self._pools[pool], mode="thread_local"):
                 found = work()
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             del self._pools[pool]
             raise
         return found, graph.replay

@@ -45,12 +45,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(content)
 
 
-def forget_caches(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> None:
-    """Empty the dicts in which modules keep tensors they computed from their parameters (``…cache…``).
+def forget_caches(model: nn.Module) -> None:
+    """Empty the dicts in which modules keep tensors they computed from their parameters (``…cache…``)."""
+    forget_caches_of(model.modules())
 
-    ``modules`` are those of the model, if they are known: to find them takes long.
-    """
-    for module in model.modules() if modules is None else modules:
+
+def forget_caches_of(modules: Iterable[nn.Module]) -> None:
+    """The same for modules that are known: to find all of a model takes long."""
+    for module in modules:
         for name, value in vars(module).items():
             if "cache" in name and isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
                 value.clear()

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from ifso.criteria.ranks import collective, collective_device, gathered
 from ifso.errors import RankError
+from ifso.processes import several
 
 T = TypeVar("T")
-
-
-def several() -> bool:
-    """Is this one of several processes?"""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:

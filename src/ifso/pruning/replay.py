@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ifso.curvature.capturing import capturing
 from ifso.curvature.losses import one_line
+from ifso.processes import several
 from ifso.pruning.network import ShrinkingNetwork
 
 T = TypeVar("T")
@@ -19,12 +19,11 @@ T = TypeVar("T")
 
 def can_capture(network: ShrinkingNetwork) -> bool:
     """On one GPU, with nothing random in the model, no channel counts read on the way, no course decided by values?"""
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     random = any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in network.model.modules()
     )
     plain = not (random or network.graph.reductions or network.graph.on_real_tensors)
-    return network.device.type == "cuda" and alone and plain
+    return network.device.type == "cuda" and not several() and plain
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:
@@ -58,7 +57,7 @@ class Replay:
         try:
             with capturing(graph):
                 work(held)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             return one_line(error)
         return cls(work, held, graph)
 

@@ -40,16 +40,17 @@ def timed(model: nn.Module, graph: ChannelGraph, moves: Moves, settings: Setting
         select(ledger, moves, scores, target)
         trial = copy.deepcopy(model)
         compact_(trial, graph, {group.name: ledger.kept[group.units] for group in graph.groups})
-        for pairs in (PAIRS, BEFORE_REFUSAL):
-            share, before = _in_turn(trial, model, graph.inputs, pairs)
-            corrected = layers.calibrated(ledger.shares()["latency"], share)
-            try:
-                check_reachable(graph, Ledger(graph, extra={"latency": corrected.weights(graph)}), moves, target)
-                break
-            except UnreachableBudget:
-                if pairs == BEFORE_REFUSAL:
-                    raise
-        layers = corrected
+
+        def corrected(pairs: int) -> tuple[float, LatencyModel]:
+            share, seconds = _in_turn(trial, model, graph.inputs, pairs)
+            found = layers.calibrated(ledger.shares()["latency"], share)
+            check_reachable(graph, Ledger(graph, extra={"latency": found.weights(graph)}), moves, target)
+            return seconds, found
+
+        try:
+            before, layers = corrected(PAIRS)
+        except UnreachableBudget:
+            before, layers = corrected(BEFORE_REFUSAL)
     return {"before": before, "model": layers.to_json()}
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.samples import num_samples, pieces
+from ifso.curvature.cutting import Cut, Uncut
 from ifso.curvature.losses import LossFn, WatchedLoss, checked, same_modes, scalar, undisturbed
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
@@ -191,23 +192,22 @@ class Worker:
             except (RuntimeError, MemoryError, ScoreError) as error:
                 if not out_of_memory(error):
                     raise
-                if not self._let_go() and not self._cut(batches):
+                if not self._replayed_parts.let_go() and not self._cut(batches):
                     raise ScoreError("out of memory with a single sample; prune on a larger device") from error
             gc.collect()  # the frames of what failed may hold its tensors in a ring
             torch.cuda.empty_cache()
 
-    def _let_go(self) -> bool:
-        """Give back the memory of what scores replay; was there any?"""
-        return isinstance(self.criterion, Ifso) and self.criterion.products(self._task).cut.let_go()
+    @property
+    def _replayed_parts(self) -> Cut | Uncut:
+        """The parts of a detector that scores replay."""
+        return self.criterion.products(self._task).cut if isinstance(self.criterion, Ifso) else Uncut()
 
     def _tell_refused(self) -> None:
         """Say, once, which parts of a detector run without a CUDA graph, and why."""
-        if isinstance(self.criterion, Ifso):
-            refused = self.criterion.products(self._task).cut.refused
-            for name, reason in refused.items():
-                if self._refused.get(name) != reason:
-                    self._refused[name] = reason
-                    self.tell(f"{name} is scored without a CUDA graph: {reason}")
+        for name, reason in self._replayed_parts.refused.items():
+            if self._refused.get(name) != reason:
+                self._refused[name] = reason
+                self.tell(f"{name} is scored without a CUDA graph: {reason}")
 
     def _cut(self, batches: Sequence[Any]) -> bool:
         """Halve the micro-batches from now on. False if they cannot be smaller."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ifso.criteria.ranks import collective_device
 from ifso.data.coco_boxes import Annotations
 from ifso.errors import DataError, DivergedError, IfsoError
-from ifso.pruning.ranks import rank, several, sum_over_ranks, together
+from ifso.processes import several
+from ifso.pruning.ranks import rank, sum_over_ranks, together
 from ifso.training.modes import eval_mode
 from ifso.training.wide_heads import wide_heads
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ifso.errors import TrainingError
-from ifso.pruning.ranks import several, sum_over_ranks
+from ifso.processes import several
+from ifso.pruning.ranks import sum_over_ranks
 from ifso.training.detection import detection_losses
 from ifso.training.modes import eval_mode
 from ifso.training.named_losses import LossesOf

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ifso.criteria.ranks import collective_device
 from ifso.errors import DataError
-from ifso.pruning.ranks import several, sum_over_ranks, together
+from ifso.processes import several
+from ifso.pruning.ranks import sum_over_ranks, together
 from ifso.training.modes import eval_mode
 
 FIVE = 5

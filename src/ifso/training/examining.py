@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ifso.curvature.capturing import capturing
 from ifso.data.sets import Data
-from ifso.pruning.ranks import several
+from ifso.processes import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
 from ifso.training.headline import detects
 from ifso.training.modes import eval_mode

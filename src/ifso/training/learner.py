@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ifso.criteria.ranks import among_ranks
 from ifso.curvature.losses import LossFn, checked, undisturbed
-from ifso.pruning.ranks import number_of_each, several
+from ifso.processes import several
+from ifso.pruning.ranks import number_of_each
 from ifso.training.averaging import Ema
 from ifso.training.listed import is_listed, part_of
 from ifso.training.named_losses import NamedLosses

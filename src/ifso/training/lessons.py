@@ -11,7 +11,7 @@ from ifso.curvature.losses import LossFn
 from ifso.data.batches import TrainBatches
 from ifso.data.sets import Data
 from ifso.errors import TrainingError
-from ifso.pruning.ranks import several
+from ifso.processes import several
 from ifso.training.detection import detection_loss, detection_losses
 from ifso.training.detector_distillation import detector_distillation
 from ifso.training.headline import detects

@@ -22,9 +22,10 @@ from ifso.curvature.memory import out_of_memory
 from ifso.data.fitting import check_fits
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
+from ifso.processes import several
 from ifso.pruning.checkpoint import located, parsed
 from ifso.pruning.folder import SUMMARY, TRAINING, RunFolder
-from ifso.pruning.ranks import rank, several, together
+from ifso.pruning.ranks import rank, together
 from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
 from ifso.training.crew import Crew

@@ -12,7 +12,8 @@ from torch import Tensor
 from ifso.curvature.capturing import capturing
 from ifso.curvature.losses import one_line
 from ifso.errors import DataError, TrainingError
-from ifso.pruning.ranks import number_of_each, several, together
+from ifso.processes import several
+from ifso.pruning.ranks import number_of_each, together
 from ifso.training.learner import Learner
 from ifso.training.schedule import rate, rates
 
@@ -157,7 +158,7 @@ class CapturedSteps:
         try:
             with capturing(graph, stream=self._stream):
                 self._work()
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise TrainingError(f"the step cannot be captured as a CUDA graph ({one_line(error)})") from error
         finally:
             _put_back(changed, before)
