@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ifso.curvature import capturing as module
-from ifso.curvature.capturing import capturing
+from ifso.curvature.capturing import NotCaptured, capturing
+from ifso.errors import ScoreError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 POOL = (0, 7)
@@ -65,11 +66,29 @@ def fail_without_garbage() -> None:
 
 
 def test_what_a_failed_capture_gives_back(watched: Watched) -> None:
-    with pytest.raises(torch.OutOfMemoryError), capturing(watched):
+    with pytest.raises(NotCaptured, match="OutOfMemoryError: CUDA out of memory") as found, capturing(watched):
         fail_without_garbage()
     assert gc.isenabled()
+    assert isinstance(found.value.__cause__, torch.OutOfMemoryError)
     spoilt = [] if watched.ends else [("end", 0, POOL), ("release", 0, POOL)]
     assert watched.said == [("begin", POOL), ("stream", "outside"), ("generator",), *spoilt]
+
+
+def test_the_reason_is_the_first_error_of_those_that_tell_of_each_other(watched: Watched) -> None:
+    def fail() -> None:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        except RuntimeError as error:
+            raise ScoreError("loss_fn failed; check that loss_fn(model, batch) works") from error
+
+    with pytest.raises(NotCaptured, match="RuntimeError: operation not permitted") as found, capturing(watched):
+        fail()
+    assert isinstance(found.value.__cause__, ScoreError)
+
+
+def test_an_interrupt_stays_one(watched: Watched) -> None:
+    with pytest.raises(KeyboardInterrupt), capturing(watched):
+        raise KeyboardInterrupt
 
 
 def test_a_capture_that_its_work_does_not_spoil(watched: Watched) -> None:
@@ -108,7 +127,7 @@ def work_and(fail: Callable[[], None]) -> None:
 def test_memory_comes_back_on_a_gpu(fail: Callable[[], None]) -> None:
     torch.cuda.empty_cache()
     before, stream = torch.cuda.memory_reserved(), torch.cuda.current_stream()
-    with pytest.raises((RuntimeError, torch.OutOfMemoryError)), capturing(torch.cuda.CUDAGraph()):
+    with pytest.raises(NotCaptured), capturing(torch.cuda.CUDAGraph()):
         work_and(fail)
     gc.collect()
     torch.cuda.empty_cache()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.criteria.registry import create
+from ifso.curvature import capturing
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.replay import Replay, can_capture, side_by_side
 from ifso.pruning.worker import Worker
@@ -90,6 +95,79 @@ def test_what_waits_for_the_gpu_is_refused_with_a_reason():
     made = Replay.make(lambda held: held[0].sum().item(), [torch.ones(3, device="cuda")])
     assert isinstance(made, str)
     assert float(torch.rand(2, device="cuda").sum()) > 0  # random numbers too can be drawn again
+
+
+def waiting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = cross_entropy(model, batch)
+    return loss * (2.0 if loss.item() > 100 else 1.0)
+
+
+@gpu
+@pytest.mark.parametrize("criterion", ["ifso", "group-fisher"])
+def test_a_loss_that_waits_for_the_gpu_is_not_captured_and_gives_the_same(criterion):
+    model = ifso.create_model("ifso:resnet20").cuda().double().train()
+    graph = ifso.trace(model, torch.zeros(1, 3, 32, 32, device="cuda", dtype=torch.float64))
+    said: list[str] = []
+    found = []
+    for loss in (cross_entropy, waiting):
+        worker = Worker(ShrinkingNetwork(copy.deepcopy(model), graph), create(criterion), loss, sgd)
+        worker.tell = said.append
+        found.append(history(worker))
+    assert len(said) == 1
+    assert said[0].startswith("rounds run without a CUDA graph: ")
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm() / one.norm()) < 1e-6
+
+
+class Refusing:
+    """Stands for a GPU on which a loss that waits, or for which memory is short, cannot be captured."""
+
+    capturing = False
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+    @contextlib.contextmanager
+    def graph(self, *_: object, **__: object) -> Iterator[None]:
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if self.capturing:
+            raise self.cause
+        return cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize(
+    "cause", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("CUDA out of memory"), ValueError("odd")]
+)
+@pytest.mark.parametrize("criterion", ["ifso", "group-fisher"])
+def test_a_loss_that_fails_only_within_a_capture_costs_no_more_than_the_capture(cause, criterion, monkeypatch):
+    model = ifso.create_model("ifso:resnet20").double().train()
+    graph = ifso.trace(model, torch.zeros(1, 3, 32, 32, dtype=torch.float64))
+    refusing, said, found = Refusing(cause), [], []
+    monkeypatch.setattr(capturing, "torch", SimpleNamespace(cuda=_no_gpu(refusing.graph)))
+    monkeypatch.setattr(capturing, "_free_generator", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=tuple))
+    for loss in (cross_entropy, refusing.loss):
+        worker = Worker(ShrinkingNetwork(copy.deepcopy(model), graph), create(criterion), loss, sgd)
+        worker._capture, worker.tell = loss is not cross_entropy, said.append
+        for lot in batches(4):
+            worker.round(lot, train=True)
+        found.append(worker.collect())
+    assert said == [f"rounds run without a CUDA graph: {type(cause).__name__}: {cause}"]
+    assert found[0][1] == found[1][1]
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def _no_gpu(graph: Callable[..., Any]) -> SimpleNamespace:
+    """What a capture asks of torch.cuda."""
+    return SimpleNamespace(
+        graph=graph, graph_pool_handle=tuple, current_stream=str, synchronize=int, set_stream=str, current_device=int
+    )
 
 
 def test_nothing_is_captured_on_the_cpu():

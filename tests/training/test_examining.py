@@ -11,7 +11,7 @@ from ifso.errors import DataError
 from ifso.models import create_model
 from ifso.training.evaluation import evaluate
 from ifso.training.examining import Examiner
-from ifso.training.precision import autocast
+from ifso.training.precision import autocast, tensor_cores
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -92,3 +92,26 @@ def test_on_a_gpu_labels_are_checked_first():
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 7)).cuda()
     with pytest.raises(DataError, match="label 9 is none of the 7 classes"):
         Examiner(data.test_batches())(model)
+
+
+class Waits(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images):
+        return self.inner(images) * (1.0 if float(images.sum()) > -1e9 else 0.0)
+
+
+@gpu
+def test_on_a_gpu_a_network_that_cannot_be_captured_is_evaluated_as_it_comes():
+    data = open_data("digits", device="cuda")
+    model = Waits(network()).cuda().eval()
+    examiner = Examiner(data.test_batches(100))
+    with tensor_cores("float32"):
+        wanted = evaluate(model, data.test_batches(100))
+    for _ in range(2):
+        found = examiner(model)
+        assert (found.samples, found.top1) == (wanted.samples, wanted.top1)
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert float(torch.rand(2, device="cuda").sum()) > 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ifso.curvature.capturing import capturing
+from ifso.curvature.capturing import NotCaptured, capturing
 
 WARM_UP = 3
 
@@ -96,7 +96,7 @@ def _captured(function: Callable[[], Any]) -> Callable[[], None] | None:
     try:
         with capturing(graph):
             function()
-    except RuntimeError:
+    except NotCaptured:
         return None
     return graph.replay
 

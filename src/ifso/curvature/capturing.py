@@ -9,6 +9,12 @@ from typing import Any
 
 import torch
 
+from ifso.curvature.losses import one_line
+
+
+class NotCaptured(RuntimeError):
+    """Work that failed while it was captured; its own error is the cause. Without a capture it may well run."""
+
 
 @contextlib.contextmanager
 def capturing(
@@ -21,7 +27,8 @@ def capturing(
     """What is put on the GPU within it becomes ``graph``, which does not run yet.
 
     Another graph that is destroyed meanwhile would spoil it, so garbage is collected before and not within.
-    If the work fails, its own error is raised, not that of the capture which then cannot be ended.
+    If the work fails, this raises :class:`NotCaptured` with the work's own reason, not that of the capture which then
+    cannot be ended.
     """
     cause: BaseException | None = None
     outside, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle() if pool is None else pool
@@ -41,12 +48,20 @@ def capturing(
         torch.cuda.synchronize()
         _free_generator()
         _free_pool(graph, pool)
-        if cause is None or cause is error:
-            raise
-        raise cause from None
+        cause = cause or error
+        if not isinstance(cause, Exception):
+            raise cause from None
+        raise NotCaptured(one_line(_first(cause))) from cause
     finally:
         if enabled:
             gc.enable()
+
+
+def _first(error: Exception) -> Exception:
+    """The error that others tell of, which may have wrapped it on the way."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _free_generator() -> None:

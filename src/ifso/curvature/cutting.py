@@ -20,6 +20,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten
 
+from ifso.curvature.capturing import NotCaptured
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.losses import one_line
 from ifso.curvature.memory import out_of_memory
@@ -168,7 +169,7 @@ class Cut:
             if out_of_memory(error):
                 self.let_go()
             else:
-                self._give_up(place[0], one_line(error))
+                self._give_up(place[0], str(error) if isinstance(error, NotCaptured) else one_line(error))
             return None
 
     def _watched(self, name: str, part: nn.Module, call: Call) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ifso.curvature.capturing import capturing
+from ifso.curvature.capturing import NotCaptured, capturing
 
 Pair = tuple[Tensor | None, Tensor | None]
 """A number and its tangent."""
@@ -35,7 +35,7 @@ class GraphRecord:
         try:
             with capturing(graph, pool=self._pools[pool], mode="thread_local"):
                 found = work()
-        except RuntimeError:
+        except NotCaptured:
             del self._pools[pool]
             raise
         return found, graph.replay

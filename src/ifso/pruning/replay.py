@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ifso.curvature.capturing import capturing
-from ifso.curvature.losses import one_line
+from ifso.curvature.capturing import NotCaptured, capturing
 from ifso.processes import several
 from ifso.pruning.network import ShrinkingNetwork
 
@@ -57,8 +56,8 @@ class Replay:
         try:
             with capturing(graph):
                 work(held)
-        except RuntimeError as error:
-            return one_line(error)
+        except NotCaptured as error:
+            return str(error)
         return cls(work, held, graph)
 
     def takes(self, batches: Sequence[Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.curvature.capturing import capturing
+from ifso.curvature.capturing import NotCaptured, capturing
 from ifso.data.sets import Data
 from ifso.processes import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
@@ -31,34 +31,46 @@ def evaluated_batches(data: Data, device: torch.device | str, *, validation: boo
 
 
 class Examiner:
-    """``examiner(model)`` is the accuracy on batches that stay the same, in a precision."""
+    """``examiner(model)`` is the accuracy on batches that stay the same, in a precision.
+
+    A network that cannot be captured, because it waits for the GPU or memory is short, is evaluated as it comes.
+    """
 
     def __init__(self, batches: Any, precision: str = "float32") -> None:
         self._batches, self._precision = batches, precision
+        self._capturable = hasattr(batches, "images") and not several()
         self._model: nn.Module | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._total = torch.zeros(0)
 
     def __call__(self, model: nn.Module) -> Accuracy:
         """The accuracy of ``model``, summed over all processes."""
-        device = next(model.parameters()).device
-        if device.type != "cuda" or several() or not hasattr(self._batches, "images"):
-            with tensor_cores(self._precision), autocast(self._precision, device):
-                return evaluate(model, self._batches, over_ranks=True)
         if self._graph is None or self._model is not model:
-            self._capture(model)
+            found = self._plainly(model)
+            if not self._captured(model):
+                return found
         assert self._graph is not None
         self._graph.replay()
         return accuracy_of(self._total, len(self._batches.images))
 
-    def _capture(self, model: nn.Module) -> None:
-        """Once as it comes, which refuses labels that do not fit, then as a graph."""
+    def _plainly(self, model: nn.Module) -> Accuracy:
+        """Refuses labels that do not fit, which a graph does not see."""
         with tensor_cores(self._precision), autocast(self._precision, next(model.parameters()).device):
-            evaluate(model, self._batches)
+            return evaluate(model, self._batches, over_ranks=True)
+
+    def _captured(self, model: nn.Module) -> bool:
+        """Is the evaluation a graph now?"""
+        if not self._capturable or next(model.parameters()).device.type != "cuda":
+            return False
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.no_grad(), eval_mode(model), capturing(graph, stream=stream):
-            self._total = self._sums(model)
+        try:
+            with torch.no_grad(), eval_mode(model), capturing(graph, stream=stream):
+                self._total = self._sums(model)
+        except NotCaptured:
+            self._capturable = False
+            return False
         self._model, self._graph = model, graph
+        return True
 
     def _sums(self, model: nn.Module) -> Tensor:
         device = next(model.parameters()).device

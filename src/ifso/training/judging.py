@@ -73,8 +73,6 @@ def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callab
         except (IfsoError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise
             raise TrainingError(
                 f"a batch of {data.name} cannot be learned from ({one_line(error)}); check its {what}, "
                 f"and that the network gives {gives} in train mode"

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ifso.curvature.capturing import capturing
-from ifso.curvature.losses import one_line
+from ifso.curvature.capturing import NotCaptured, capturing
 from ifso.errors import DataError, TrainingError
 from ifso.processes import several
 from ifso.pruning.ranks import number_of_each, together
@@ -158,8 +157,8 @@ class CapturedSteps:
         try:
             with capturing(graph, stream=self._stream):
                 self._work()
-        except RuntimeError as error:
-            raise TrainingError(f"the step cannot be captured as a CUDA graph ({one_line(error)})") from error
+        except NotCaptured as error:
+            raise TrainingError(f"the step cannot be captured as a CUDA graph ({error})") from error
         finally:
             _put_back(changed, before)
             torch.cuda.set_rng_state(random, self._learner.device)
