@@ -112,6 +112,29 @@ def test_json_and_file(tmp_path, capsys):
         assert 0 < row["floor_seconds"] < 10 * row["step_seconds"]
         assert row["side_by_side"]["2"]["throughput"] > 0.3
     assert (result["data"], result["projected"]) == ("digits", {"epochs": 200, "steps": 390})
+    assert result["complete"] is True
+
+
+def test_one_shape_alone(capsys):
+    assert main([*ARGV, "--steps", "1", "--lanes", "1", "--shapes", "padded", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["result"]["rows"]
+    assert (row["shape"], row["macs"]) == ("padded", 1.0)
+
+
+def test_what_was_measured_before_the_end_is_in_the_file(tmp_path, monkeypatch):
+    rows = [{**ROWS[0], "shape": "compact"}, KeyboardInterrupt()]
+
+    def row(*_):
+        found = rows.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr(Workbench, "row", row)
+    out = tmp_path / "bench.json"
+    assert main([*ARGV, "--steps", "1", "--lanes", "1", "--out", str(out)]) == 130
+    result = json.loads(out.read_text())["result"]
+    assert (result["complete"], [row["shape"] for row in result["rows"]]) == (False, ["compact"])
 
 
 def test_the_whole_network(capsys):
@@ -151,6 +174,7 @@ def test_the_table(monkeypatch, capsys):
         ("--kept 1.5", "kept=1.5 is not a share"),
         ("--lanes 1 0", "numbers from 1 up"),
         ("--steps 0", "numbers from 1 up"),
+        ("--shapes round", "shapes round will not do; give some of compact, rounded, padded"),
         ("--threads 0", "--threads 0: give 1 or more"),
         ("--precision int4", "precision 'int4' is unknown"),
         ("--device tpu9", "device 'tpu9' cannot be used"),

@@ -30,6 +30,7 @@ from ifso.training.steps import PlainSteps, Steps
 from ifso.training.task import network_for
 
 GENERATED = "generated"
+SHAPES = ("compact", "rounded", "padded")
 EIGHTS = 8
 EPOCHS, STEPS_OF_AN_EPOCH = 200, 390
 """Of the paper's fine-tuning on CIFAR in batches of 128: what the time of a step is multiplied with."""
@@ -41,11 +42,13 @@ FLOOR_ROUNDS = 20
 class Setup:
     """What is trained, where and how. ``kept`` is the share of MACs that a random choice of units leaves.
 
+    ``shapes`` are those of the pruned network; without pruning (``kept=1``) there is the whole one alone.
     An epoch has ``steps`` steps and is timed ``repeats`` times after one that is not.
     """
 
     model: str = "ifso:resnet32"
     kept: float = 0.5
+    shapes: tuple[str, ...] = SHAPES
     device: str = "cpu"
     precision: str = "float32"
     channels_last: bool = False
@@ -119,20 +122,27 @@ class Workbench:
 
     def shapes(self) -> Iterator[Shape]:
         """The whole network if all of it is kept; else pruned as it comes, rounded, and in its former shape."""
-        whole = self._network()
+        whole, wanted = self._network(), self.setup.shapes
         if self.setup.kept == 1.0:
             yield Shape("whole", whole, 1.0)
             return
         compact, macs = self._pruned(None)
-        yield Shape("compact", compact, macs)
+        if "compact" in wanted:
+            yield Shape("compact", compact, macs)
+        if "rounded" in wanted:
+            yield from self._rounded()
+        if "padded" in wanted:
+            recipe = recipe_of(compact)
+            assert recipe is not None
+            yield Shape("padded", Padding(whole, recipe, self.data.example_inputs()).pad_(whole, compact), 1.0)
+
+    def _rounded(self) -> Iterator[Shape]:
         try:
             rounded, share = self._pruned(EIGHTS)
-            yield Shape(f"rounded to {EIGHTS}", rounded, share)
         except BudgetError as error:
             self.notes.append(f"not rounded to {EIGHTS}: {error}")
-        recipe = recipe_of(compact)
-        assert recipe is not None
-        yield Shape("padded", Padding(whole, recipe, self.data.example_inputs()).pad_(whole, compact), 1.0)
+        else:
+            yield Shape(f"rounded to {EIGHTS}", rounded, share)
 
     def _network(self) -> nn.Module:
         setup = self.setup
@@ -215,20 +225,30 @@ def _images(setup: Setup, device: torch.device) -> ImageData:
     return replace(data, train=data.train.part(places))
 
 
-def measure(setup: Setup, say: Callable[[str], None]) -> dict[str, Any]:
-    """Every shape trained every way, one after the other."""
+def measure(
+    setup: Setup, say: Callable[[str], None], keep: Callable[[dict[str, Any]], object] = lambda _: None
+) -> dict[str, Any]:
+    """Every shape trained every way, one after the other. ``keep`` is given all that is there after each of them."""
     _refuse(setup)
+    found: dict[str, Any] = {}
     with tensor_cores(setup.precision), own_random_numbers([], setup.seed):
         bench, rows = Workbench(setup), []
         for shape in bench.shapes():
             for way in ways(bench.device, setup.precision):
                 say(f"{setup.model}: {shape.name}, {way.name}")
                 rows.append(_with_memory(bench, shape, way))
+                found = _document(bench, rows)
+                keep(found)
+    return {**found, "complete": True}
+
+
+def _document(bench: Workbench, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    setup = bench.setup
     name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
-    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads(), "complete": False}
     projected = {"epochs": EPOCHS, "steps": STEPS_OF_AN_EPOCH}
     kind = setup.data.partition(":")[0]
-    return {**asdict(setup), "data": kind, **about, "projected": projected, "rows": rows, "notes": bench.notes}
+    return {**asdict(setup), "data": kind, **about, "projected": projected, "rows": [*rows], "notes": bench.notes}
 
 
 def _with_memory(bench: Workbench, shape: Shape, way: Way) -> dict[str, Any]:
@@ -246,3 +266,5 @@ def _refuse(setup: Setup) -> None:
     numbers: Sequence[int] = (setup.batch, setup.steps, setup.repeats, *setup.lanes)
     if min(numbers) < 1:
         raise IfsoError("batch, steps, repeats and lanes are numbers from 1 up")
+    if not setup.shapes or not {*setup.shapes} <= {*SHAPES}:
+        raise IfsoError(f"shapes {', '.join(setup.shapes) or 'none'} will not do; give some of {', '.join(SHAPES)}")

@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
         metavar="SHARE",
         help="of the MACs, chosen at random; 1 for all (%(default)s)",
     )
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help="some of compact, rounded and padded (all of them)")
     parser.add_argument(
         "--data", default="generated", metavar="DATA", help="digits, cifar10:PATH, cifar100:PATH or %(default)s"
     )
@@ -44,7 +45,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="how often (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the network")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document there, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document there as it grows")
     add_machine(parser)
     parser.set_defaults(run=run)
 
@@ -57,14 +58,20 @@ def run(args: argparse.Namespace) -> int:
         raise IfsoError(f"--threads {args.threads}: give 1 or more")
     take_threads(args)
     usual = DEFAULTS["cuda" if args.device.startswith("cuda") else "cpu"]
-    given = {name: getattr(args, name) for name in ("lanes", "steps") if getattr(args, name) is not None}
+    lists = {name: tuple(getattr(args, name)) for name in ("lanes", "shapes") if getattr(args, name) is not None}
+    given = lists if args.steps is None else {**lists, "steps": args.steps}
     names = ("model", "kept", "device", "precision", "channels_last", "compile", "batch", "repeats", "data", "seed")
     options: dict[str, Any] = {**usual, **given, **{name: getattr(args, name) for name in names}}
+
+    def keep(result: dict[str, Any]) -> dict[str, Any]:
+        document = {"bench": "train", "result": result}
+        if args.out is not None:
+            _write(document, args.out)
+        return document
+
     with chatter_to_stderr():
-        result = measure(Setup(**{**options, "lanes": tuple(options["lanes"])}), say)
-    document = {"bench": "train", "result": result}
-    if args.out is not None:
-        _write(document, args.out)
+        result = measure(Setup(**options), say, keep)
+    document = keep(result)
     if args.json:
         print_json(document)
     else:
