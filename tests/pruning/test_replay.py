@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 import ifso
 from ifso.criteria.registry import create
 from ifso.curvature import capturing
+from ifso.curvature.capturing import captures_go_to
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.replay import Replay, can_capture, side_by_side
-from ifso.pruning.worker import Worker
+from ifso.pruning.worker import EAGER_ROUNDS, MOST_MISSES, Worker
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,10 +35,10 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def batches(number: int) -> list[list[tuple[Tensor, Tensor]]]:
-    random = torch.Generator().manual_seed(0)
+    made = torch.Generator().manual_seed(0)
     return [
         [
-            (torch.randn(16, 3, 32, 32, generator=random).double(), torch.randint(0, 10, (16,), generator=random))
+            (torch.randn(16, 3, 32, 32, generator=made).double(), torch.randint(0, 10, (16,), generator=made))
             for _ in range(2)
         ]
         for _ in range(number)
@@ -146,28 +149,176 @@ class Refusing:
 )
 @pytest.mark.parametrize("criterion", ["ifso", "group-fisher"])
 def test_a_loss_that_fails_only_within_a_capture_costs_no_more_than_the_capture(cause, criterion, monkeypatch):
-    model = ifso.create_model("ifso:resnet20").double().train()
-    graph = ifso.trace(model, torch.zeros(1, 3, 32, 32, dtype=torch.float64))
-    refusing, said, found = Refusing(cause), [], []
+    refusing, model, found = Refusing(cause), Net(), []
     monkeypatch.setattr(capturing, "torch", SimpleNamespace(cuda=_no_gpu(refusing.graph)))
-    monkeypatch.setattr(capturing, "_free_generator", lambda: None)
+    monkeypatch.setattr(capturing, "_free_generator", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=tuple))
     for loss in (cross_entropy, refusing.loss):
-        worker = Worker(ShrinkingNetwork(copy.deepcopy(model), graph), create(criterion), loss, sgd)
-        worker._capture, worker.tell = loss is not cross_entropy, said.append
-        for lot in batches(4):
-            worker.round(lot, train=True)
+        worker, said = worker_of(copy.deepcopy(model), criterion=criterion, loss=loss)
+        worker._capture = loss is not cross_entropy
+        for number in range(4):
+            worker.round([small(number)], train=True)
         found.append(worker.collect())
     assert said == [f"rounds run without a CUDA graph: {type(cause).__name__}: {cause}"]
     assert found[0][1] == found[1][1]
     assert torch.equal(found[0][0], found[1][0])
+    assert float(found[0][0].max()) > 0
+
+
+class Recording:
+    """Stands for a GPU on which everything can be captured: a round runs when it is captured, and not when replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captured = 0
+        monkeypatch.setattr("ifso.pruning.replay.capturing", self.graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+
+    @contextlib.contextmanager
+    def graph(self, _: object) -> Iterator[None]:
+        self.captured += 1
+        yield
+
+
+def worker_of(
+    model: nn.Module, optimizer: Any = sgd, criterion: str = "taylor", loss: Any = cross_entropy
+) -> tuple[Worker, list[str]]:
+    graph = ifso.trace(model, torch.zeros(2, 3, 8, 8))
+    worker, said = Worker(ShrinkingNetwork(model, graph), create(criterion), loss, optimizer), []
+    worker._capture, worker.tell = True, said.append
+    return worker, said
+
+
+class Net(nn.Module):
+    """A small network that does something ``beside`` its work."""
+
+    def __init__(self, beside: Callable[[nn.Module, Tensor], Tensor] = lambda _, x: x) -> None:
+        super().__init__()
+        self.first, self.last, self.beside = nn.Conv2d(3, 6, 3), nn.Linear(6, 4), beside
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.beside(self, self.first(x).relu().mean((2, 3))))
+
+
+def small(number: int = 0, samples: int = 4) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(number)
+    return torch.randn(samples, 3, 8, 8, generator=made), torch.randint(0, 4, (samples,), generator=made)
+
+
+def functional_dropout(net: nn.Module, x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5, net.training)
+
+
+def chosen_by_python(_: nn.Module, x: Tensor) -> Tensor:
+    random.random()
+    return x
+
+
+@pytest.mark.parametrize("beside", [functional_dropout, chosen_by_python])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_network_that_draws_random_numbers_is_not_captured(beside, train, monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net(beside).train())
+    for number in range(4):
+        worker.round([small(number)], train=train)
+    assert recording.captured == 0
+    assert said == ["rounds run without a CUDA graph: the model or its loss draws random numbers"]
+
+
+@pytest.mark.parametrize("beside", [functional_dropout, lambda _, x: x])
+def test_one_that_draws_none_is_captured(beside, monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net(beside).eval())
+    for number in range(4):
+        worker.round([small(number)], train=True)
+    assert (recording.captured, said) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("make", "captured"),
+    [
+        (sgd, 1),
+        (lambda weights: torch.optim.Adam(weights, lr=1e-3, capturable=True), 1),
+        (lambda weights: torch.optim.Adam(weights, lr=1e-3), 0),
+        (lambda weights: torch.optim.Adagrad(weights, lr=1e-3, lr_decay=0.1), 0),
+    ],
+)
+def test_an_optimizer_that_counts_its_steps_on_the_host_is_not_captured(make, captured, monkeypatch):
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)  # Adam asks for a GPU otherwise
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net(), make)
+    for number in range(4):
+        worker.round([small(number)], train=True)
+    assert recording.captured == captured
+    assert [line.split("(")[0] for line in said] == [
+        f"rounds run without a CUDA graph: {type(worker.optimizer).__name__} counts its steps on the host "
+    ] * (1 - captured)
+
+
+def test_without_training_the_optimizer_does_not_matter(monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net(), torch.optim.Adam)
+    for number in range(4):
+        worker.round([small(number)], train=False)
+    assert (recording.captured, said) == (1, [])
+
+
+@pytest.mark.parametrize("odd", [numpy.arange(4), {"a", "b"}], ids=["array", "set"])
+def test_a_batch_with_something_odd_in_it_is_not_captured(odd, monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net())
+    for number in range(5):
+        worker.round([(*small(number), odd)], train=True)
+    assert recording.captured == 0
+    assert said == [f"rounds run without a CUDA graph: a batch holds a {type(odd).__name__}"]
+
+
+def test_batches_that_are_never_alike_end_the_capture(monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net())
+    for number in range(EAGER_ROUNDS + MOST_MISSES):
+        worker.round([(*small(number), f"file {number}")], train=True)
+    assert (recording.captured, said, len(worker._replays)) == (1, [], 1)
+    for number in range(2):
+        worker.round([(*small(number), f"other {number}")], train=True)
+    assert (recording.captured, len(worker._replays)) == (1, 0)
+    assert said == ["rounds run without a CUDA graph: 10 batches in a row differ in shapes, or in what is no tensor"]
+
+
+def test_a_smaller_batch_now_and_then_does_not(monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net())
+    for number in range(4 * MOST_MISSES):
+        worker.round([small(number, 2 if number % 2 else 4)], train=True)
+    assert (recording.captured, said, len(worker._replays)) == (1, [], 1)
+
+
+def counting(net: nn.Module, x: Tensor) -> Tensor:
+    net.count += 1
+    return x
+
+
+@pytest.mark.parametrize(("beside", "wanted"), [(counting, False), (lambda _, x: x, True)])
+def test_jobs_stay_together_where_a_pass_changes_buffers(beside, wanted, monkeypatch):
+    found: list[bool] = []
+
+    def one_by_one(jobs: list[Callable[[], Any]], apart: bool) -> list[Any]:
+        found.append(apart)
+        return [job() for job in jobs]
+
+    Recording(monkeypatch)
+    monkeypatch.setattr("ifso.pruning.worker.side_by_side", one_by_one)
+    worker, _ = worker_of(Net(beside).train())
+    for number in range(3):
+        worker.round([small(number)], train=True)
+    assert found[-1] is wanted
+
+
+def test_captures_go_to_the_current_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = ["cpu", "cuda", "cuda:0", "cuda:1"]
+    assert [captures_go_to(torch.device(name)) for name in devices] == [False, True, False, True]
 
 
 def _no_gpu(graph: Callable[..., Any]) -> SimpleNamespace:
     """What a capture asks of torch.cuda."""
     return SimpleNamespace(
-        graph=graph, graph_pool_handle=tuple, current_stream=str, synchronize=int, set_stream=str, current_device=int
-    )
+        graph=graph, graph_pool_handle=tuple, current_stream=str, synchronize=int, set_stream=str, current_device=int,
+        default_generators=[SimpleNamespace(get_offset=int)],
+    )  # fmt: skip
 
 
 def test_nothing_is_captured_on_the_cpu():

@@ -1,6 +1,7 @@
 """Networks trained side by side: each becomes what it becomes alone, whatever happens to the others."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -53,6 +54,29 @@ def test_side_by_side_is_one_after_another():
         assert not same(model, network(width))
         assert same(lane.model, model)
         assert [(epoch.loss, epoch.lr) for epoch in lane.done] == [(epoch.loss, epoch.lr) for epoch in epochs]
+
+
+def test_what_failed_holds_no_memory_that_others_could_use():
+    class Large:
+        pass
+
+    kept = []
+
+    def failing(model, batch):
+        held = Large()
+        kept.append(weakref.ref(held))
+        raise ValueError("no")
+
+    def failed(model, batch):
+        try:
+            return failing(model, batch)
+        except ValueError as error:
+            raise DataError("the batch will not do") from error
+
+    lane = Lane(network(5), batches(2, 0), TrainSettings(epochs=1), loss_fn=failed)
+    (failure,) = fit_side_by_side([lane])
+    assert str(failure) == "the batch will not do"
+    assert [each() for each in kept] == [None]
 
 
 def test_they_take_turns():

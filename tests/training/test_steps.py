@@ -16,7 +16,7 @@ from ifso.training.learner import Learner
 from ifso.training.losses import cross_entropy
 from ifso.training.schedule import rates
 from ifso.training.settings import TrainSettings
-from ifso.training.steps import PlainSteps, capturable
+from ifso.training.steps import NO_GRAPH, PlainSteps, capturable
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -192,6 +192,20 @@ def test_a_step_that_looks_at_its_result_runs_uncaptured_and_says_so():
     assert "cannot be captured as a CUDA graph" in looked.notes[0]
     torch.testing.assert_close(looked.model[1].weight, plain.model[1].weight, rtol=1e-4, atol=1e-5)
     assert float(torch.rand(2, device="cuda").sum()) > 0
+
+
+@gpu
+def test_a_step_that_draws_on_the_cpu_runs_uncaptured_and_says_so():
+    """A graph would keep what was drawn once."""
+    data = open_data("digits", device="cuda")
+
+    def at_random(model, batch):
+        return cross_entropy(model, batch) * (1.0 + float(torch.rand(1)))
+
+    lane = Lane(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).cuda(), data.train_batches(200),
+                TrainSettings(epochs=1, lr=0.05, batch=200), loss_fn=at_random)  # fmt: skip
+    assert fit_side_by_side([lane]) == [None]
+    assert lane.notes == [f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU); it runs without"]
 
 
 @gpu

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -43,6 +43,7 @@ def joined(device: str) -> Iterator[Place]:
     in a group already stays in it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        _make_current(device)
         yield Place(0, device)
         return
     import torch
@@ -69,6 +70,15 @@ def joined(device: str) -> Iterator[Place]:
     except BaseException as error:
         _stop(roll_call, place, error)
     roll_call.leave()
+
+
+def _make_current(device: str) -> None:
+    """CUDA graphs and kernels go to the current GPU. One that cannot be had is refused in its place, with a line."""
+    if device.startswith("cuda:"):
+        import torch
+
+        with suppress(RuntimeError, AssertionError, ValueError):
+            torch.cuda.set_device(device)
 
 
 def leave(status: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ifso.curvature.losses import one_line
+from ifso.curvature.memory import let_go_of
 
 
 class NotCaptured(RuntimeError):
@@ -22,10 +23,10 @@ def capturing(
     *,
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
-    mode: str = "global",
 ) -> Iterator[None]:
     """What is put on the GPU within it becomes ``graph``, which does not run yet.
 
+    Other threads, which may be loading images, go on with their own work meanwhile.
     Another graph that is destroyed meanwhile would spoil it, so garbage is collected before and not within.
     If the work fails, this raises :class:`NotCaptured` with the work's own reason, not that of the capture which then
     cannot be ended.
@@ -33,11 +34,13 @@ def capturing(
     cause: BaseException | None = None
     outside, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle() if pool is None else pool
     torch.cuda.synchronize()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    offset = generator.get_offset()
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
                 yield
             except BaseException as error:
@@ -46,12 +49,14 @@ def capturing(
     except BaseException as error:
         torch.cuda.set_stream(outside)
         torch.cuda.synchronize()
-        _free_generator()
         _free_pool(graph, pool)
+        _free_generator(generator, offset)
         cause = cause or error
         if not isinstance(cause, Exception):
             raise cause from None
-        raise NotCaptured(one_line(_first(cause))) from cause
+        reason = one_line(_first(cause))
+        let_go_of(error)
+        raise NotCaptured(reason) from cause
     finally:
         if enabled:
             gc.enable()
@@ -64,18 +69,31 @@ def _first(error: Exception) -> Exception:
     return error
 
 
-def _free_generator() -> None:
-    """It waits for the end of the capture: give it a new state of the same seed."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+def captures_go_to(device: torch.device) -> bool:
+    """Is it the current GPU? Work on another one would run at once and not be in the graph."""
+    return device.type == "cuda" and (device.index is None or device.index == torch.cuda.current_device())
+
+
+def _free_generator(generator: torch.Generator, offset: int) -> None:
+    """With older torch it waits for the end of the capture: it gets a new state then. It goes on where it was."""
+    try:
+        torch.empty(1, device=generator.device).uniform_()
+    except RuntimeError:
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+    generator.set_offset(offset)
 
 
 def _free_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Torch holds the memory of a capture that could not be ended for good, and frees no other as if it went on."""
+    """Older torch keeps the memory of a capture that could not be ended, and frees no other as if it went on."""
     with contextlib.suppress(RuntimeError):
         graph.pool()
         return  # it was ended, and gives its memory back itself
-    for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):
-            give_back(torch.cuda.current_device(), pool)
+    graph.reset()
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # torch has ended it, and given the memory back
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_releasePool(device, pool)

@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten
 
 from ifso.curvature.capturing import NotCaptured
+from ifso.curvature.chance import draws
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.losses import one_line
 from ifso.curvature.memory import out_of_memory
@@ -175,7 +176,7 @@ class Cut:
     def _watched(self, name: str, part: nn.Module, call: Call) -> Any:
         """A plain call; if there is more to it than tensors that go in and come out, it will not be recorded."""
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-        versions, random = [tensor._version for tensor in tensors], _random_states()
+        versions, drawn = [tensor._version for tensor in tensors], draws()
         result = call.eagerly()
         leaves = (*call.leaves, *tree_flatten(result)[0])
         strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))]
@@ -186,7 +187,7 @@ class Cut:
             self._give_up(name, f"{kind} takes or gives a tensor on another device")
         elif versions != [tensor._version for tensor in tensors]:
             self._give_up(name, f"{kind} writes into its input")
-        elif not all(map(torch.equal, random, _random_states())):
+        elif drawn():
             self._give_up(name, f"{kind} draws random numbers")
         return result
 
@@ -279,11 +280,6 @@ def _in_the_way(modules: Sequence[nn.Module]) -> str | None:
         if module._forward_hooks or module._forward_pre_hooks:
             return f"there is a hook on a {type(module).__name__} in it"
     return None
-
-
-def _random_states() -> list[Tensor]:
-    """Of the generators that a part may draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
 def _state(modules: Sequence[nn.Module]) -> Hashable:

@@ -14,10 +14,11 @@ from ifso.curvature.joining import is_dense
 
 
 def quick(*tensors: Tensor) -> bool:
-    """Can :mod:`ifso.curvature.kernels` take these tensors: on a GPU, [N, C, …] in one dense layout, no float64?"""
+    """Can :mod:`ifso.curvature.kernels` take these: on the current GPU, [N, C, …] in one dense layout, no float64?"""
     first = tensors[0]
     return (
         first.is_cuda
+        and first.device.index == torch.cuda.current_device()  # where Triton would put them
         and first.dim() in (3, 4, 5)
         and is_dense(first)
         and all(

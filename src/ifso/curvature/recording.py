@@ -22,7 +22,7 @@ Record = Callable[[Work, Any], Recorded]
 
 
 class GraphRecord:
-    """Records work as CUDA graphs. Other threads, which may be loading images, go on with their own meanwhile."""
+    """Records work as CUDA graphs."""
 
     def __init__(self) -> None:
         self._pools: dict[Any, Any] = {}
@@ -33,7 +33,7 @@ class GraphRecord:
             self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with capturing(graph, pool=self._pools[pool], mode="thread_local"):
+            with capturing(graph, pool=self._pools[pool]):
                 found = work()
         except NotCaptured:
             del self._pools[pool]

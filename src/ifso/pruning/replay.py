@@ -6,23 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ifso.curvature.capturing import NotCaptured, capturing
+from ifso.curvature.capturing import NotCaptured, captures_go_to, capturing
 from ifso.processes import several
 from ifso.pruning.network import ShrinkingNetwork
 
 T = TypeVar("T")
+CONSTANTS = (type(None), bool, int, float, str)
+"""What a batch may hold beside tensors; a graph keeps it."""
 
 
 def can_capture(network: ShrinkingNetwork) -> bool:
-    """On one GPU, with nothing random in the model, no channel counts read on the way, no course decided by values?"""
-    random = any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in network.model.modules()
-    )
-    plain = not (random or network.graph.reductions or network.graph.on_real_tensors)
-    return network.device.type == "cuda" and not several() and plain
+    """On one GPU, the current one, with no channel counts read on the way, no course decided by values?"""
+    plain = not (network.graph.reductions or network.graph.on_real_tensors)
+    return captures_go_to(network.device) and not several() and plain
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:
@@ -51,6 +50,9 @@ class Replay:
     def make(cls, work: Callable[[Sequence[Any]], None], batches: Sequence[Any]) -> Replay | str:
         """Capture ``work`` on batches like these, without running it; or why that cannot be."""
         leaves, spec = tree_flatten(list(batches))
+        odd = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]
+        if odd:
+            return f"a batch holds a {type(odd[0]).__name__}"
         held = tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         graph = torch.cuda.CUDAGraph()
         try:

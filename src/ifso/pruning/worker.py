@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ifso.curvature.losses import LossFn, WatchedLoss, checked, same_modes, scal
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.layouts import surviving
+from ifso.pruning.habits import Habits, counts_on_the_host
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.ranks import average_over_ranks_, mean_over_ranks, together
 from ifso.pruning.replay import Replay, can_capture, side_by_side
@@ -27,7 +29,10 @@ from ifso.pruning.state import fill_, tensors_of
 from ifso.pruning.stream import not_finite, on_device
 
 EAGER_ROUNDS = 2
-"""Rounds before one is captured as a CUDA graph: kernels get compiled and momenta made."""
+"""Rounds before one is captured as a CUDA graph: kernels get compiled, momenta made, and habits seen."""
+
+MOST_MISSES = 10
+"""Rounds in a row whose batches are not like those of the captured one, before it is given up."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _Found = tuple[Tensor, Tensor, list[Tensor | None]]
@@ -66,7 +71,8 @@ class Worker:
     def renew(self) -> None:
         """The network has another shape now: nothing that was prepared for the old one holds."""
         self._replays: dict[bool, Replay] = {}
-        self._rounds = 0
+        self._habits = Habits(self.network.model)
+        self._rounds = self._misses = 0
         device = self.network.device
         self._kept = self.network.kept_here.to(device if self.criterion.masks_itself else "cpu")
         self._alive = self._masks()
@@ -175,14 +181,33 @@ class Worker:
         if not self._capture or self._rounds <= EAGER_ROUNDS or self._micro is not None:
             return None
         if train not in self._replays:
-            made = Replay.make(lambda held: self._add(self._work(held, train), train), batches)
+            made = self._hindrance(train) or Replay.make(
+                lambda held: self._add(self._work(held, train), train), batches
+            )
             if isinstance(made, str):
-                self._capture = False
-                self.tell(f"rounds run without a CUDA graph: {made}")
+                self._give_up_capturing(made)
                 return None
             self._replays[train] = made
-        replay = self._replays[train]
-        return replay if replay.takes(batches) else None
+        if self._replays[train].takes(batches):
+            self._misses = 0
+            return self._replays[train]
+        self._misses += 1
+        if self._misses == MOST_MISSES:
+            self._give_up_capturing(f"{MOST_MISSES} batches in a row differ in shapes, or in what is no tensor")
+        return None
+
+    def _hindrance(self, train: bool) -> str:
+        """Why a captured round would not be what it is now."""
+        if self._habits.draws:
+            return "the model or its loss draws random numbers"
+        if train and counts_on_the_host(self.optimizer):
+            return f"{type(self.optimizer).__name__} counts its steps on the host (capturable=True may be an option)"
+        return ""
+
+    def _give_up_capturing(self, reason: str) -> None:
+        self._capture = False
+        self._replays.clear()
+        self.tell(f"rounds run without a CUDA graph: {reason}")
 
     def _patiently(self, batches: Sequence[Any], train: bool) -> _Found:
         """What a round finds; if memory runs out, again with smaller and smaller parts of the batches."""
@@ -228,7 +253,8 @@ class Worker:
         scored = [] if self._apart else batches
         jobs: list[Callable[[], Any]] = [lambda batch=batch: self._score(batch) for batch in scored]  # type: ignore[misc]
         jobs.append(lambda: self._gradient(batches[0]) if train else self._loss_only(batches[0]))
-        *scores, (loss, gradients) = side_by_side(jobs, apart=self._ghosts is None)
+        apart = self._ghosts is None and not self._habits.changes_buffers
+        *scores, (loss, gradients) = side_by_side(jobs, apart=apart)
         return torch.stack([torch.zeros_like(self._scores), *scores]).sum(0), loss, gradients
 
     def _add(self, found: _Found, train: bool) -> None:
@@ -269,7 +295,7 @@ class Worker:
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for part, share in _cut(batch, self._micro):
             with self.network.running(), torch.enable_grad():
-                found = checked(self.loss_fn(self.network.model, part))
+                found = checked(self._asked(part))
                 new = torch.autograd.grad(found, self._parameters, allow_unused=True)
             loss = loss + share * found.detach().double()
             gradients = [_added(old, grad, share) for old, grad in zip(gradients, new, strict=True)]
@@ -279,8 +305,13 @@ class Worker:
         loss = torch.zeros_like(self._loss)
         for part, share in _cut(batch, self._micro):
             with undisturbed(self.network.model), self.network.running(), torch.no_grad():
-                loss = loss + share * scalar(self.loss_fn(self.network.model, part)).double()
+                loss = loss + share * scalar(self._asked(part)).double()
         return loss, []
+
+    def _asked(self, batch: Any) -> Tensor:
+        """The loss; in the first rounds the network is watched meanwhile."""
+        with self._habits.watched() if self._capture and self._rounds <= EAGER_ROUNDS else nullcontext():
+            return self.loss_fn(self.network.model, batch)
 
 
 class _Ghosts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 
+from ifso.curvature.memory import let_go_of
 from ifso.errors import IfsoError
 from ifso.training.lane import Lane
 
@@ -50,5 +51,7 @@ class Crew:
         self._running.clear()
 
     def _end(self, steps: Generator[bool], ending: Ending, failure: IfsoError | None) -> None:
+        """What failed must not keep the memory that the others could use."""
         self._running.remove((steps, ending))
+        let_go_of(failure)
         ending(failure)

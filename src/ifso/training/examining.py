@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.curvature.capturing import NotCaptured, capturing
+from ifso.curvature.capturing import NotCaptured, captures_go_to, capturing
 from ifso.data.sets import Data
 from ifso.processes import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
@@ -60,7 +60,7 @@ class Examiner:
 
     def _captured(self, model: nn.Module) -> bool:
         """Is the evaluation a graph now?"""
-        if not self._capturable or next(model.parameters()).device.type != "cuda":
+        if not self._capturable or not captures_go_to(next(model.parameters()).device):
             return False
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         try:

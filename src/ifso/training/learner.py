@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.criteria.ranks import among_ranks
+from ifso.curvature.capturing import captures_go_to
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.processes import several
 from ifso.pruning.ranks import number_of_each
@@ -47,7 +48,7 @@ class Learner:
     @property
     def capturable(self) -> bool:
         """May a CUDA graph hold the step? Not if it asks other processes or looks at its own result."""
-        return self.device.type == "cuda" and not several() and not self._scaler.is_enabled()
+        return captures_go_to(self.device) and not several() and not self._scaler.is_enabled()
 
     def learn(self, batch: Any) -> None:
         """A step on ``batch``, whose loss is added to ``total``."""

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+
+from ifso.curvature.capturing import captures_go_to
 
 
 @cache
@@ -21,8 +24,8 @@ def available() -> bool:
 
 
 def narrow_layers(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """:class:`NarrowConvolutions` where they can be had: in bfloat16, on a GPU, with Triton."""
-    fits = precision == "bf16" and device.type == "cuda" and available()
+    """:class:`NarrowConvolutions` where they can be had: in bfloat16, on the current GPU, with Triton."""
+    fits = precision == "bf16" and captures_go_to(device) and available()
     return NarrowConvolutions() if fits else nullcontext()
 
 
@@ -74,6 +77,7 @@ class _Convolution(torch.autograd.Function):
         return convolution(x, weight, stride, padding)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         from ifso.training.kernels import input_gradient, weight_gradient
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from ifso.curvature.capturing import NotCaptured, capturing
+from ifso.curvature.chance import draws
 from ifso.errors import DataError, TrainingError
 from ifso.processes import several
 from ifso.pruning.ranks import number_of_each, together
 from ifso.training.learner import Learner
 from ifso.training.schedule import rate, rates
 
+NO_GRAPH = "the step cannot be captured as a CUDA graph"
 WARM_UP = 3
 AHEAD = 6
 """Steps of a network that may wait on the GPU: enough to keep it busy, few enough to give other networks their turn."""
@@ -124,8 +126,8 @@ class CapturedSteps:
 
     def _begin(self, number: int) -> None:
         order, moves = self._batches.plan(number)
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.default_stream())
             for held in (order, moves):
                 if held is not None:
                     held.record_stream(self._stream)
@@ -150,19 +152,23 @@ class CapturedSteps:
         before = [tensor.detach().clone() for tensor in changed]
         random = torch.cuda.get_rng_state(self._learner.device)
         self._stream.wait_stream(torch.cuda.current_stream())
+        drawn = draws(gpu=False)
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP):
                 self._work()
+        by_chance = drawn()
         graph = torch.cuda.CUDAGraph()
         try:
             with capturing(graph, stream=self._stream):
                 self._work()
         except NotCaptured as error:
-            raise TrainingError(f"the step cannot be captured as a CUDA graph ({error})") from error
+            raise TrainingError(f"{NO_GRAPH} ({error})") from error
         finally:
             _put_back(changed, before)
             torch.cuda.set_rng_state(random, self._learner.device)
         torch.cuda.synchronize()
+        if by_chance:
+            raise TrainingError(f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU)")
         return graph
 
 
