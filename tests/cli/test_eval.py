@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +18,7 @@ from torch import nn
 import ifso
 from ifso.cli.eval_report import Report, shown
 from ifso.cli.main import main
-from ifso.cli.opening import open_run
+from ifso.cli.opening import open_run, open_tuned
 from ifso.cli.output import console
 from ifso.costs.counting import Cost
 from ifso.costs.latency import Latency
@@ -48,6 +50,17 @@ class Odd(Few):
     test_batches = [(torch.randn(2, 1, 3, 3), torch.tensor([0, 1]))]
 
 class Own(Few):
+    def loss_fn(self, model, batch):
+        return model(batch[0]).square().mean()
+
+class Dealt:
+    train_batches, input_shape = Few.train_batches, (1, 2, 2)
+
+    def __init__(self, rank=0, ranks=1):
+        images = torch.randn(6, 4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+        everything = [(part * (number + 1), torch.arange(4) % 3) for number, part in enumerate(images[:5])]
+        self.test_batches = everything[rank::ranks]
+
     def loss_fn(self, model, batch):
         return model(batch[0]).square().mean()
 
@@ -130,6 +143,22 @@ class TestRun:
         found = measured([*told, "--weights", project / "trained.safetensors"], capsys)
         assert list(found["networks"]) == ["unpruned", "pruned"]
 
+    def test_images_that_the_fine_tuning_was_not_shown(self, project, capsys):
+        run, tuned = project / "run", project / "tuned"
+        options = ["--seed", "5", "--validation", "300", "--epochs", "1"]
+        assert main(["finetune", str(run), "--out", str(tuned), *options]) == 0
+        split = [tuned, "--split", "validation", "--only", "fine-tuned"]
+        found = measured(split, capsys)["networks"]["fine-tuned"]
+        data, network = open_data("digits", seed=5, validation=300), open_tuned(tuned).finetuned()
+        truth = evaluate(network, data.validation_batches())
+        assert (found["samples"], found["top1"]) == (300, truth.top1)
+        assert measured([*split, "--seed", "5", "--validation", "300"], capsys)["networks"]["fine-tuned"] == {
+            **found, "latency": ANY, "training_peak_bytes": ANY
+        }  # fmt: skip
+        for option, other in (("--seed", "3"), ("--validation", "200")):
+            assert main(["eval", *map(str, split), option, other, *QUICK]) == 2
+            assert f"{option} {other}: the fine-tuning in {tuned} had " in capsys.readouterr().err
+
 
 class TestNetwork:
     def test_alone_as_a_table_and_a_file(self, task, tmp_path, capsys):
@@ -148,6 +177,22 @@ class TestNetwork:
         truth = evaluate(model, data.validation_batches())
         assert found["networks"]["network"]["samples"] == 100
         assert found["networks"]["network"]["top1"] == truth.top1
+
+    def test_as_large_a_batch_for_training_as_there_is(self, tmp_path, capsys):
+        random = torch.Generator().manual_seed(0)
+        arrays = {
+            "x_train": (torch.rand(40, 32, 32, 3, generator=random) * 255).byte(),
+            "y_train": torch.arange(40) % 10,
+        }
+        arrays |= {"x_test": arrays["x_train"], "y_test": arrays["y_train"]}
+        numpy.savez(tmp_path / "small.npz", **{name: value.numpy() for name, value in arrays.items()})
+        few = ["--model", "ifso:resnet20", "--data", f"cifar10:{tmp_path}/small.npz", "--repeats", "1", "--json"]
+        capsys.readouterr()
+        assert main(["eval", *few, "--latency-batch", "1"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["train_batch"], found["networks"]["network"]["samples"]) == (32, 40)
+        assert main(["eval", *few, "--latency-batch", "1", "--train-batch", "64"]) == 2
+        assert "batches of 64 cannot be filled by 40 training images" in capsys.readouterr().err
 
     def test_half_precision_and_layout(self, task, capsys):
         found = measured([*task, "--precision", "bf16", "--channels-last"], capsys)
@@ -281,3 +326,17 @@ def test_two_processes_under_torchrun_find_the_same(task, capsys):
     assert together["ranks"] == 2
     for kind in ("top1", "top5", "samples", "loss"):
         assert together["networks"]["network"][kind] == pytest.approx(alone["networks"]["network"][kind])
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_mean_loss_of_the_batches_of_both(project, capsys):
+    dealt = ["--model", f"{project}/net.py:few", "--data", f"{project}/net.py:Dealt", "--seed", "1"]
+    started = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m ifso.cli".split()
+    done = subprocess.run(
+        [*started, "eval", *dealt, *QUICK, "--json"],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    together, alone = json.loads(done.stdout)["networks"]["network"], measured(dealt, capsys)["networks"]["network"]
+    assert (together["samples"], alone["samples"]) == (20, 20)
+    assert together["loss"] == pytest.approx(alone["loss"])

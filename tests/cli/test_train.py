@@ -124,6 +124,19 @@ class TestResume:
         assert main(command) == 2
         assert "already holds a run (1 epochs, unfinished); resume it" in capsys.readouterr().err
 
+    def test_other_weights_of_the_same_name_are_refused(self, command, out, tmp_path, monkeypatch, capsys):
+        given, other = tmp_path / "given", tmp_path / "other"
+        for place, seed in ((given, "1"), (other, "2")):
+            assert main([*command[: command.index("--out")], "--epochs", "1", "--seed", seed, "--out", str(place)]) == 0
+        interrupt_at(monkeypatch, 1.5)
+        assert main([*command, "--weights", str(given / "model.safetensors")]) == 130
+        monkeypatch.undo()
+        capsys.readouterr()
+        resumed = ["train", "--resume", "--out", str(out)]
+        assert main([*resumed, "--weights", str(other / "model.safetensors")]) == 2
+        assert f"other settings than the run in {out}: the weights are other ones" in capsys.readouterr().err
+        assert main(resumed) == 0
+
     def test_nothing_to_resume(self, out, capsys):
         assert main(["train", "--resume", "--out", str(out)]) == 2
         assert "holds no run to resume" in capsys.readouterr().err

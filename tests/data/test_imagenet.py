@@ -236,7 +236,7 @@ class TestBadInput:
         assert "lacks (1 more like it); both need the same class folders" in refused(root)
         (root / "train" / "fox").mkdir()
         (root / "train" / "gnu").mkdir()
-        assert f"{root / 'train' / 'fox'} holds no image (.jpeg, .jpg, .png); fill" in refused(root)
+        assert f"{root / 'train' / 'fox'} holds no image (.jpeg, .jpg, .png, .webp); fill" in refused(root)
 
     @pytest.mark.parametrize("part", ["train", "val"])
     def test_missing_parts(self, root, part):
@@ -250,6 +250,15 @@ class TestBadInput:
             (root / part / name).mkdir()
         (root / part / "cat" / "notes.txt").write_text("no image")
         assert f"{root / part} holds not a single image" in refused(root)
+
+    def test_what_is_left_out_is_said(self, root):
+        assert opened(root).notes == ()
+        (root / "train" / "cat" / "a.bmp").write_bytes(b"")
+        (root / "train" / "cat" / "more").mkdir()
+        (root / "train" / "cat" / ".hidden").write_bytes(b"")
+        (note,) = opened(root).notes
+        assert note.startswith(f"{root / 'train'}: 2 files or folders that do not end like an image (.jpeg, ")
+        assert note.endswith("are left out, the first is cat/a.bmp")
 
     def test_without_torchvision(self, root, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchvision", None)

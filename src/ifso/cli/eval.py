@@ -13,7 +13,7 @@ from ifso.cli.inspect import images_of, words_of
 from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.cli.ranks import Place, joined, leave
-from ifso.errors import IfsoError, RunError
+from ifso.errors import DataError, IfsoError, RunError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,11 +83,12 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     tell = say if place.speaks else _silent
     run = None if args.folder is None else open_tuned(args.folder, model=args.model)
     data = _data(args, run, place)
+    given = args.train_batch is not None
     _settle(args, data)
     for note in getattr(data, "notes", ()):
         tell(note)
     models, notes = _networks(args, run, data, place.device)
-    batch = laid_out(next(iter(data.train_batches(args.train_batch))), channels_last=args.channels_last)
+    batch = laid_out(_learned_from(data, args.train_batch, given), channels_last=args.channels_last)
     qualities = {}
     for name, model in models.items():
         tell(f"evaluating {f'the {name} network' if run else args.model} on {args.split} images of {data.name}")
@@ -104,6 +105,17 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
         "train_batch": size_of(batch),
     }
     return Report(_measured(args, models, data, qualities, (example, batch)), about, tuple(notes))
+
+
+def _learned_from(data: Data, size: int, given: bool) -> Any:
+    """A batch for training, to measure memory with; a smaller one than usual of data that has fewer images."""
+    while True:
+        try:
+            return next(iter(data.train_batches(size)))
+        except DataError:
+            if given or size == 1:
+                raise
+            size //= 2
 
 
 def _settle(args: argparse.Namespace, data: Data) -> None:
@@ -127,7 +139,24 @@ def _data(args: argparse.Namespace, run: OpenedRun | None, place: Place) -> Data
         options.update(rank=place.rank, ranks=_ranks())
     if run is None:
         return open_data(args.data, seed=args.seed or 0, **options)
-    return run.open_data(data=args.data, seed=args.seed, **options)
+    seed = args.seed
+    if args.split == "validation" and args.data is None:
+        apart = _as_tuned(args, run)
+        seed, options["validation"] = apart["seed"], apart["validation"] or 0
+    return run.open_data(data=args.data, seed=seed, **options)
+
+
+def _as_tuned(args: argparse.Namespace, run: OpenedRun) -> dict[str, Any]:
+    """Which images to set apart: those that the fine-tuning was not shown, where there is one that held some back."""
+    given = {"validation": args.validation, "seed": args.seed}
+    for name, tuned in run.set_apart.items():
+        if given[name] not in (None, tuned):
+            raise IfsoError(
+                f"--{name} {given[name]}: the fine-tuning in {run.finetune} had {tuned}, and was trained on some of "
+                f"these images; leave --{name} out"
+            )
+        given[name] = tuned
+    return given
 
 
 def _ranks() -> int:

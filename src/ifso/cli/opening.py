@@ -52,6 +52,17 @@ class OpenedRun:
             return "finished"
         return "unfinished" if (place / CONFIG).exists() else "none"
 
+    @property
+    def set_apart(self) -> dict[str, Any]:
+        """``validation`` and ``seed`` of the images that its fine-tuning was not shown; empty if it was shown all."""
+        from ifso.pruning.folder import CONFIG, TRAINING, read_config
+
+        if not (self.finetune / CONFIG).is_file():
+            return {}
+        settings = read_config(self.finetune / CONFIG)["settings"]
+        apart, training = settings.get("validation"), settings.get(TRAINING)
+        return {"validation": apart, "seed": training.get("seed", 0)} if apart and isinstance(training, dict) else {}
+
     def open_data(
         self,
         *,

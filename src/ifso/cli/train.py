@@ -71,6 +71,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
     import torch
 
     from ifso.data import open_data
+    from ifso.surgery.recipe import digest_of
     from ifso.training.listening import Silent
     from ifso.training.runs import Training, finished, remove_checkpoint, train_side_by_side
     from ifso.training.task import network_for
@@ -93,6 +94,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
             "model": _without_folders(options["model"]),
             "data": _without_folders(data.name),
             "validation": validation,
+            **({"weights": digest_of(model)} if weights else {}),
         }
         training = Training(
             name=options["model"], folder=args.out, model=model, data=data, settings=settings,

@@ -51,7 +51,7 @@ def add_recipe(group: Any) -> None:
     group.add_argument("--warm-up-steps", type=int, metavar="N", help="the same in steps (0; 500 in detection)")
     group.add_argument("--momentum", type=float, metavar="X", help="of SGD (0.9)")
     _add_switch(group, "--nesterov", "Nesterov's momentum")
-    group.add_argument("--weight-decay", type=float, metavar="X", help="1e-4, or 5e-4 in ours")
+    group.add_argument("--weight-decay", type=float, metavar="X", help="1e-4; 2e-4 in ours, 5e-4 in quick")
     _add_switch(group, "--decay-norms", "weight decay for norms and biases, too", dest="decay_all")
     group.add_argument("--label-smoothing", type=float, metavar="SHARE", help="of every label, for all classes (0)")
     group.add_argument("--cutmix", type=float, metavar="SHARE", help="of images into which a piece of another goes (0)")

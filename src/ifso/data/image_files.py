@@ -16,7 +16,7 @@ from torch import Tensor
 from ifso.errors import DataError
 from ifso.surgery.files import one_line
 
-ENDINGS = (".jpeg", ".jpg", ".png")
+ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
 JPEG = ("JPEG", "MPO")
 """Both begin with a JPEG; in the second there are further pictures behind it."""
 
@@ -94,11 +94,21 @@ def _with_pillow(image: Any) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
-def find_images(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
-    """The names of the classes, and the files for training and for the test.
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The names of the classes, the files for training and for the test, and ``notes`` on what was left out."""
+
+    classes: tuple[str, ...]
+    train: ImageFiles
+    test: ImageFiles
+    notes: tuple[str, ...]
+
+
+def find_images(root: Path) -> Found:
+    """What is in the folders of ``root``.
 
     Classes are the folders of ``train`` in the order of their names, which for ImageNet is that of published weights.
-    Of the files in them, those that end like an image count (.jpeg, .jpg or .png).
+    Of the files in them, those that end like an image count (.jpeg, .jpg, .png or .webp).
     """
     if not root.is_dir():
         raise DataError(
@@ -114,7 +124,7 @@ def find_images(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
         raise DataError(f"{root} cannot be read: {one_line(error)}; make all its folders readable") from error
 
 
-def _found(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
+def _found(root: Path) -> Found:
     classes, tested = _classes(root / "train"), _classes(root / "val")
     strange = sorted(set(tested) - set(classes))
     if strange:
@@ -122,7 +132,9 @@ def _found(root: Path) -> tuple[tuple[str, ...], ImageFiles, ImageFiles]:
             f"{one_line(str(root / 'val' / strange[0]))} is of a class that {root / 'train'} lacks"
             f"{f' ({len(strange) - 1} more like it)' if strange[1:] else ''}; both need the same class folders"
         )
-    return classes, _files(root / "train", classes, classes), _files(root / "val", tested, classes)
+    notes: list[str] = []
+    train = _files(root / "train", classes, classes, notes)
+    return Found(classes, train, _files(root / "val", tested, classes, notes), tuple(notes))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
@@ -138,15 +150,22 @@ def _classes(folder: Path) -> tuple[str, ...]:
     return classes
 
 
-def _files(folder: Path, present: Sequence[str], classes: Sequence[str]) -> ImageFiles:
+def _files(folder: Path, present: Sequence[str], classes: Sequence[str], notes: list[str]) -> ImageFiles:
     number = {name: label for label, name in enumerate(classes)}
-    found = {name: sorted(filter(_is_image, os.listdir(folder / name))) for name in present}  # noqa: PTH208 (quicker)
+    inside = {name: sorted(os.listdir(folder / name)) for name in present}  # noqa: PTH208 (quicker)
+    found = {name: [*filter(_is_image, files)] for name, files in inside.items()}
+    others = [f"{name}/{file}" for name, files in inside.items() for file in files if _is_left_out(file)]
     empty = [name for name, files in found.items() if not files]
     if len(empty) == len(found):
         raise DataError(f"{folder} holds not a single image ({', '.join(ENDINGS)}) in its {len(found)} class folders")
     if empty:
         place = one_line(str(folder / empty[0]))
         raise DataError(f"{place} holds no image ({', '.join(ENDINGS)}); fill the folder or remove it")
+    if others:
+        notes.append(
+            f"{folder}: {len(others)} files or folders that do not end like an image ({', '.join(ENDINGS)}) are left "
+            f"out, the first is {one_line(others[0])}"
+        )
     names = np.array([os.fsencode(f"{name}/{file}") for name, files in found.items() for file in files])
     labels = torch.tensor([number[name] for name, files in found.items() for _ in files])
     return ImageFiles(folder, names, labels)
@@ -154,6 +173,10 @@ def _files(folder: Path, present: Sequence[str], classes: Sequence[str]) -> Imag
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(ENDINGS) and not name.startswith(".")
+
+
+def _is_left_out(name: str) -> bool:
+    return not name.lower().endswith(ENDINGS) and not name.startswith(".")
 
 
 def _reason(error: Exception) -> str:

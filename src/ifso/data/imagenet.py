@@ -32,6 +32,7 @@ class ImageNet(Data):
     seed: int
     share: Share
     loading: Loading
+    notes: tuple[str, ...] = ()
 
     input_shape = (3, CROP, CROP)
 
@@ -79,9 +80,10 @@ def open_imagenet(
     """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
     name = f"imagenet:{path}"
     need_torchvision(name, "vision")
-    classes, files, test = find_images(Path(path))
-    train, held_out = split(files, validation, seed)
-    return ImageNet(name, classes, train, held_out, test, seed, share, Loading(device, workers_for(workers)))
+    found = find_images(Path(path))
+    train, held_out = split(found.train, validation, seed)
+    loading = Loading(device, workers_for(workers))
+    return ImageNet(name, found.classes, train, held_out, found.test, seed, share, loading, found.notes)
 
 
 def _augmented() -> Callable[[Tensor], Tensor]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ifso.bench.timing import middle, peak_bytes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
+from ifso.criteria.ranks import collective_device
 from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.curvature.memory import out_of_memory
 from ifso.data.sets import Data
@@ -26,6 +27,8 @@ from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.graph.tracing import trace
+from ifso.processes import several
+from ifso.pruning.ranks import sum_over_ranks, together
 from ifso.training.evaluation import evaluate
 from ifso.training.headline import detects
 from ifso.training.listed import of_batch, size_of
@@ -120,10 +123,23 @@ def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str
         if data.loss_fn is cross_entropy:
             found = evaluate(model, batches, over_ranks=over_ranks)
             return Quality(found.loss, found.samples, found.top1, found.top5)
-        from ifso.pruning.afterwards import mean_loss
+        return _by_loss(model, WatchedLoss(data.loss_fn), batches, over_ranks)
 
+
+def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Quality:
+    """The mean loss over the batches, of all processes where each brings its own."""
+    from ifso.pruning.afterwards import mean_loss
+
+    def sums() -> Tensor:
         whole = list(batches)
-        return Quality(mean_loss(model, WatchedLoss(data.loss_fn), whole), sum(map(size_of, whole)))
+        loss = mean_loss(model, loss_fn, whole) if whole else 0.0
+        return torch.tensor([len(whole) * loss, len(whole), sum(map(size_of, whole))], dtype=torch.float64)
+
+    found = sum_over_ranks(together(sums).to(collective_device())) if over_ranks and several() else sums()
+    loss, count, samples = found.tolist()
+    if not count:
+        raise DataError("there is nothing to evaluate on: the batches ran out before the first one")
+    return Quality(loss / count, round(samples))
 
 
 def _detected(model: nn.Module, batches: Iterable[Any], over_ranks: bool) -> Quality:
