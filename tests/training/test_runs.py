@@ -209,6 +209,25 @@ class TestSeveral:
         assert isinstance(failure, DivergedError)
         assert not bad.folder.exists()
 
+    def test_one_without_a_gradient_does_not_stop_the_other_and_is_told_of_at_once(self, training):
+        class Listening(Notes):
+            def ended(self, name, epoch):
+                self.lines.append(f"{name} {epoch.number}")
+
+        settings, notes = TrainSettings(epochs=2, lr=0.05), Listening()
+        bad = training("bad", settings, model=nn.Sequential(*network(), nn.Sigmoid(), nn.Hardtanh(inplace=True)))
+        summary, failure = trained(training("good", settings), bad, listener=notes)
+        assert summary["epochs"] == 2
+        assert isinstance(failure, TrainingError)
+        assert "by an inplace operation" in str(failure)
+        assert notes.lines == [f"bad: failed: {failure}", "good 1", "good 2"]
+
+    def test_the_last_one_that_fails_is_told_of_at_the_end_only(self, training):
+        notes = Notes()
+        good, bad = training("good", TrainSettings(epochs=1)), training("bad", TrainSettings(epochs=2, lr=1e30))
+        assert isinstance(trained(good, bad, listener=notes)[1], DivergedError)
+        assert notes.lines == []
+
 
 def _without_dropout(seed):
     model = network(seed)
@@ -257,6 +276,13 @@ class Own(Data):
         return torch.zeros(1, 1, 8, 8)
 
 
+class Fixed(nn.Module):
+    """No parameters."""
+
+    def forward(self, images):
+        return images.flatten(1)[:, :10]
+
+
 class TestData:
     def test_without_a_test_set_that_is_said(self, training):
         notes = Notes()
@@ -288,6 +314,7 @@ class TestData:
             ({"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))}, QUICK, "10 classes, but the network 9 outputs"),
             ({"model": nn.Sequential(nn.Flatten(), nn.Linear(60, 10))}, QUICK, "1×8×8"),
             ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))}, QUICK, "10 classes, but the network 9"),
+            ({"model": Fixed()}, QUICK, "Fixed has no parameter to train; set requires_grad of some, or give another"),
             ({}, TrainSettings(epochs=0), "0 epochs train nothing"),
             ({}, TrainSettings(epochs=1, distill=0.5), "distillation needs a teacher"),
             ({}, TrainSettings(epochs=1, batch=4096), "cannot be filled by 1442 training images"),

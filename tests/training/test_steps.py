@@ -1,6 +1,7 @@
 """The steps of an epoch: the right rate and batch at each, and a captured step that is the plain one."""
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from ifso.data import open_data
-from ifso.errors import ScoreError, TrainingError
+from ifso.errors import DataError, ScoreError, TrainingError
 from ifso.models import create_model
 from ifso.training.fit import fit_side_by_side
 from ifso.training.lane import Lane
@@ -78,9 +79,38 @@ class TestPlainSteps:
 
     def test_without_a_length_the_rate_changes_once_an_epoch(self):
         learner = Notebook(TrainSettings(epochs=4, lr=1.0, schedule="cosine"))
-        list(PlainSteps(learner, (name for name in "ab")).epoch(2))
-        assert learner.batches == ["a", "b"]
-        assert learner.rates == pytest.approx([0.5, (1 - 0.5**0.5) / 2])
+        list(PlainSteps(learner, (name for name in "abc")).epoch(2))
+        assert learner.batches == ["a", "b", "c"]
+        assert learner.rates == pytest.approx([0.5 + 0.5 * math.cos(math.pi * 2.5 / 4)] * 3)
+
+    @pytest.mark.parametrize(
+        ("settings", "wanted"),
+        [
+            ({"epochs": 1, "schedule": "cosine"}, [0.5]),
+            ({"epochs": 1, "schedule": "one-cycle"}, [0.75]),
+            ({"epochs": 4, "schedule": "one-cycle"}, [0.5, 0.5 + 0.25 * 3**0.5, 0.5, 0.5 - 0.25 * 3**0.5]),
+            ({"epochs": 5, "schedule": "step"}, [1, 1, 1, 0.1, 0.01]),
+            ({"epochs": 3, "schedule": "step"}, [1, 1, 0.1]),
+            ({"epochs": 5, "schedule": "step", "warm_up": 2}, [0.25, 0.75, 1, 0.1, 0.01]),
+            ({"epochs": 5, "schedule": "step", "warm_up": 0.25}, [1, 1, 1, 0.1, 0.01]),
+            ({"epochs": 3, "schedule": "constant", "warm_up": 1}, [0.5, 1, 1]),
+            ({"epochs": 3, "schedule": "cosine", "warm_up": 1}, [0.5, 0.5 + 0.5**1.5, 0.5 - 0.5**1.5]),
+        ],
+    )
+    def test_without_a_length_no_epoch_is_lost(self, settings, wanted):
+        learner = Notebook(TrainSettings(lr=1.0, **settings))
+        for number in range(settings["epochs"]):
+            list(PlainSteps(learner, iter("ab")).epoch(number))
+        assert learner.rates == pytest.approx([lr for lr in wanted for _ in "ab"])
+
+    def test_batches_beyond_their_length_have_the_last_rate(self):
+        class Short(Numbered):
+            def __len__(self):
+                return 2
+
+        learner = Notebook(TrainSettings(epochs=1, lr=1.0, schedule="cosine"))
+        list(PlainSteps(learner, Short()).epoch(0))
+        assert learner.rates == pytest.approx([1.0, 0.5, 0.5])
 
     def test_a_step_is_taken_only_when_it_is_asked_for(self):
         learner = Notebook(TrainSettings(epochs=1))
@@ -117,17 +147,46 @@ class TestLearner:
         seen = []
 
         def loss_fn(model, batch):
-            seen.append((batch["x"].tolist(), batch["more"][0].tolist(), batch["name"]))
+            seen.append((batch["x"].tolist(), batch["more"][0].tolist(), batch["name"], batch["scale"].item()))
             return model(batch["x"]).mean()
 
         x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-        batch = {"x": x, "more": [torch.arange(4)], "name": "a"}
+        batch = {"x": x, "more": [torch.arange(4)], "name": "a", "scale": torch.tensor(2.0)}
         learner = Learner(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
         learner.learn(batch)
-        assert seen == [([[1.0], [2.0]], [0, 1], "a"), ([[3.0], [4.0]], [2, 3], "a")]
+        assert seen == [([[1.0], [2.0]], [0, 1], "a", 2.0), ([[3.0], [4.0]], [2, 3], "a", 2.0)]
         batch["x"] = torch.ones(3, 1)
         with pytest.raises(TrainingError, match="a batch of 3 cannot be cut into 2 equal micro-batches"):
             learner.learn(batch)
+
+    def test_a_loss_that_cannot_be_differentiated(self):
+        class Backward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, error):
+                ctx.error = error
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                raise ctx.error
+
+        def in_place(model, batch):
+            y = model(batch).exp()
+            y += 1
+            return y.mean()
+
+        def failing(error):
+            return lambda model, batch: Backward.apply(model(batch).mean(), error)
+
+        model, x = nn.Linear(4, 3), torch.ones(2, 4)
+        with pytest.raises(TrainingError, match=r"by an inplace operation.*\); let the network and") as caught:
+            Learner(model, TrainSettings(), in_place).learn(x)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(TrainingError, match=r"differentiated \(KeyError: 'of a user'\); check that backward"):
+            Learner(model, TrainSettings(), failing(KeyError("of a user"))).learn(x)
+        for error in (torch.OutOfMemoryError("CUDA out of memory"), DataError("a line of ours")):
+            with pytest.raises(type(error), match=str(error)):
+                Learner(model, TrainSettings(), failing(error)).learn(x)
 
     def test_channels_last(self):
         model = nn.Conv2d(3, 4, 3)

@@ -46,6 +46,17 @@ class TestEvaluate:
         truth = -sum(math.log(row.double().softmax(0)[t]) for row, t in zip(x, y, strict=True)) / 31
         assert found.loss == pytest.approx(truth, rel=1e-6)
 
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_what_is_not_finite_is_never_right(self, bad):
+        logits, labels = torch.full((4, 7), bad), torch.zeros(4, dtype=torch.long)
+        found = evaluate(nn.Identity(), [(logits, labels)])
+        assert (found.top1, found.top5) == (0.0, 0.0)
+        assert math.isnan(found.loss)
+        logits[1:] = torch.arange(7.0, 0.0, -1.0)
+        logits[1, 6], logits[2:, 6] = -math.inf, 9.0
+        found = evaluate(nn.Identity(), [(logits, labels)])
+        assert (found.top1, found.top5) == (25.0, 75.0)
+
     def test_eval_mode_within_and_all_modes_back(self):
         model = Net()
         model[1].eval()
@@ -244,7 +255,7 @@ class TestFit:
                 return iter(batches())
 
         epochs = fit(Net(), Stream(), short())
-        assert [epoch.lr for epoch in epochs] == pytest.approx([0.05, 0.0])
+        assert [epoch.lr for epoch in epochs] == pytest.approx([0.05 + 0.05 * 0.5**0.5, 0.05 - 0.05 * 0.5**0.5])
 
     def test_no_epochs_change_nothing(self):
         model = Net()

@@ -63,7 +63,8 @@ def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
 def sums_of(logits: Any, labels: Tensor) -> Tensor:
     """Sums over a batch, in float64 [3]: cross entropy, right answers, right ones among the first five (else NaN).
 
-    Nothing waits for the device. A label outside the classes, which would end the work of a GPU, counts as the nearest
+    Nothing waits for the device. An answer whose cross entropy is not finite is never right, so that NaN is no class 0.
+    A label outside the classes, which would end the work of a GPU, counts as the nearest
     class in the cross entropy; :func:`evaluate` refuses it after the last batch.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(labels):
@@ -74,13 +75,14 @@ def sums_of(logits: Any, labels: Tensor) -> Tensor:
             f"labels of shape {tuple(labels.shape)} and {labels.dtype} cannot be compared with answers; "
             "give the number of the class for each image"
         )
-    loss = F.cross_entropy(logits.float(), labels.long().clamp(0, logits.shape[1] - 1), reduction="sum")
-    first = (logits.argmax(1) == labels).sum()
+    losses = F.cross_entropy(logits.float(), labels.long().clamp(0, logits.shape[1] - 1), reduction="none").double()
+    sound, loss = losses.isfinite(), losses.sum()
+    first = ((logits.argmax(1) == labels) & sound).sum()
     if logits.shape[1] > FIVE:
-        five = (logits.topk(FIVE, 1).indices == labels[:, None]).sum()
+        five = ((logits.topk(FIVE, 1).indices == labels[:, None]) & sound[:, None]).sum()
     else:
         five = torch.full_like(loss, float("nan"))
-    return torch.stack([loss.double(), first.double(), five.double()])
+    return torch.stack([loss, first.double(), five.double()])
 
 
 @torch.no_grad()

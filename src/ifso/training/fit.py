@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ifso.curvature.losses import LossFn
+from ifso.data.fitting import same_random_numbers
 from ifso.errors import IfsoError, TrainingError
 from ifso.training.crew import Crew
 from ifso.training.lane import Epoch, Lane, Watch
@@ -30,11 +31,11 @@ def fit(
     """Train ``model`` in place and in train mode for ``settings.epochs`` rounds over ``batches``.
 
     Afterwards modes are as before. The rate changes at every step if ``batches`` have a length, else once an epoch.
-    Batches with ``set_epoch`` are told 0, 1, …, and dropout follows ``settings.seed``, so that the same call gives the
-    same weights; the global random state is left alone. On a GPU, batches held there (see :mod:`ifso.data`) are
-    learned from in one CUDA graph a step. The loss is the cross entropy with the settings' label smoothing unless
-    given; for distillation give ``loss_fn=distillation(teacher)``. With ``cutmix`` the batches must be mixed ones, as
-    :func:`ifso.training.lessons.lessons` makes them.
+    Batches with ``set_epoch`` are told 0, 1, …, and dropout and what is random in batches follow ``settings.seed``, so
+    that the same call gives the same weights; the global random states are left alone. On a GPU, batches held there
+    (see :mod:`ifso.data`) are learned from in one CUDA graph a step. The loss is the cross entropy with the settings'
+    label smoothing unless given; for distillation give ``loss_fn=distillation(teacher)``. With ``cutmix`` the batches
+    must be mixed ones, as :func:`ifso.training.lessons.lessons` makes them.
     """
     if loss_fn is None and settings.distill:
         raise TrainingError(
@@ -72,8 +73,8 @@ def fit_side_by_side(lanes: Sequence[Lane]) -> list[IfsoError | None]:
 
 @contextmanager
 def own_random_numbers(models: Sequence[nn.Module], seed: int) -> Iterator[None]:
-    """Within it random numbers follow ``seed``; afterwards the global generators are as they were."""
+    """Within it torch's random numbers follow ``seed``; then the global states, also numpy's and Python's, are back."""
     devices = sorted({p.device for model in models for p in model.parameters() if p.is_cuda}, key=str)
-    with torch.random.fork_rng(devices=devices):
+    with same_random_numbers(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield

@@ -18,6 +18,7 @@ from ifso.training.headline import AVERAGES, detects
 from ifso.training.lane import Measures
 from ifso.training.losses import cross_entropy
 from ifso.training.measuring import explaining, quality
+from ifso.training.optimizers import untrainable
 from ifso.training.settings import TrainSettings
 
 Result = TypeVar("Result")
@@ -32,7 +33,7 @@ def examination(
     """
     if detects(data):
         check_evaluator()
-    batches = evaluated_batches(data, next(model.parameters()).device, validation=validation)
+    batches = evaluated_batches(data, _device(model), validation=validation)
     examiner = Examiner(batches, settings.precision)
 
     def measures(network: nn.Module) -> Measures:
@@ -48,6 +49,12 @@ def examination(
         return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
     return measures
+
+
+def _device(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    raise untrainable(model)
 
 
 def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:

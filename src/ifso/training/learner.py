@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ifso.criteria.ranks import among_ranks
 from ifso.curvature.capturing import captures_go_to
-from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.losses import LossFn, checked, one_line, undisturbed
+from ifso.curvature.memory import out_of_memory
+from ifso.errors import IfsoError, TrainingError
 from ifso.processes import several
 from ifso.pruning.ranks import number_of_each
 from ifso.training.averaging import Ema
@@ -77,7 +79,8 @@ class Learner:
                 self._in_step(number == parts - 1),
             ):
                 loss = checked(self._loss_fn(net, part)) / parts
-            self._scaler.scale(loss).backward()
+            with _differentiating():
+                self._scaler.scale(loss).backward()
             self.total += loss.detach()
 
     def _has_spare(self, batch: Any) -> bool:
@@ -85,7 +88,8 @@ class Learner:
         wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with undisturbed(self.model), autocast(self.settings.precision, self.device):
             loss = checked(self._loss_fn(self.model, part_of(batch, 0, self.settings.accumulate)))
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            with _differentiating():
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
         if isinstance(self._loss_fn, NamedLosses):
             self._loss_fn.taken()
         return any(number_of_each(any(gradient is None for gradient in found)))
@@ -117,6 +121,19 @@ class Learner:
     def _in_step(self, last: bool) -> AbstractContextManager[Any]:
         """Processes exchange gradients once a step, with the last micro-batch."""
         return nullcontext() if last or not several() else self._net.no_sync()  # type: ignore[operator,union-attr]
+
+
+@contextmanager
+def _differentiating() -> Iterator[None]:
+    """One clear line where a loss cannot be differentiated; memory that has run out is told of as it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, IfsoError) or out_of_memory(error):
+            raise
+        in_place = "let the network and its loss change no tensors in place (x += y, ReLU(inplace=True))"
+        hint = in_place if "inplace operation" in str(error) else "check that backward() of the loss works"
+        raise TrainingError(f"the loss of a batch cannot be differentiated ({one_line(error)}); {hint}") from error
 
 
 def _exchanging(model: nn.Module, spare: bool) -> nn.Module:

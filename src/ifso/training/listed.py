@@ -46,7 +46,9 @@ def of_batch(example_inputs: Any, batch: int) -> Any:
 
 
 def part_of(batch: Any, number: int, parts: int) -> Any:
-    """Micro-batch ``number`` of ``parts``: of every tensor, or of every list; whatever is neither stays as it is.
+    """Micro-batch ``number`` of ``parts``: of every tensor, or of every list.
+
+    Whatever is neither stays as it is, and so does a tensor of no dimension.
 
     >>> images, targets = part_of(([torch.zeros(3, 4, 4), torch.ones(3, 2, 2)], ["first", "second"]), 1, 2)
     >>> images[0].shape, targets
@@ -68,7 +70,7 @@ def _cut_list(values: Any, number: int, parts: int) -> Any:
 
 
 def _cut(leaf: Any, number: int, parts: int) -> Any:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or not leaf.dim():
         return leaf
     _refuse_uneven(len(leaf), parts)
     return leaf.chunk(parts)[number]

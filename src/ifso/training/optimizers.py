@@ -9,6 +9,13 @@ from ifso.errors import TrainingError
 from ifso.training.settings import TrainSettings
 
 
+def untrainable(model: nn.Module) -> TrainingError:
+    """What to say of a network without parameters."""
+    return TrainingError(
+        f"{type(model).__name__} has no parameter to train; set requires_grad of some, or give another network"
+    )
+
+
 def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None = None) -> torch.optim.SGD:
     """SGD with momentum for the parameters of ``model`` that take part in training, each once.
 
@@ -22,9 +29,7 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise TrainingError(
-            f"{type(model).__name__} has no parameter to train; set requires_grad of some, or give another network"
-        )
+        raise untrainable(model)
     rate = settings.lr if lr is None else lr
     optimizer = torch.optim.SGD(
         [{**group, "lr": rate} for group in _groups(parameters, settings)],

@@ -95,7 +95,7 @@ def train_side_by_side(
                 stack.push(partial(_discard_after_error, folder))
             alike = sum(other.teacher is training.teacher for other in trainings)
             lane = RunningTraining(training, folder, listener, _lesson(training, listener, tables, ranks, alike))
-            crew.add(lane, partial(_end, outcomes, number, lane))
+            crew.add(lane, partial(_end, outcomes, number, lane, crew))
         while crew.size:
             crew.turn()
     return outcomes
@@ -155,8 +155,12 @@ class RunningTraining(Lane):
                 f"{2 * self.settings.accumulate} micro-batches, or train fewer networks side by side"
             ) from error
         for note in self.notes:
-            self._listener.said(f"{self._training.name}: {note}")
+            self.say(note)
         self._finish()
+
+    def say(self, line: str) -> None:
+        """The line for a person, with the name of the training."""
+        self._listener.said(f"{self._training.name}: {line}")
 
     def _resumed(self) -> int:
         """What was written beyond the checkpoint goes."""
@@ -297,11 +301,19 @@ def _measures_of(training: Training, listener: Listener) -> Callable[[nn.Module]
 
 
 def _end(
-    outcomes: list[dict[str, Any] | IfsoError], number: int, lane: RunningTraining, failure: IfsoError | None
+    outcomes: list[dict[str, Any] | IfsoError],
+    number: int,
+    lane: RunningTraining,
+    crew: Crew,
+    failure: IfsoError | None,
 ) -> None:
-    """Other networks go on; other ranks cannot, and wait for this one until it goes."""
+    """Other networks go on, and a failure is told at once; other ranks cannot, and wait for this one until it goes."""
     outcomes[number] = lane.summary if failure is None else failure
-    if failure is not None and lane.folder is not None:
+    if failure is None:
+        return
+    if lane.folder is not None:
         _discard_if_empty(lane.folder)
-    if failure is not None and several():
+    if several():
         raise failure
+    if crew.size:
+        lane.say(f"failed: {failure}")

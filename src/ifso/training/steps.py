@@ -15,7 +15,9 @@ from ifso.errors import DataError, TrainingError
 from ifso.processes import several
 from ifso.pruning.ranks import number_of_each, together
 from ifso.training.learner import Learner
+from ifso.training.own_batches import batches_of
 from ifso.training.schedule import rate, rates
+from ifso.training.settings import TrainSettings
 
 NO_GRAPH = "the step cannot be captured as a CUDA graph"
 WARM_UP = 3
@@ -34,38 +36,58 @@ class Steps(Protocol):
 
 
 class PlainSteps:
-    """Every batch of an epoch, one after another. Without a length the rate changes once an epoch."""
+    """Every batch of an epoch, one after another.
+
+    Without a length an epoch has one rate: that of its middle, so that no epoch is lost to a rate of 0. Milestones
+    count from the beginning of an epoch.
+    """
 
     def __init__(self, learner: Learner, batches: Any) -> None:
         self._learner, self._batches, self.count = learner, batches, 0
 
     def epoch(self, number: int) -> Iterator[bool]:
-        """Batches with ``set_epoch`` are told the number."""
-        if hasattr(self._batches, "set_epoch"):
-            self._batches.set_epoch(number)
-        settings, self.count = self._learner.settings, 0
-        steps = max(len(self._batches), 1) if hasattr(self._batches, "__len__") else 1
-        for batch in of_all_ranks(self._batches):
-            done = number + min(self.count / steps, 1.0)
-            self._learner.set_rate(rate(settings, done / settings.epochs, steps))
+        """Batches with ``set_epoch`` are told the number; what is random in a user's depends on it and the seed."""
+        self.count, seed = 0, self._learner.settings.seed
+        steps = len(self._batches) if hasattr(self._batches, "__len__") else None
+        for batch in of_all_ranks(batches_of(self._batches, seed, number), steps):
+            self._learner.set_rate(self._rate(number, steps))
             self._learner.learn(batch)
             self.count += 1
             yield True
 
+    def _rate(self, number: int, steps: int | None) -> float:
+        """The rate of the next step in epoch ``number``; batches beyond their length have that of the last one."""
+        settings = self._learner.settings
+        if steps is None:
+            return rate(settings, _representative(settings, number) / settings.epochs)
+        done = min(self.count, steps - 1) / steps if steps else 0.0
+        return rate(settings, (number + done) / settings.epochs, max(steps, 1))
 
-def of_all_ranks(batches: Any) -> Iterator[Any]:
+
+def _representative(settings: TrainSettings, number: int) -> float:
+    """The moment, in epochs, whose rate all of epoch ``number`` has.
+
+    >>> _representative(TrainSettings(schedule="cosine"), 3), _representative(TrainSettings(), 3)
+    (3.5, 3)
+    >>> [_representative(TrainSettings(warm_up=1.25), number) for number in range(3)]
+    [0.5, 1.25, 2]
+    """
+    middle = number + 0.5
+    return max(number, min(middle, settings.warm_up)) if settings.schedule == "step" else middle
+
+
+def of_all_ranks(batches: Iterator[Any], length: int | None) -> Iterator[Any]:
     """The batches; ranks that do not have equally many are refused, since each step is one of all ranks."""
     if not several():
         yield from batches
         return
-    length = len(batches) if hasattr(batches, "__len__") else -1
-    lengths = number_of_each(length)
+    lengths = number_of_each(-1 if length is None else length)
     if len(set(lengths)) > 1:
         raise DataError(f"ranks have {', '.join(map(str, lengths))} training batches; give each equally many")
-    yield from _as_many(batches, length) if length >= 0 else _while_all_have(batches)
+    yield from _while_all_have(batches) if length is None else _as_many(batches, length)
 
 
-def _as_many(batches: Any, length: int) -> Iterator[Any]:
+def _as_many(batches: Iterator[Any], length: int) -> Iterator[Any]:
     number = 0
     for number, batch in enumerate(batches, 1):
         if number <= length:
@@ -74,10 +96,10 @@ def _as_many(batches: Any, length: int) -> Iterator[Any]:
         raise DataError(f"len() of the training batches is {length}, but {number} came; other ranks rely on it")
 
 
-def _while_all_have(batches: Any) -> Iterator[Any]:
-    number, items = 0, iter(batches)
+def _while_all_have(batches: Iterator[Any]) -> Iterator[Any]:
+    number = 0
     while True:
-        batch = together(lambda: next(items, None))
+        batch = together(lambda: next(batches, None))
         there = number_of_each(batch is not None)
         if not any(there):
             return
