@@ -160,6 +160,14 @@ def test_the_list_of_all_studies_counts_what_is_done(tmp_path, capsys):
     assert list(found) == list(studies())
     assert found["table2"] == {"study": "table2", "title": "ResNet-32 on CIFAR-10", "runs": 32, "done": 1}
     assert {each["done"] for name, each in found.items() if name.startswith("table") and name != "table2"} == {0}
+    damaged = tmp_path / "results" / f"{ROW}.ifso.ours.0.json"
+    damaged.write_text("{")
+    assert main(["repro", "--list", "--json", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    counts = {each["study"]: each for each in json.loads(capsys.readouterr().out)["studies"]}["table2"]
+    assert (counts["done"], counts["damaged"]) == (1, 1)
+    assert main(["repro", "--list", "--out", str(tmp_path)]) == 0
+    assert re.search(r"table2 .* 1 of 96, 1 damaged ", capsys.readouterr().out)
+    damaged.unlink()
     assert main(["repro", "--list", "--out", str(tmp_path)]) == 0
     assert re.search(r"table2 .* 1 of 96 ", capsys.readouterr().out)
     for elsewhere in (["--validation", "50"], ["--smoke"]):
@@ -234,7 +242,30 @@ def test_from_data_to_the_table_of_results(tmp_path, capsys, monkeypatch):
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()
     assert "units_per_step is 2 and was 3; lr is 0.01 and was 0.02; give another --out" in err
-    assert len(json.loads(out)["runs"]) == 2
+    document = json.loads(out)
+    assert (document["runs"], len(document["failures"])) == ([], 2)
+
+
+def test_a_damaged_result_is_told_once_and_the_others_are_shown(tmp_path, capsys, monkeypatch):
+    tiny_jobs(tmp_path, monkeypatch)
+    AtOnce.made = []
+    monkeypatch.setattr(running, "Prunings", AtOnce)
+    place = tmp_path / "results" / "tiny-cifar10-40.ifso.paper.0.json"
+    place.parent.mkdir()
+    place.write_text('{"row": "tiny-ci')
+    words = ["repro", "tiny", "--data", f"cifar10:{few_images(tmp_path)}", "--epochs", "1", "--out", str(tmp_path)]
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert line.startswith(f"ifso: error: tiny-cifar10-40.ifso.paper.0: {place} is damaged (")
+    assert "1 runs done, 1 failed" in out
+    assert main([*words, "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert [run["recipe"] for run in document["runs"]] == ["ours"]
+    assert [failure["run"] for failure in document["failures"]] == ["tiny-cifar10-40.ifso.paper.0"]
+    assert main([*words, "--list", "--json"]) == 0
+    states = {entry["run"]: entry["state"] for entry in json.loads(capsys.readouterr().out)["runs"]}
+    assert states == {"tiny-cifar10-40.ifso.paper.0": "damaged", "tiny-cifar10-40.ifso.ours.0": "done"}
 
 
 @pytest.mark.slow

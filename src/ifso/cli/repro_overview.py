@@ -9,7 +9,7 @@ from typing import Any
 from ifso.cli.output import console, print_json
 from ifso.errors import IfsoError
 from ifso.repro.plans import Study
-from ifso.repro.results import path_of
+from ifso.repro.results import path_of, state_of
 from ifso.repro.rows import studies, study
 
 
@@ -28,12 +28,14 @@ def run(args: argparse.Namespace, results: Path, seeds: int | None) -> int:
     for heading in ("study", "what", "done"):
         table.add_column(heading)
     for each in found:
-        table.add_row(each["study"], each["title"], f"{each['done']} of {each['runs']}")
+        damaged = f", {each['damaged']} damaged" if "damaged" in each else ""
+        table.add_row(each["study"], each["title"], f"{each['done']} of {each['runs']}{damaged}")
     console().print(table)
     return 0
 
 
 def _overview(chosen: Study, results: Path, smoke: bool, seeds: int | None) -> dict[str, Any]:
     jobs = study(chosen.name, seeds=seeds)
-    done = sum(path_of(job.name, results, smoke=smoke).exists() for job in jobs)
-    return {"study": chosen.name, "title": chosen.title, "runs": len(jobs), "done": done}
+    states = [state_of(path_of(job.name, results, smoke=smoke)) for job in jobs]
+    damaged = {"damaged": states.count("damaged")} if "damaged" in states else {}
+    return {"study": chosen.name, "title": chosen.title, "runs": len(jobs), "done": states.count("done"), **damaged}

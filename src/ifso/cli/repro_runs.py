@@ -196,7 +196,7 @@ def _run(args: argparse.Namespace, shop: Workshop, jobs: Sequence[Job], place: R
     return {
         "studies": list(args.studies),
         "smoke": shop.smoke,
-        "runs": [asdict(result) for result in _results(shop, jobs)] if place.rank == 0 else [],
+        "runs": [] if place.rank else [asdict(result) for result in _results(shop, jobs, failures)],
         "failures": [dict(zip(("run", "reason", "status"), failure, strict=True)) for failure in failures],
         "status": next((failure[2] for failure in failures), 0),
     }
@@ -217,10 +217,12 @@ def _tell(failures: Sequence[Sequence[Any]]) -> None:
         complain(f"error: {names[0]}{more}: {reason}")
 
 
-def _results(shop: Workshop, jobs: Sequence[Job]) -> list[AnyResult]:
+def _results(shop: Workshop, jobs: Sequence[Job], failures: Sequence[Sequence[Any]]) -> list[AnyResult]:
+    """Those of the runs that did not fail: a file of one that did is damaged, or of something else."""
     from ifso.repro.results import path_of, read_file
 
-    places = [path_of(job.name, shop.results, smoke=shop.smoke) for job in jobs]
+    failed = {name for name, *_ in failures}
+    places = [path_of(job.name, shop.results, smoke=shop.smoke) for job in jobs if job.name not in failed]
     return [read_file(place) for place in places if place.exists()]
 
 
@@ -231,10 +233,11 @@ def _listed(shop: Workshop, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def _state(shop: Workshop, job: Job) -> str:
-    from ifso.repro.results import path_of
+    from ifso.repro.results import path_of, state_of
 
-    if path_of(job.name, shop.results, smoke=shop.smoke).exists():
-        return "done"
+    state = state_of(path_of(job.name, shop.results, smoke=shop.smoke))
+    if state is not None:
+        return state
     if (shop.work / "training" / job.name).exists():
         return "fine-tuning begun"
     if shop.is_pruned(job):

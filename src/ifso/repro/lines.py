@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ifso.repro.comparison import Spread
@@ -26,10 +28,13 @@ WORDS = 2
 
 
 class Runs:
-    """Results by what they have in common but for the seed; those of smoke runs are left out."""
+    """Results by what they have in common but for the seed; those of smoke runs are left out.
+
+    Of a data set only those that were made with other data than most tell their ``data``.
+    """
 
     def __init__(self, results: Iterable[AnyResult]) -> None:
-        self.all = [result for result in results if not result.smoke]
+        self.all = _of_other_data_marked([result for result in results if not result.smoke])
         self._found: dict[tuple[str, str, str], list[AnyResult]] = {}
         for result in self.all:
             key = (result.row, method_name(result.criterion, result.variant), result.recipe)
@@ -53,18 +58,34 @@ class Runs:
         return []
 
 
+def _of_other_data_marked(results: Sequence[AnyResult]) -> list[AnyResult]:
+    """Those made with what most of them were made with, or an older ifso, do not tell their data any more."""
+    told: dict[str, Counter[str]] = {}
+    for result in results:
+        told.setdefault(_data_set(result), Counter()).update([result.data] if result.data else [])
+    usual = {name: [digest for digest, _ in counted.most_common(1)] for name, counted in told.items()}
+    return [replace(result, data="") if result.data in usual[_data_set(result)] else result for result in results]
+
+
+def _data_set(result: AnyResult) -> str:
+    """The name of its data: a row is called by network, data and per cent."""
+    return result.row.rsplit("-", 2)[-2] if result.row.count("-") > 1 else ""
+
+
 def usual_epochs(job: Job) -> int:
     """For how long the recipe of a job fine-tunes."""
     return job.row.finetune["epochs"] if job.recipe == "paper" else job.train_settings().epochs
 
 
 def otherwise(job: Job, result: AnyResult) -> tuple[str, ...]:
-    """In what a result was not made as its row and recipe say, in words."""
+    """In what a result of :class:`Runs` was not made as its row and recipe say, or as most others, in words."""
     epochs = [] if result.epochs == usual_epochs(job) else [f"{result.epochs} epochs"]
     options = result.prune.get("criterion")
     usual = {**job.prune, "seed": result.prune.get("seed"), "criterion": options}
     changed = [f"{key}={value}" for key, value in result.prune.items() if usual.get(key) != value]
-    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options), *of_other_networks(job, result))
+    networks = of_other_networks(job, result)
+    data = [f"other data ({result.data})"] if result.data else []
+    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options), *networks, *data)
 
 
 def of_other_networks(job: Job, result: AnyResult) -> list[str]:

@@ -93,4 +93,5 @@ def _common(shop: Workshop, job: Job, lane: Lane, measure: str) -> dict[str, Any
         "prune": shop.prune_options(job),
         "base": job.row.base.as_dict(),
         "smoke": shop.smoke,
+        "data": shop.data_of(job.row),
     }

@@ -90,7 +90,11 @@ class Prunings:
         if answer != DONE:
             self._failures[self._name(job)] = PruningFailed(*answer)
             return
-        facts = self._shop.prune_facts(job)
+        try:
+            facts = self._shop.prune_facts(job)
+        except IfsoError as error:
+            self._failures[self._name(job)] = PruningFailed(str(error), error.exit_status)
+            return
         kept, found = facts["shares"]["macs"], facts["measures"][-1]
         worth = found.get("accuracy", found.get("map"))
         words = "" if worth is None else f"{worth:.2f} %, "

@@ -23,6 +23,7 @@ class _Outcome:
     variant: dict[str, Any]
     prune: dict[str, Any]
     history: list[dict[str, Any]]
+    data: str
 
     def __post_init__(self) -> None:
         """Refuse what cannot have come out of a run."""
@@ -62,7 +63,7 @@ class Result(_Outcome):
     of pruning. ``variant`` holds the options that differ from the row's, ``train`` and ``prune`` all of them (in
     ``prune``, ``criterion`` are those of the criterion), ``base`` how the unpruned network was got. ``teacher``, where
     it is another than the unpruned network, has a ``task``, a ``base`` and its ``top1``. A ``smoke`` result only shows
-    that things run.
+    that things run. ``data`` is a digest that tells the data from others, empty in older files.
     """
 
     measure: ClassVar[str] = "top1"
@@ -90,6 +91,7 @@ class Result(_Outcome):
     base: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False
     teacher: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot have come out of a run."""
@@ -136,13 +138,14 @@ class DetectionResult(_Outcome):
     prune: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False
+    data: str = ""
 
 
 AnyResult = Result | DetectionResult
 KIND_OF = {"last_map": DetectionResult}
 """By a field that no other kind has."""
 
-LATER = ("teacher",)
+LATER = ("teacher", "data")
 """Fields that older files do not have."""
 
 
@@ -189,6 +192,17 @@ def read_file(path: Path) -> AnyResult:
     if result.name != path.stem:
         raise IfsoError(f"{path} holds the result of {_one_line(result.name)}; give it back its name")
     return result
+
+
+def state_of(path: Path) -> str | None:
+    """Is a run ``"done"``, or the file of its result ``"damaged"``? None if there is none."""
+    if not path.exists():
+        return None
+    try:
+        read_file(path)
+    except IfsoError:
+        return "damaged"
+    return "done"
 
 
 def _one_line(error: Exception | str) -> str:

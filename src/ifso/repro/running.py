@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,22 +19,24 @@ from torch import nn
 
 from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError
-from ifso.pruning.folder import differences
 from ifso.repro import detectors
+from ifso.repro.done import refuse_other_result
+from ifso.repro.identity import identity
 from ifso.repro.jobs import Job
 from ifso.repro.outcomes import Measure, detection_result_of, result_of
 from ifso.repro.plans import Row
-from ifso.repro.provenance import other_networks
 from ifso.repro.prunings import Prunings
+from ifso.repro.remains import THAT_FOLDER
 from ifso.repro.results import AnyResult, path_of, read_file, write
 from ifso.repro.workshop import Workshop
 from ifso.surgery.files import FolderLock
+from ifso.surgery.recipe import digest_of
 from ifso.training.crew import Crew
 from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.fit import own_random_numbers
 from ifso.training.lane import Epoch, Lane, Watch
 from ifso.training.lessons import Tables, lessons
-from ifso.training.settings import LATER
+from ifso.training.origin import DATA, START, TEACHER, Origin
 
 Say = Callable[[str], None]
 EVERY, FINAL = 5, 10
@@ -41,9 +44,6 @@ EVERY, FINAL = 5, 10
 
 PAUSE = 0.2
 """Seconds between two looks at what can be taken up."""
-
-OF_THE_MACHINE = ("precision", "channels_last", "compile")
-"""Settings of a training that may be others than those of a result that is there."""
 
 
 class Failure(NamedTuple):
@@ -114,22 +114,13 @@ class Running:
     # ---------------------------------------------------------------------------------------------- what comes next
 
     def _enter(self, job: Job) -> None:
-        """Wait in line, unless there is a result, which must be one of the same settings.
-
-        An older one does not say what options its criterion had; it is taken to have had these.
-        """
+        """Wait in line, unless there is a result, which must be one of the same settings and data."""
         place = path_of(job.name, self._shop.results, smoke=self._shop.smoke)
-        if not place.exists():
-            self._shop.check(job)
-            self._waiting[job.name] = job
+        if place.exists():
+            refuse_other_result(self._shop, job, read_file(place), place)
             return
-        result, now = read_file(place), self._shop.prune_options(job)
-        found = differences(_training(self._shop.settings(job).as_dict()), _training(result.train))
-        found += differences(now, {"criterion": now["criterion"], **result.prune})
-        for part, network, before in () if result.smoke else other_networks(job, result):
-            found += differences({part: network}, {part: before})
-        if found:
-            raise RunError(f"{place} is of other settings: {'; '.join(found)}; give another --out, or remove it")
+        self._shop.check(job)
+        self._waiting[job.name] = job
 
     def _fill(self) -> None:
         """Take up what can be taken up."""
@@ -176,8 +167,10 @@ class Running:
         settings, data = self._shop.base_settings(row), self._shop.open(row, 0)
         model = self._shop.placed(self._shop.fresh(row, data.num_classes))
         batches, loss_fn = lessons(data, settings)
-        folder = self._shop.work / "training" / row.task
-        watch = self._watch(f"{row.task} unpruned", row, data, settings.epochs, folder)
+        watch = self._watch(f"{row.task} unpruned", row, data, settings.epochs)
+        watch = replace(
+            watch, folder=self._shop.trainings / row.task, origin=Origin({DATA: identity(data)}, THAT_FOLDER)
+        )
         self._in_training[row.task] = lock
         self._say(f"training {row.task} for {settings.epochs} epochs")
         lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
@@ -185,7 +178,7 @@ class Running:
 
     def _locked(self, row: Row) -> FolderLock | None:
         """The right to train an unpruned network; None while another process does."""
-        folder = self._shop.work / "training" / row.task
+        folder = self._shop.trainings / row.task
         try:
             folder.mkdir(parents=True, exist_ok=True)
             return FolderLock(folder / ".lock")
@@ -221,18 +214,24 @@ class Running:
 
     def _finetune(self, job: Job) -> None:
         self._shop.refuse_other_pruning(job)
+        self._shop.prune_facts(job)
         settings, data = self._shop.settings(job), self._shop.open(job.row, job.seed)
         unpruned, _ = self._base(job.row, data)
         self._shop.refuse_other_start(job, unpruned)
         teacher, _ = self._base(job.teacher or job.row, data)
-        model = self._shop.trainable(job, data)
+        pruned = self._shop.pruned(job, data)
+        digests = {START: digest_of(pruned), DATA: identity(data)}
+        if settings.distill:
+            digests[TEACHER] = digest_of(teacher)
+        model = self._shop.trainable(job, pruned, data)
         others = self._waiting.values()
         alike = 1 + sum(other.row.task == job.row.task and other.recipe == job.recipe for other in others)
         batches, loss_fn = lessons(data, settings, teacher, tables=self._tables, networks=alike, say=self._say)
         folder = self._shop.training_folder(job)
         if job.row.detects:
             detectors.memory_of_training(folder, unpruned, model, data, settings)
-        watch = self._watch(job.name, job.row, data, settings.epochs, folder)
+        watch = self._watch(job.name, job.row, data, settings.epochs)
+        watch = replace(watch, folder=folder, origin=Origin(digests, THAT_FOLDER))
         self._say(f"fine-tuning {job.name} for {settings.epochs} epochs")
         lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
         self._crew.add(lane, partial(self._finetuned, job, lane))
@@ -260,7 +259,7 @@ class Running:
         measure = detectors.averages(data, self._batches(data), lane.settings.precision)
         return detection_result_of(self._shop, job, lane, unpruned, worth, measure)
 
-    def _watch(self, name: str, row: Row, data: Data, epochs: int, folder: Any) -> Watch:
+    def _watch(self, name: str, row: Row, data: Data, epochs: int) -> Watch:
         """Detectors, whose evaluation takes long, are evaluated less often."""
         measure = self._measure(row, data, self._shop.train.get("precision", "float32"))
         every = max(1, epochs // detectors.EVALUATIONS) if row.detects else EVERY
@@ -270,7 +269,7 @@ class Running:
                 worth = epoch.measures["map" if row.detects else "top1"]
                 self._say(f"{name}: epoch {epoch.number} of {epochs}, loss {epoch.loss:.4f}, {worth:.2f} %")
 
-        return Watch(measure, every, 1 if row.detects else FINAL, tell, folder)
+        return Watch(measure, every, 1 if row.detects else FINAL, tell)
 
     def _batches(self, data: Data) -> Any:
         return evaluated_batches(data, self._shop.device, validation=bool(self._shop.validation))
@@ -282,16 +281,6 @@ class Running:
             return detectors.averages(data, self._batches(data), precision) if measured else None
         examiner = Examiner(self._batches(data), precision)
         return lambda model: {"top1": examiner(model).top1}
-
-
-def _training(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What sets one training apart from another; a setting of later times that is not used was always there.
-
-    >>> _training({"epochs": 2, "compile": True, "cutmix": 0.0})
-    {'epochs': 2}
-    """
-    apart = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
-    return {key: value for key, value in apart.items() if value or key not in LATER}
 
 
 @contextmanager

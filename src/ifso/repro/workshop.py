@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 import ifso
 from ifso.data import Data, open_data
-from ifso.data.generated import generated_images
 from ifso.errors import DataError, RecipeError, RunError
 from ifso.models import create_model, load_weights
 from ifso.pruning.folder import differences, read_config
 from ifso.pruning.presets import PRESETS
 from ifso.pruning.prune import prune
 from ifso.pruning.settings import Settings
-from ifso.repro import detectors
+from ifso.repro import detectors, kept, remains
+from ifso.repro.identity import identity
 from ifso.repro.jobs import Job, method_name
-from ifso.repro.plans import BOXES, Row
-from ifso.surgery.files import one_line, replacing, storable, write_tensors
+from ifso.repro.plans import Row
+from ifso.repro.smoke import SMOKE, SMOKE_PRUNE, few_removals, smoke_data
+from ifso.surgery.files import replacing, storable, write_tensors
 from ifso.surgery.recipe import digest_of
 from ifso.surgery.store import load
 from ifso.training.evaluation import evaluate
@@ -34,15 +34,9 @@ from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.task import loss_in
 
-SMOKE: Mapping[str, Any] = {"epochs": 1, "batch": 16}
-"""How long a network is trained in a smoke run, on a few generated images."""
-
-SMOKE_PRUNE: Mapping[str, Any] = {"accumulate": 1, "batches_per_score": 1, "batch": 8, "recalibrate": 2}
-SMOKE_REMOVALS = 2
-SMOKE_IMAGES = {"cifar10": 96, "cifar100": 96, "imagenet": 32}
 BATCH = 128
-BASE = "base"
-"""The entry in the header of a file that tells how an unpruned network was trained."""
+BASE, DATA = "base", "data"
+"""The entries in the header of a file that tell how an unpruned network was trained, and on which data."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +79,21 @@ class Workshop:
 
     def open(self, row: Row, seed: int) -> Data:
         """The data of a row, with the order and augmentation of ``seed``."""
-        if self.smoke and row.detects:
-            return detectors.smoke_boxes(self.device, seed)
         if self.smoke:
-            made_up = generated_images(row.data, device=self.device, seed=seed)
-            first = torch.arange(SMOKE_IMAGES[row.data], device=self.device)
-            return replace(made_up, train=made_up.train.part(first))
+            return smoke_data(row, self.device, seed)
         if row.data not in self.data:
             raise DataError(f"{row.name} needs {row.data}; give --data {row.data}:PATH, or --smoke")
         name = detectors.NAMES.get(row.data, f"{row.data}:{{}}").format(self.data[row.data])
         data = _opened(name, self.device, self.validation)
         return replace(data, seed=seed) if is_dataclass(data) and not isinstance(data, type) else data
+
+    def has_data(self, row: Row) -> bool:
+        """Is the data of a row given?"""
+        return self.smoke or row.data in self.data
+
+    def data_of(self, row: Row) -> str:
+        """What tells the data of a row from others."""
+        return identity(self.open(row, 0))
 
     def base_file(self, row: Row) -> Path:
         """Where the weights of the unpruned network are, or will be once it is trained."""
@@ -129,30 +127,26 @@ class Workshop:
         place = self.base_file(row)
         place.parent.mkdir(parents=True, exist_ok=True)
         with replacing(place) as new:
-            about = {"made by": f"ifso {ifso.__version__}", **({} if self.smoke else {BASE: json.dumps(row.base.made)})}
-            write_tensors(new, storable(model.state_dict()), about)
+            about = {"made by": f"ifso {ifso.__version__}", DATA: self.data_of(row)}
+            made = {} if self.smoke else {BASE: json.dumps(row.base.made)}
+            write_tensors(new, storable(model.state_dict()), {**about, **made})
 
     def told_base(self, row: Row) -> dict[str, Any] | None:
         """What the file of an unpruned network that was trained here tells of that; an older one tells nothing."""
         place = self.base_file(row)
-        if row.base.weights is not None or self.smoke or not place.is_file():
-            return None
-        try:
-            with safe_open(place, "pt") as file:
-                told = json.loads((file.metadata() or {}).get(BASE, "null"))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise RunError(f"{place} is damaged ({one_line(error)}); remove it, and it is trained again") from error
-        return told if isinstance(told, dict) else None
+        trained_here = row.base.weights is None and not self.smoke and place.is_file()
+        return kept.told_of_base(place, BASE) if trained_here else None
 
     def refuse_other_base(self, row: Row) -> None:
-        """RunError if the unpruned network that is there was trained otherwise than the row says now."""
-        told = self.told_base(row)
+        """RunError if the unpruned network that is there was trained otherwise, or on other data, than would be now."""
+        place, told = self.base_file(row), self.told_base(row)
         found = [] if told is None else differences(row.base.made, told)
         if found:
-            raise RunError(
-                f"{self.base_file(row)} was trained otherwise: {'; '.join(found)}; give another --out, or remove that "
-                "file and what was pruned from it"
-            )
+            what = remains.advice(*remains.of_base(self, row))
+            raise RunError(f"{place} was trained otherwise: {'; '.join(found)}; {what}")
+        trained_here = row.base.weights is None or self.smoke
+        if trained_here and place.is_file() and kept.header_of(place).get(DATA) not in (None, self.data_of(row)):
+            raise RunError(f"{place} was made with other data; {remains.advice(*remains.of_base(self, row))}")
 
     def placed(self, model: nn.Module) -> nn.Module:
         """On the device, in the memory layout for training."""
@@ -168,22 +162,31 @@ class Workshop:
         """Where a pruned network is, or will be."""
         chosen = self.pruning_of(job)
         name = f"{chosen.row.name}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
-        return self.work / ("smoke" if self.smoke else "pruned") / name
+        return self.prunings / name
+
+    @property
+    def prunings(self) -> Path:
+        """Where all pruned networks are."""
+        return self.work / ("smoke" if self.smoke else "pruned")
+
+    @property
+    def trainings(self) -> Path:
+        """Where the checkpoints of all trainings are."""
+        return self.work / "training"
 
     def training_folder(self, job: Job) -> Path:
         """Where the checkpoints of a fine-tuning are, the last of which holds the network."""
-        return self.work / "training" / job.name
+        return self.trainings / job.name
 
     def pruned(self, job: Job, data: Data) -> nn.Module:
         """The pruned network of a job, as pruning left it."""
         return self.placed(load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
 
-    def trainable(self, job: Job, data: Data) -> nn.Module:
-        """The pruned network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
+    def trainable(self, job: Job, pruned: nn.Module, data: Data) -> nn.Module:
+        """The ``pruned`` network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
 
         Detectors are large enough for a GPU as they are, and shall take less memory.
         """
-        pruned = self.pruned(job, data)
         if not self.device.startswith("cuda") or job.row.detects:
             return pruned
         wide = self.placed(self.fresh(job.row, data.num_classes))
@@ -198,7 +201,7 @@ class Workshop:
         options = {**job.variant.options, **self.prune}
         if self.smoke:
             usual = detectors.SMOKE_PRUNE if job.row.detects else SMOKE_PRUNE
-            options = {**usual, "units_per_step": _few_removals(job.row), **job.changes}
+            options = {**usual, "units_per_step": few_removals(job.row), **job.changes}
         return replace(self.pruning_of(job), variant=replace(job.variant, options=options))
 
     def prune_options(self, job: Job) -> dict[str, Any]:
@@ -209,25 +212,21 @@ class Workshop:
     def refuse_other_pruning(self, job: Job) -> None:
         """RunError if the pruned network that is there was made with other settings than would be used now."""
         folder = self.pruned_folder(job)
+        before = kept.pruned_as(folder)
+        if before.about.pop(DATA, None) not in (None, self.data_of(job.row)):
+            raise RunError(f"{folder} was made with other data; {remains.advice(*remains.of_pruning(self, job))}")
         now = {**_plain(self.prune_as(job)), **self.about(job)}
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            before, about = dict(config["settings"]), config["about"] or self.about(job)
-            rate = before.pop("optimizer")["groups"][0]["lr"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise RunError(f"{folder / 'config.json'} is damaged; remove that folder and prune again") from error
-        kept = {key: value for key, value in before.items() if key not in ("model", "weights")}
-        found = differences(now, {**kept, "lr": rate, **about})
+        found = differences(now, {**before.settings, **(before.about or self.about(job))})
         if found:
-            raise RunError(
-                f"{folder} was made otherwise: {'; '.join(found)}; give another --out, or remove that folder"
-            )
+            what = remains.advice(*remains.of_pruning(self, job))
+            raise RunError(f"{folder} was made otherwise: {'; '.join(found)}; {what}")
 
     def refuse_other_start(self, job: Job, unpruned: nn.Module) -> None:
         """RunError if the pruned network of ``job`` was made of another one than ``unpruned``."""
         folder = self.pruned_folder(job)
         if read_config(folder / "config.json")["settings"].get("weights") not in (None, digest_of(unpruned)):
-            raise RunError(f"{folder} was made of another unpruned network; give another --out, or remove that folder")
+            what = remains.advice(*remains.of_pruning(self, job))
+            raise RunError(f"{folder} was made of another unpruned network; {what}")
 
     def about(self, job: Job) -> dict[str, Any]:
         """What decides on a pruning beside the settings of ``ifso.prune``."""
@@ -239,8 +238,7 @@ class Workshop:
 
     def prune_facts(self, job: Job) -> dict[str, Any]:
         """Shares kept, seconds and accuracies of the pruning of a job; empty if that has not been done."""
-        place = self.pruned_folder(job) / "summary.json"
-        return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        return kept.facts_of(self.pruned_folder(job) / "summary.json")
 
 
 @cache
@@ -265,7 +263,7 @@ def prune_job(workshop: Workshop, job: Job) -> None:
             loss_in(workshop.prune_precision, data.loss_fn),
             example_inputs=data.example_inputs(),
             evaluate=_evaluation(workshop, row, data),
-            about=about,
+            about={**about, DATA: identity(data)},
             **{**changed.prune_keywords(), **where},
         )
 
@@ -289,18 +287,3 @@ def _plain(job: Job) -> dict[str, Any]:
     keywords, known = job.prune_keywords(), {entry.name for entry in fields(Settings)}
     settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()
     return {**json.loads(json.dumps(settings)), "lr": job.prune.get("lr", PRESETS["paper"]["learning_rate"])}
-
-
-def _few_removals(row: Row) -> int:
-    """Units that go at a time if there shall be two or three steps."""
-    return max(1, int(_units(row.network, row.data) * row.removed / 2 / SMOKE_REMOVALS))
-
-
-@cache
-def _units(network: str, data: str) -> int:
-    if data in BOXES:
-        return detectors.smoke_units()
-    images = generated_images(data)
-    with torch.random.fork_rng(devices=[]):
-        model = create_model(network, num_classes=images.num_classes)
-    return ifso.trace(model, images.example_inputs()).num_units

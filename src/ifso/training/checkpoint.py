@@ -80,33 +80,38 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(sorted(_described(_state(model)).items())).encode()).hexdigest()
 
 
-def refuse_other_model(model: nn.Module, before: Mapping[str, Any], where: Path | str) -> None:
+def refuse_other_model(
+    model: nn.Module, before: Mapping[str, Any], where: Path | str, advice: str | None = None
+) -> None:
     """RunError that names the first differences if ``before``, from :func:`about_model`, was another model."""
     if fingerprint(model) == before["fingerprint"]:
         return
     now = _described(_state(model))
-    refuse_other_tensors(now, before["tensors"], f"the training in {where} is of another network")
+    refuse_other_tensors(now, before["tensors"], f"the training in {where} is of another network", advice)
 
 
-def refuse_other_tensors(now: Mapping[str, str], before: Mapping[str, str], what: str) -> None:
-    """RunError that begins with ``what`` if names, shapes or dtypes differ."""
+def refuse_other_tensors(
+    now: Mapping[str, str], before: Mapping[str, str], what: str, advice: str | None = None
+) -> None:
+    """RunError that begins with ``what`` if names, shapes or dtypes differ, and ends with ``advice``."""
     found = [
         f"{name} is {now.get(name, 'not there')} and was {before.get(name, 'not there')}"
         for name in {**now, **before}
         if now.get(name) != before.get(name)
     ]
     if found:
-        raise RunError(f"{what}: {_first(found)}; resume with the same network, or train in another folder")
+        advice = advice or "resume with the same network, or train in another folder"
+        raise RunError(f"{what}: {_first(found)}; {advice}")
 
 
-def refuse_other_settings(now: TrainSettings, before: Mapping[str, Any], where: Path | str) -> None:
+def refuse_other_settings(
+    now: TrainSettings, before: Mapping[str, Any], where: Path | str, advice: str | None = None
+) -> None:
     """RunError that shows how ``now`` differs from the settings ``before``, which were read as JSON."""
     found = differences(now.as_dict(), before)
     if found:
-        raise RunError(
-            f"the training in {where} has other settings: {_first(found)}; resume with the same, "
-            "or train in another folder"
-        )
+        advice = advice or "resume with the same, or train in another folder"
+        raise RunError(f"the training in {where} has other settings: {_first(found)}; {advice}")
 
 
 def rng_states(device: torch.device | str) -> dict[str, Tensor]:

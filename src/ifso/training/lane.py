@@ -30,6 +30,7 @@ from ifso.training.checkpoint import (
 from ifso.training.learner import Learner
 from ifso.training.losses import cross_entropy
 from ifso.training.named_losses import NamedLosses
+from ifso.training.origin import Origin
 from ifso.training.schedule import refuse_long_warm_up
 from ifso.training.settings import TrainSettings
 from ifso.training.steps import CapturedSteps, PlainSteps, Steps, capturable
@@ -59,7 +60,8 @@ class Epoch:
 class Watch:
     """How a run is watched: ``evaluate(model)`` after every ``every`` epochs and in each of the last ``final`` ones.
 
-    ``on_epoch`` is told of every epoch; ``folder`` is where the run can go on after an interruption.
+    ``on_epoch`` is told of every epoch; ``folder`` is where the run can go on after an interruption, if ``origin`` is
+    not another than it began with.
     """
 
     evaluate: Callable[[nn.Module], Measures] | None = None
@@ -68,6 +70,7 @@ class Watch:
     on_epoch: Callable[[Epoch], None] | None = None
     folder: Path | None = None
     save_every: float = SAVE_EVERY
+    origin: Origin = field(default_factory=Origin)
 
     def due(self, number: int, epochs: int) -> bool:
         """Is the network evaluated after epoch ``number``, from 1?"""
@@ -171,6 +174,7 @@ class Lane:
             "model": about_model(self.model),
             "epochs": [asdict(epoch) for epoch in self.done],
             "scaling": self._learner.scaling(),
+            **self._watch.origin.facts(),
         }
         save_checkpoint(folder, {**self._learner.state(), **rng_states(self._learner.device)}, facts)
         self._saved = now
@@ -190,9 +194,10 @@ class Lane:
         found = None if folder is None else load_checkpoint(folder, self._learner.device)
         if found is None or folder is None:
             return 0
-        tensors, facts = found
-        refuse_other_model(self.model, facts["model"], folder)
-        refuse_other_settings(self.settings, facts["settings"], folder)
+        (tensors, facts), origin = found, self._watch.origin
+        origin.refuse_other(facts.get("origin", {}), folder)
+        refuse_other_model(self.model, facts["model"], folder, origin.advice)
+        refuse_other_settings(self.settings, facts["settings"], folder, origin.advice)
         fill_(self._learner.state(), {name: value for name, value in tensors.items() if not name.startswith(RNG)})
         self._learner.set_scaling(facts["scaling"])
         restore_rng(tensors, self._learner.device)
