@@ -314,29 +314,28 @@ def test_the_table_as_people_see_it(capsys):
     assert capsys.readouterr().out == GOLDEN
 
 
-@pytest.mark.slow
-def test_two_processes_under_torchrun_find_the_same(task, capsys):
+def in_two_processes(argv):
     started = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m ifso.cli".split()
     done = subprocess.run(
-        [*started, "eval", *task, *QUICK, "--json"],
+        [*started, "eval", *argv, *QUICK, "--json"],
         capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    together, alone = json.loads(done.stdout), measured(task, capsys)
-    assert together["ranks"] == 2
+    found = json.loads(done.stdout)
+    assert found["ranks"] == 2
+    return found["networks"]["network"]
+
+
+@pytest.mark.slow
+def test_two_processes_under_torchrun_find_the_same(task, capsys):
+    together, alone = in_two_processes(task), measured(task, capsys)["networks"]["network"]
     for kind in ("top1", "top5", "samples", "loss"):
-        assert together["networks"]["network"][kind] == pytest.approx(alone["networks"]["network"][kind])
+        assert together[kind] == pytest.approx(alone[kind])
 
 
 @pytest.mark.slow
 def test_two_processes_find_the_mean_loss_of_the_batches_of_both(project, capsys):
     dealt = ["--model", f"{project}/net.py:few", "--data", f"{project}/net.py:Dealt", "--seed", "1"]
-    started = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m ifso.cli".split()
-    done = subprocess.run(
-        [*started, "eval", *dealt, *QUICK, "--json"],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    together, alone = json.loads(done.stdout)["networks"]["network"], measured(dealt, capsys)["networks"]["network"]
+    together, alone = in_two_processes(dealt), measured(dealt, capsys)["networks"]["network"]
     assert (together["samples"], alone["samples"]) == (20, 20)
     assert together["loss"] == pytest.approx(alone["loss"])
