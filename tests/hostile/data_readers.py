@@ -24,7 +24,7 @@ from ifso.data.coco import CocoData
 from ifso.data.coco_files import find_splits, image_files
 from ifso.data.coco_json import Instances, categories_of, read_document, read_instances
 from ifso.data.coco_options import CocoOptions, read_options
-from ifso.data.image_files import ImageFiles, find_images
+from ifso.data.image_files import Found, ImageFiles, find_images
 from ifso.data.registry import open_data
 from ifso.models.names import ModelName, read_name
 from ifso.repro.configs import config_folder
@@ -222,8 +222,9 @@ def _check_name(found: ModelName) -> None:
     assert all(key.isidentifier() for key in found.options)
 
 
-def _check_classes(found: tuple[tuple[str, ...], ImageFiles, ImageFiles]) -> None:
-    classes, train, test = found
+def _check_classes(found: Found) -> None:
+    classes, train, test = found.classes, found.train, found.test
+    assert all(note.isprintable() for note in found.notes)
     assert all(0 <= int(files.labels.min()) <= int(files.labels.max()) < len(classes) for files in (train, test))
 
 
