@@ -12,6 +12,9 @@ import torch
 from ifso.curvature.losses import one_line
 from ifso.curvature.memory import let_go_of
 
+CONSTANTS = (type(None), bool, int, float, str)
+"""What may go into captured work beside tensors; the graph keeps it."""
+
 
 class NotCaptured(RuntimeError):
     """Work that failed while it was captured; its own error is the cause. Without a capture it may well run."""
@@ -81,7 +84,8 @@ def _free_generator(generator: torch.Generator, offset: int) -> None:
     except RuntimeError:
         fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
-    generator.set_offset(offset)
+    with contextlib.suppress(RuntimeError):  # what failed is told in its own words, whatever becomes of this
+        generator.set_offset(offset)
 
 
 def _free_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:

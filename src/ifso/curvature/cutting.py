@@ -20,7 +20,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten
 
-from ifso.curvature.capturing import NotCaptured
+from ifso.curvature.capturing import CONSTANTS, NotCaptured, captures_go_to
 from ifso.curvature.chance import draws
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.losses import one_line
@@ -39,8 +39,6 @@ MOST_SHAPES = 4
 """So many sizes of images are recorded; further ones run one operation after another."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_CONSTANTS = (type(None), bool, int, float, str)
-
 
 _Place = tuple[str, int]
 """The name of a part, and which of its calls in a pass."""
@@ -179,7 +177,7 @@ class Cut:
         versions, drawn = [tensor._version for tensor in tensors], draws()
         result = call.eagerly()
         leaves = (*call.leaves, *tree_flatten(result)[0])
-        strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_CONSTANTS))]
+        strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]
         kind = type(part).__name__
         if strange:
             self._give_up(name, f"{kind} takes or gives a {type(strange[0]).__name__}")
@@ -240,8 +238,7 @@ def cut_of(model: nn.Module, graph: ChannelGraph, names: Collection[str], record
 
     ``names`` are the weights that passes look at.
     """
-    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    on_gpu = all(parameter.device == here for parameter in model.parameters())
+    on_gpu = all(captures_go_to(parameter.device) for parameter in model.parameters())
     if record is None and on_gpu and not several() and graph.on_real_tensors and not graph.reductions:
         record = GraphRecord()
     return Uncut() if record is None else Cut(model, names, record)
@@ -269,7 +266,7 @@ def _signature(call: Call) -> tuple[Hashable, ...]:
 
 def _kind(leaf: Any) -> Hashable:
     if not isinstance(leaf, Tensor):
-        return (leaf,) if isinstance(leaf, _CONSTANTS) else (type(leaf),)
+        return (leaf,) if isinstance(leaf, CONSTANTS) else (type(leaf),)
     dotted = unpack_dual(leaf).tangent is not None
     return leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, dotted
 

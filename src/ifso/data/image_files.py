@@ -154,7 +154,8 @@ def _files(folder: Path, present: Sequence[str], classes: Sequence[str], notes: 
     number = {name: label for label, name in enumerate(classes)}
     inside = {name: sorted(os.listdir(folder / name)) for name in present}  # noqa: PTH208 (quicker)
     found = {name: [*filter(_is_image, files)] for name, files in inside.items()}
-    others = [f"{name}/{file}" for name, files in inside.items() for file in files if _is_left_out(file)]
+    shown = [(name, file) for name, files in inside.items() for file in files if not _is_hidden(file)]
+    others = [f"{name}/{file}" for name, file in shown if not _is_image(file)]
     empty = [name for name, files in found.items() if not files]
     if len(empty) == len(found):
         raise DataError(f"{folder} holds not a single image ({', '.join(ENDINGS)}) in its {len(found)} class folders")
@@ -172,11 +173,11 @@ def _files(folder: Path, present: Sequence[str], classes: Sequence[str], notes: 
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(ENDINGS) and not name.startswith(".")
+    return name.lower().endswith(ENDINGS) and not _is_hidden(name)
 
 
-def _is_left_out(name: str) -> bool:
-    return not name.lower().endswith(ENDINGS) and not name.startswith(".")
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 def _reason(error: Exception) -> str:

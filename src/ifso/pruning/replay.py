@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ifso.curvature.capturing import NotCaptured, captures_go_to, capturing
+from ifso.curvature.capturing import CONSTANTS, NotCaptured, captures_go_to, capturing
 from ifso.processes import several
 from ifso.pruning.network import ShrinkingNetwork
 
 T = TypeVar("T")
-CONSTANTS = (type(None), bool, int, float, str)
-"""What a batch may hold beside tensors; a graph keeps it."""
 
 
 def can_capture(network: ShrinkingNetwork) -> bool:

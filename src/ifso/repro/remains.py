@@ -27,7 +27,7 @@ def advice(*places: Path) -> str:
 
 def of_base(shop: Workshop, row: Row) -> Iterator[Path]:
     """An unpruned network, its training, and all that was pruned from it and fine-tuned."""
-    if row.base.weights is None or shop.smoke:
+    if shop.trains(row):
         yield from (shop.base_file(row), shop.trainings / row.task)
         yield from (folder / f"{row.task}-*" for folder in (shop.prunings, shop.trainings))
 

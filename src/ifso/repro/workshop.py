@@ -95,6 +95,10 @@ class Workshop:
         """What tells the data of a row from others."""
         return identity(self.open(row, 0))
 
+    def trains(self, row: Row) -> bool:
+        """Is the unpruned network trained here, and not given?"""
+        return row.base.weights is None or self.smoke
+
     def base_file(self, row: Row) -> Path:
         """Where the weights of the unpruned network are, or will be once it is trained."""
         if row.base.weights is None or self.smoke:
@@ -134,8 +138,8 @@ class Workshop:
     def told_base(self, row: Row) -> dict[str, Any] | None:
         """What the file of an unpruned network that was trained here tells of that; an older one tells nothing."""
         place = self.base_file(row)
-        trained_here = row.base.weights is None and not self.smoke and place.is_file()
-        return kept.told_of_base(place, BASE) if trained_here else None
+        told = self.trains(row) and not self.smoke and place.is_file()
+        return kept.told_of_base(place, BASE) if told else None
 
     def refuse_other_base(self, row: Row) -> None:
         """RunError if the unpruned network that is there was trained otherwise, or on other data, than would be now."""
@@ -144,8 +148,7 @@ class Workshop:
         if found:
             what = remains.advice(*remains.of_base(self, row))
             raise RunError(f"{place} was trained otherwise: {'; '.join(found)}; {what}")
-        trained_here = row.base.weights is None or self.smoke
-        if trained_here and place.is_file() and kept.header_of(place).get(DATA) not in (None, self.data_of(row)):
+        if self.trains(row) and place.is_file() and kept.header_of(place).get(DATA) not in (None, self.data_of(row)):
             raise RunError(f"{place} was made with other data; {remains.advice(*remains.of_base(self, row))}")
 
     def placed(self, model: nn.Module) -> nn.Module:

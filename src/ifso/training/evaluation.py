@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ifso.pruning.ranks import sum_over_ranks, together
 from ifso.training.modes import eval_mode
 
 FIVE = 5
+NOTHING = "there is nothing to evaluate on: the batches ran out before the first one"
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,13 @@ def evaluate(model: nn.Module, batches: Iterable[Any], *, over_ranks: bool = Fal
     >>> found.top1, found.top5, round(found.loss, 4), found.samples
     (75.0, None, 0.7986, 4)
     """
-    if over_ranks and several():
-        total = sum_over_ranks(together(lambda: _total(model, batches)).to(collective_device()))
-    else:
-        total = _total(model, batches)
+    total = added_up(lambda: _total(model, batches), over_ranks=over_ranks)
     return accuracy_of(total[:-1], round(float(total[-1])))
+
+
+def added_up(sums: Callable[[], Tensor], *, over_ranks: bool) -> Tensor:
+    """What ``sums`` gives; with ``over_ranks`` its sum over all processes, and if one fails, none goes on."""
+    return sum_over_ranks(together(sums).to(collective_device())) if over_ranks and several() else sums()
 
 
 def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
@@ -55,7 +58,7 @@ def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
     Accuracy(top1=75.0, top5=100.0, loss=0.25, samples=8)
     """
     if not samples:
-        raise DataError("there is nothing to evaluate on: the batches ran out before the first one")
+        raise DataError(NOTHING)
     loss, first, five = (value / samples for value in sums.tolist())
     return Accuracy(100 * first, None if math.isnan(five) else 100 * five, loss, samples)
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from ifso.bench.timing import middle, peak_bytes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
-from ifso.criteria.ranks import collective_device
 from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.curvature.memory import out_of_memory
 from ifso.data.sets import Data
@@ -27,9 +26,7 @@ from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.graph.tracing import trace
-from ifso.processes import several
-from ifso.pruning.ranks import sum_over_ranks, together
-from ifso.training.evaluation import evaluate
+from ifso.training.evaluation import NOTHING, added_up, evaluate
 from ifso.training.headline import detects
 from ifso.training.listed import of_batch, size_of
 from ifso.training.losses import cross_entropy
@@ -135,10 +132,9 @@ def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ran
         loss = mean_loss(model, loss_fn, whole) if whole else 0.0
         return torch.tensor([len(whole) * loss, len(whole), sum(map(size_of, whole))], dtype=torch.float64)
 
-    found = sum_over_ranks(together(sums).to(collective_device())) if over_ranks and several() else sums()
-    loss, count, samples = found.tolist()
+    loss, count, samples = added_up(sums, over_ranks=over_ranks).tolist()
     if not count:
-        raise DataError("there is nothing to evaluate on: the batches ran out before the first one")
+        raise DataError(NOTHING)
     return Quality(loss / count, round(samples))
 
 

@@ -178,9 +178,10 @@ class CapturedSteps:
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP):
                 self._work()
-        by_chance = drawn()
         graph = torch.cuda.CUDAGraph()
         try:
+            if drawn():
+                raise TrainingError(f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU)")
             with capturing(graph, stream=self._stream):
                 self._work()
         except NotCaptured as error:
@@ -189,8 +190,6 @@ class CapturedSteps:
             _put_back(changed, before)
             torch.cuda.set_rng_state(random, self._learner.device)
         torch.cuda.synchronize()
-        if by_chance:
-            raise TrainingError(f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU)")
         return graph
 
 
