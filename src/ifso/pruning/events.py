@@ -47,6 +47,22 @@ class Removal:
         return {**plain, "units": {group: list(places) for group, places in self.units.items()}}
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a staged run, done: ``number`` of the ``stages`` that are planned.
+
+    ``units`` went in it. ``shares`` are what is left of each cost, ``values`` what ``evaluate`` said of the network
+    (empty where it was not asked), ``seconds`` the time since the run began.
+    """
+
+    number: int
+    stages: int
+    units: int
+    shares: Mapping[str, float]
+    values: Mapping[str, float]
+    seconds: float
+
+
 class Listener(Protocol):
     """Somebody who wants to see the progress of a run. Every call comes from the process that runs it."""
 
@@ -55,6 +71,9 @@ class Listener(Protocol):
 
     def removed(self, removal: Removal) -> None:
         """Units went."""
+
+    def staged(self, stage: Stage) -> None:
+        """A stage of a staged run is done."""
 
     def said(self, line: str) -> None:
         """One line for a person: what happens now, what went otherwise than expected."""
@@ -70,6 +89,9 @@ class Silent:
         """Nothing."""
 
     def removed(self, removal: Removal) -> None:
+        """Nothing."""
+
+    def staged(self, stage: Stage) -> None:
         """Nothing."""
 
     def said(self, line: str) -> None:
