@@ -40,6 +40,17 @@ class Task:
             self._made[key] = make()
         return self._made[key]
 
+    def renew(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` makes now, in the place of what is remembered under that key."""
+        self._made.pop(key, None)
+        return self.memo(key, make)
+
+    def count(self, key: Hashable) -> int:
+        """How often that was asked for under that key before."""
+        number = self._made.get(("count", key), 0)
+        self._made["count", key] = number + 1
+        return number
+
     @cached_property
     def _made(self) -> dict[Hashable, Any]:
         return {}
@@ -108,10 +119,16 @@ class Criterion(ABC):
     masks_itself: ClassVar[bool] = False
     """Does it want to see the weights of removed units, and take their masks into account itself?"""
 
+    prepares: ClassVar[bool] = False
+    """Does it look at all batches, in :meth:`prepare`, before it scores any?"""
+
     @property
     def needs_batches(self) -> bool:
         """Must it see data?"""
         return self.needs not in ("nothing", "weights")
+
+    def prepare(self, task: Task, batches: Iterable[Any]) -> None:
+        """Look at all batches that will be scored; only where it ``prepares``."""
 
     @abstractmethod
     def units(self, task: Task, batch: Any) -> Tensor:

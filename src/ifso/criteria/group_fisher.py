@@ -42,16 +42,12 @@ class GroupFisher(Criterion):
             with ReadingLayers(task, taps.visit, everywhere=True) as taps.layers:
                 loss = checked(task.loss_fn(task.model, batch))
             calls = taps.gradients(loss)
-        samples = _samples(calls)
-        total = torch.zeros(samples, task.graph.num_units + 1, dtype=torch.float64, device=task.device)
-        for call, grad in calls:
-            place = places(call.owner, task.graph.num_units)
-            total.index_add_(1, place, _by_sample(call, grad.to(total.dtype), samples))
+        samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1
-        return (total[:, :-1] * scale).square().sum(0)
+        return (by_sample * scale).square().sum(0)
 
 
-class _Call(NamedTuple):
+class Tap(NamedTuple):
     """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each."""
 
     name: str
@@ -59,20 +55,38 @@ class _Call(NamedTuple):
     owner: Tensor
     images: Tensor | None
 
+    @classmethod
+    def at(cls, name: str, x: Tensor, dim: int, owner: Tensor, layers: ReadingLayers | None) -> Tap:
+        """A new mask for what a layer is about to read."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rows = in_rows(x, dim).shape[:2]
+        mask = torch.ones((), dtype=dtype, device=x.device).expand(rows).requires_grad_()
+        regions = None if layers is None else layers.regions
+        return cls(name, mask, owner, regions if regions is not None and len(regions) == rows[0] else None)
 
-def _samples(calls: list[tuple[_Call, Tensor]]) -> int:
+
+def summed_by_sample(calls: list[tuple[Tap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:
+    """The number of samples, and ∂L/∂mask of all calls added up [samples, units]."""
+    samples = _samples(calls)
+    total = torch.zeros(samples, num_units + 1, dtype=torch.float64, device=calls[0][1].device)
+    for call, grad in calls:
+        total.index_add_(1, places(call.owner, num_units), _by_sample(call, grad.to(total.dtype), samples, criterion))
+    return samples, total[:, :-1]
+
+
+def _samples(calls: list[tuple[Tap, Tensor]]) -> int:
     """N, the smallest number of rows of a layer that does not look at regions."""
     whole = [len(grad) for call, grad in calls if call.images is None]
     return min(whole, default=0) or max(int(call.images[-1]) + 1 for call, _ in calls if call.images is not None)
 
 
-def _by_sample(call: _Call, grad: Tensor, samples: int) -> Tensor:
+def _by_sample(call: Tap, grad: Tensor, samples: int, criterion: str) -> Tensor:
     """Rows [rows, channels] added up to [samples, channels]."""
     if call.images is not None:
         return grad.new_zeros(samples, grad.shape[1]).index_add_(0, call.images, grad)
     if len(grad) % samples:
         raise ScoreError(
-            f"criterion 'group-fisher' needs samples along the first dim: the layer of {call.name} sees "
+            f"criterion {criterion!r} needs samples along the first dim: the layer of {call.name} sees "
             f"{len(grad)} rows, another {samples}; use a criterion of whole batches, such as ifso or taylor"
         )
     return grad.unflatten(0, (samples, -1)).sum(1)
@@ -82,19 +96,16 @@ def _by_sample(call: _Call, grad: Tensor, samples: int) -> Tensor:
 class _Taps:
     """A mask for every call of a reading layer: shared heads have one for each level."""
 
-    seen: list[_Call] = field(default_factory=list)
+    seen: list[Tap] = field(default_factory=list)
     layers: ReadingLayers | None = None
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Remember a new mask and let ``x`` pass through it."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        rows = in_rows(x, dim).shape[:2]
-        mask = torch.ones((), dtype=dtype, device=x.device).expand(rows).requires_grad_()
-        regions = None if self.layers is None else self.layers.regions
-        self.seen.append(_Call(name, mask, owner, regions if regions is not None and len(regions) == rows[0] else None))
-        return _Masked.apply(x, mask, dim)
+        tap = Tap.at(name, x, dim, owner, self.layers)
+        self.seen.append(tap)
+        return _Masked.apply(x, tap.mask, dim)
 
-    def gradients(self, loss: Tensor) -> list[tuple[_Call, Tensor]]:
+    def gradients(self, loss: Tensor) -> list[tuple[Tap, Tensor]]:
         """Each call of a layer with ∂L/∂mask."""
         if not self.seen:
             raise ScoreError("criterion 'group-fisher': no layer that reads units ran; does loss_fn call the model?")

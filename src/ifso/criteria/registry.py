@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ifso": "Ifso",
+    "true-loss": "TrueLoss",
     "authors": "Authors",
     "group-fisher": "GroupFisher",
     "taylor": "Taylor",

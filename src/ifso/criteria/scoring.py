@@ -93,7 +93,11 @@ def _score_here(
         if not criterion.needs_batches:
             return Sum(_on_batch(criterion, task, None, watched), 1)
         total, count = torch.zeros(graph.num_units, dtype=torch.float64, device="cpu"), 0
-        for batch in _iterable(batches, criterion):
+        found = _iterable(batches, criterion)
+        if criterion.prepares:
+            found = list(found)
+            criterion.prepare(task, found)
+        for batch in found:
             count += 1
             watched.where = f" on batch {count}"
             total += _on_batch(criterion, task, batch, watched)

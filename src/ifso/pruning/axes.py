@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,12 @@ from ifso.pruning.ledger import Incidence, incidence
 class Axes:
     """Axes that must not lose too many units: every axis of every parameter, and the blocks of every balance."""
 
-    def __init__(self, graph: ChannelGraph, min_units: int) -> None:
+    def __init__(self, graph: ChannelGraph, min_units: int, min_share: float = 0.0) -> None:
         floors: dict[tuple[int, ...], int] = {}
         for layout in graph.layouts.values():
             for layer in layout.layers:
-                floors[_distinct(layer)] = min_units
+                row = _distinct(layer)
+                floors[row] = max(min_units, math.ceil(round(min_share * len(row), 9)))
         for balance in graph.balances:
             for block in balance.blocks:
                 floors.setdefault(_distinct(block), 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from numbers import Real
+from typing import Any
 
 from ifso.errors import BudgetError
 
@@ -17,17 +19,21 @@ class Budget:
     convolutions only (as in the paper), ``params`` the parameters, ``activations`` the numbers that these operations
     write, ``latency`` the seconds of one forward pass on the traced inputs.
 
+    A tuple of shares, largest first, leaves a network for each: a staged run passes through all of them.
+
     >>> Budget(macs=0.5, params=0.7).targets
     {'macs': 0.5, 'params': 0.7}
+    >>> Budget(macs=(0.8, 0.5)).path
+    (Budget(macs=0.8, ...), Budget(macs=0.5, ...))
     >>> Budget(macs=50)
     Traceback (most recent call last):
     ifso.errors.BudgetError: macs=50 is not a share between 0 and 1; give the share KEPT: macs=0.5 keeps half
     """
 
-    macs: float | None = None
-    conv_macs: float | None = None
-    params: float | None = None
-    activations: float | None = None
+    macs: float | tuple[float, ...] | None = None
+    conv_macs: float | tuple[float, ...] | None = None
+    params: float | tuple[float, ...] | None = None
+    activations: float | tuple[float, ...] | None = None
     latency: float | None = None
 
     def __post_init__(self) -> None:
@@ -37,16 +43,44 @@ class Budget:
             known = ", ".join(named)
             raise BudgetError(f"an empty budget; give the share KEPT of at least one of {known}: macs=0.5 keeps half")
         for name, value in given.items():
-            if not _is_share(value):
+            if isinstance(value, (tuple, list)) and name != "latency":
+                object.__setattr__(self, name, _falling(name, tuple(value)))
+            elif not _is_share(value):
                 raise BudgetError(
                     f"{name}={value!r} is not a share between 0 and 1; give the share KEPT: {name}=0.5 keeps half"
                 )
 
     @property
     def targets(self) -> dict[str, float]:
-        """The shares that were given, by the name of the cost."""
+        """The shares that were given, the smallest of several, by the name of the cost."""
+        return {name: float(value[-1] if isinstance(value, tuple) else value) for name, value in self._given.items()}
+
+    @property
+    def path(self) -> tuple[Budget, ...]:
+        """A budget for each network that is asked for, the largest first: this one alone, if it has no tuples."""
+        lengths = {len(value) for value in self._given.values() if isinstance(value, tuple)}
+        if not lengths:
+            return (self,)
+        if len(lengths) > 1:
+            raise BudgetError(f"tuples of shares must have the same length, got {sorted(lengths)} in {self}")
+        return tuple(
+            Budget(**{name: value[place] if isinstance(value, tuple) else value for name, value in self._given.items()})
+            for place in range(lengths.pop())
+        )
+
+    @property
+    def _given(self) -> dict[str, Any]:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: float(value) for name, value in named.items() if value is not None}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def _falling(name: str, shares: tuple[float, ...]) -> tuple[float, ...]:
+    """Several shares, each smaller than the one before."""
+    if not shares or not all(map(_is_share, shares)):
+        raise BudgetError(f"{name}={shares!r} must hold shares between 0 and 1, the shares KEPT: {name}=(0.8, 0.5)")
+    if any(after >= before for before, after in pairwise(shares)):
+        raise BudgetError(f"{name}={shares!r} must fall: give the largest share first, {name}=(0.8, 0.5)")
+    return tuple(float(share) for share in shares)
 
 
 def _is_share(value: object) -> bool:

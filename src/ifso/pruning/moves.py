@@ -29,7 +29,7 @@ class Moves:
     """The legal moves in a network.
 
     After any of them, grouped convolutions, shuffles and norms keep equal counts, every axis of every parameter keeps
-    at least ``min_units`` units (slices that belong to no unit count too), and with ``round_to`` every axis that
+    at least ``min_units`` units and a share of ``min_share`` (slices that belong to no unit count too), and with ``round_to`` every axis that
     the moved units are produced on has a multiple of it. ``stuck`` says why of some groups nothing can go.
 
     >>> from ifso.graph.tracing import trace
@@ -39,9 +39,11 @@ class Moves:
     Move(units=(1, 2), score=0.5)
     """
 
-    def __init__(self, graph: ChannelGraph, *, round_to: int | None = None, min_units: int = 1) -> None:
+    def __init__(
+        self, graph: ChannelGraph, *, round_to: int | None = None, min_units: int = 1, min_share: float = 0.0
+    ) -> None:
         self.round_to = None if round_to is None else _positive("round_to", round_to)
-        self.min_units = _positive("min_units", min_units)
+        self.min_units, self.min_share = _positive("min_units", min_units), _share("min_share", min_share)
         self._graph, self._units = graph, graph.num_units
         self._firsts = [group.first for group in graph.groups]
         self.free, self.families = families_of(graph)
@@ -49,7 +51,7 @@ class Moves:
             self.families += _by_group(graph, self.free)
             self.free = []
         self.family_of = {u: n for n, family in enumerate(self.families) for cell in family.cells for u in cell}
-        self.axes = Axes(graph, self.min_units)
+        self.axes = Axes(graph, self.min_units, self.min_share)
         self.produced = ProducedAxes(graph) if self.round_to is not None else None
         self.stuck = self._find_stuck()
 
@@ -81,6 +83,15 @@ class Moves:
             kept[list(move.units)] = False
         return kept
 
+    def at_floor(self, kept: Tensor) -> tuple[str, ...]:
+        """Names of the groups of which nothing more can go because a layer has as few units as it may."""
+        full = [room <= 0 for room in self.axes.room(kept)]
+        return tuple(
+            group.name
+            for group in self._graph.groups
+            if group.name not in self.stuck and any(full[axis] for axis, _ in self.axes.of[group.first])
+        )
+
     def groups_of(self, move: Move) -> tuple[str, ...]:
         """The names of the groups that a move takes units from."""
         return tuple(dict.fromkeys(self._group_of(unit).name for unit in move.units))
@@ -102,12 +113,17 @@ class Moves:
                 movable.update(members)
             else:
                 reasons.update(dict.fromkeys(members, self._reason(family)))
-        few = f"its layers have no more than min_units={self.min_units} channels"
+        few = f"its layers have no more than {self._floor} channels"
         return {
             group.name: reasons.get(group.first, few)
             for group in self._graph.groups
             if not movable.intersection(range(group.first, group.first + group.size))
         }
+
+    @property
+    def _floor(self) -> str:
+        share = f" or min_share={self.min_share:g} of their" if self.min_share else ""
+        return f"min_units={self.min_units}{share}"
 
     def _reason(self, family: Family) -> str:
         everything = sum(len(cell) for cell in family.cells)
@@ -115,13 +131,19 @@ class Moves:
             return f"{family.where} needs equal counts that no smaller choice has"
         if self.round_to is not None:
             return f"no smaller choice leaves a multiple of round_to={self.round_to} channels in {family.where}"
-        return f"{family.where} would keep fewer than min_units={self.min_units} channels"
+        return f"{family.where} would keep fewer than {self._floor} channels"
 
 
 def _positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise BudgetError(f"{name}={value!r} is not a whole number of channels; give 1, 2, 3, …")
     return value
+
+
+def _share(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        raise BudgetError(f"{name} must be a share from 0 up to, but not, 1, got {value!r}")
+    return float(value)
 
 
 def _by_group(graph: ChannelGraph, free: Sequence[int]) -> list[Family]:

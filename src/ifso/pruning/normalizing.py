@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ifso.errors import ScoreError
@@ -16,9 +17,17 @@ NORMALIZERS = {
     "memory": ("activations", 1.0),
     "none": None,
     "macs": ("macs", 1.0),
+    "params": ("params", 1.0),
     "latency": ("latency", 1.0),
 }
 """Name: the cost that a score is divided by, and the power it is raised to."""
+
+
+def of_budget(targets: Mapping[str, float]) -> str:
+    """The normaliser that divides by what a budget counts: by the first of its costs."""
+    usual = {"conv_macs": "macs", "activations": "memory"}
+    first = next(iter(targets))
+    return usual.get(first, first)
 
 
 def check_normalizer(name: object) -> None:

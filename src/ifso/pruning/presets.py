@@ -7,19 +7,32 @@ from typing import Any
 
 from ifso.errors import BudgetError
 
+ALGORITHM_2: Mapping[str, Any] = {
+    "criterion": "ifso", "schedule": "incremental", "normalize": "sqrt-memory", "update": False, "min_share": 0.0,
+    "learning_rate": 0.01,
+}  # fmt: skip
+STAGED: Mapping[str, Any] = {
+    "criterion": "true-loss", "schedule": "staged", "normalize": None, "update": True, "min_share": 0.1,
+    "learning_rate": 0.01,
+}  # fmt: skip
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {"criterion": "ifso", "learning_rate": 0.01},
-    "authors": {"criterion": "authors", "learning_rate": 0.1},
+    "paper": ALGORITHM_2,
+    "authors": {**ALGORITHM_2, "criterion": "authors", "learning_rate": 0.1},
 }
-"""What a preset stands for where nothing else is said: the formula of the paper, or what its authors' program does."""
+"""What a preset stands for where nothing else is said: Algorithm 2 with the paper's formula, or the authors' program."""
 
 
-def preset_of(name: str | None) -> Mapping[str, Any]:
-    """What a preset stands for.
+def usual(preset: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What stands for options that were not given.
 
-    >>> preset_of(None)["learning_rate"]
-    0.01
+    Without a preset that is the staged run; but an option that only Algorithm 2 has (``given`` and not None) asks for
+    that.
+
+    >>> usual(None, {})["schedule"], usual(None, {"accumulate": 5})["schedule"], usual("authors", {})["criterion"]
+    ('staged', 'incremental', 'authors')
     """
-    if name is not None and name not in PRESETS:
-        raise BudgetError(f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}")
-    return PRESETS[name or "paper"]
+    if preset is not None and preset not in PRESETS:
+        raise BudgetError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if preset is not None:
+        return PRESETS[preset]
+    return ALGORITHM_2 if any(value is not None for value in given.values()) else STAGED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,9 +205,11 @@ def _obstacles(
         reasons = Counter(one.reason for one in graph.frozen).most_common(3)
         because = f" ({', '.join(f'{reason}: {number}' for reason, number in reasons)})" if reasons else ""
         said.append(f"{_listed(frozen, unmet)} belongs to no removable channel{because}")
+    floors: dict[str, Any] = {"min_units": moves.min_units, "min_share": moves.min_share, "round_to": moves.round_to}
+    least = {"round_to": None, "min_share": 0.0, "min_units": 1}
     freer = {
-        f"round_to={moves.round_to}": Moves(graph, min_units=moves.min_units) if moves.round_to else moves,
-        f"min_units={moves.min_units}": Moves(graph, round_to=moves.round_to) if moves.min_units > 1 else moves,
+        f"{name}={floors[name]}": Moves(graph, **{**floors, name: free}) if floors[name] != free else moves
+        for name, free in least.items()
     }
     for setting, others in freer.items():
         without = smallest_shares(ledger, others, target) if others is not moves else reach

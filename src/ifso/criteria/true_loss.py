@@ -1,0 +1,239 @@
+"""``true-loss``: what a unit's removal costs after the weights that read it have adapted (Proposition 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
+
+from ifso.criteria.base import Criterion, Needs, Task
+from ifso.criteria.group_fisher import Tap, summed_by_sample
+from ifso.criteria.reading import ReadingLayers, in_rows
+from ifso.curvature.losses import checked, undisturbed
+from ifso.curvature.weights import places
+from ifso.errors import ScoreError
+from ifso.graph.channel_graph import STAYS
+
+DAMPING = 0.01
+POSITIONS = 64
+_KEY = "true-loss"
+
+_Place = tuple[str, int]
+"""The parameter and the dim of a reader."""
+
+
+@dataclass(frozen=True)
+class TrueLoss(Criterion):
+    """ΔL_i = ½ E_n (Σ_t ⟨∂ℓ_n/∂x_t,i , r_t,i⟩)², r_i being what the other inputs cannot say of input i.
+
+    When unit i goes, the layers that read it take it over with what they have left: x_i = Σ_j b_j x_j + r_i, the best
+    linear prediction from their other inputs, whose weights they add to their own. What is lost is the residual r_i;
+    with P = (Cov(x) + λI)⁻¹ of a layer's inputs, r_i = (P (x − E x))_i / P_ii. This is Proposition 1, ΔL_gt and not
+    ΔL_ex, for the update that :mod:`ifso.pruning.least_squares` makes, with the curvature of whole samples (Group
+    Fisher has x_i in the place of r_i). Layers coupled by the unit are added before squaring.
+
+    * ``target``: ``"outputs"`` takes ℓ to be half the squared distance of the outputs from those that the network has
+      now: its gradient is zero and its Hessian JᵀJ exactly, so that the quadratic model is right; labels are not
+      needed. One random direction of the outputs a sample stands for JᵀJ. ``"loss"`` takes ``loss_fn`` (the empirical
+      Fisher); so does ``"outputs"`` for a model that returns nothing but its loss.
+    * ``damping``: λ as a share of the mean variance of the inputs.
+    * ``seed``: of the random directions.
+    """
+
+    name: ClassVar[str] = "true-loss"
+    needs: ClassVar[Needs] = "gradients"
+    prepares: ClassVar[bool] = True
+
+    target: Literal["outputs", "loss"] = "outputs"
+    damping: float = DAMPING
+    seed: int = 0
+
+    def prepare(self, task: Task, batches: Iterable[Any]) -> None:
+        """See what every reading layer reads."""
+        inputs = task.renew(_KEY, lambda: _Inputs(self.damping))
+        with ReadingLayers(task, inputs.visit, everywhere=False) as inputs.layers:
+            for batch in batches:
+                with undisturbed(task.model), torch.no_grad():
+                    task.loss_fn(task.model, batch)
+        inputs.close()
+
+    def units(self, task: Task, batch: Any) -> Tensor:
+        """Scores [units]."""
+        if task.memo(_KEY, lambda: None) is None:
+            self.prepare(task, [batch])
+            try:
+                return self.units(task, batch)
+            finally:
+                task.renew(_KEY, lambda: None)
+        taps = _Residuals(task.memo(_KEY, lambda: None))
+        with undisturbed(task.model), torch.enable_grad():
+            with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, _outputs_of(task.model) as caught:
+                loss = checked(task.loss_fn(task.model, batch))
+            objective = self._objective(loss, caught, task)
+            if not taps.seen:
+                raise ScoreError("criterion 'true-loss': no layer that reads units ran; does loss_fn call the model?")
+            grads = torch.autograd.grad(objective, [tap.mask for tap in taps.seen], allow_unused=True)
+        found = [
+            (tap, torch.zeros_like(tap.mask) if grad is None else grad)
+            for tap, grad in zip(taps.seen, grads, strict=True)
+        ]
+        samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
+        scale = samples if objective is loss else 1
+        return (by_sample * scale).square().mean(0) / 2
+
+    def _objective(self, loss: Tensor, caught: list[Any], task: Task) -> Tensor:
+        """What is differentiated: random directions of the outputs, or the loss itself."""
+        outputs = [
+            leaf
+            for leaf in tree_leaves(caught)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad and leaf.numel() > 1
+        ]
+        if self.target == "loss" or not outputs:
+            return loss
+        number = task.count(_KEY)
+        generator = torch.Generator(device="cpu").manual_seed(self.seed * 1_000_003 + number)
+        total = loss.new_zeros(())
+        for output in outputs:
+            direction = torch.randn(output.shape, generator=generator, device="cpu").to(output)
+            total = total + (output * direction).sum() / output.detach().std().clamp_min(1e-12)
+        return total
+
+
+@contextmanager
+def _outputs_of(model: torch.nn.Module) -> Iterator[list[Any]]:
+    """What the model returns within the context, call after call."""
+    caught: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _args, output: caught.append(output))
+    try:
+        yield caught
+    finally:
+        handle.remove()
+
+
+@dataclass
+class _Channels:
+    """Sums over rows of the inputs of a layer [C], in ``groups`` that do not meet."""
+
+    groups: int
+    owner: Tensor
+    products: Tensor
+    sums: Tensor
+    rows: int = 0
+
+    def residual(self, damping: float) -> tuple[Tensor, Tensor]:
+        """The mean [C] and the map [C, C] from x − mean to what is left of each unit when the others predict it."""
+        mean = self.sums.double() / self.rows
+        covariance = self.products.double() / self.rows - torch.outer(mean, mean)
+        if self.groups > 1:
+            apart = torch.arange(len(mean), device=mean.device) // (len(mean) // self.groups)
+            covariance = covariance * (apart[:, None] == apart[None, :])
+        variance = covariance.diagonal()
+        alive = variance > 0
+        scale = variance[alive].mean() if bool(alive.any()) else variance.new_ones(())
+        covariance.diagonal().add_(damping * scale)
+        factor, failed = torch.linalg.cholesky_ex(covariance)
+        if bool(failed):
+            raise ScoreError("criterion 'true-loss': the inputs of a layer are not finite; check data and weights")
+        return mean, _by_unit(torch.cholesky_inverse(factor), self.owner)
+
+
+def _by_unit(inverse: Tensor, owner: Tensor) -> Tensor:
+    """[P_ii]⁻¹ P_i: of all the rows i of a unit together, where it owns several channels."""
+    result = torch.zeros_like(inverse)
+    units, counts = owner.unique(return_counts=True)
+    order = owner.argsort(stable=True)
+    starts = counts.cumsum(0) - counts
+    for size in counts[units != STAYS].unique().tolist():
+        chosen = starts[(counts == size) & (units != STAYS)]
+        rows = order[chosen[:, None] + torch.arange(size, device=owner.device)]  # [units, size]
+        blocks = inverse[rows[:, :, None], rows[:, None, :]]
+        result[rows] = torch.linalg.solve(blocks, inverse[rows])
+    return result
+
+
+@dataclass
+class _Inputs:
+    """What the reading layers read: first added up, then, when closed, as the maps to residuals."""
+
+    damping: float
+    seen: dict[_Place, _Channels] = field(default_factory=dict)
+    maps: dict[_Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layers: ReadingLayers | None = None
+
+    def visit(self, _name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+        """Add the channels of ``x`` up, at some positions of each row."""
+        place, groups = place_of(self.layers)
+        rows = in_rows(x.detach(), dim).unsqueeze(-1).flatten(2)
+        if rows.shape[2] > POSITIONS:
+            generator = torch.Generator(device="cpu").manual_seed(len(self.seen))
+            chosen = torch.randperm(rows.shape[2], generator=generator, device="cpu")[:POSITIONS]
+            rows = rows[:, :, chosen.to(x.device)]
+        rows = rows.transpose(1, 2).flatten(0, 1)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if place not in self.seen:
+            size = rows.shape[1]
+            self.seen[place] = _Channels(groups, owner, rows.new_zeros(size, size), rows.new_zeros(size))
+        found = self.seen[place]
+        found.products.addmm_(rows.t(), rows)
+        found.sums += rows.sum(0)
+        found.rows += len(rows)
+        return x
+
+    def close(self) -> None:
+        """All batches were seen."""
+        for place, channels in self.seen.items():
+            self.maps[place] = channels.residual(self.damping)
+        self.seen.clear()
+
+
+def place_of(layers: ReadingLayers | None) -> tuple[_Place, int]:
+    """Which reader is being visited, and in how many groups its channels are read."""
+    assert layers is not None
+    assert layers.reader is not None
+    reader = layers.reader
+    return (reader.parameter, reader.dim), layers.groups
+
+
+@dataclass
+class _Residuals:
+    """A mask for every call of a reading layer, through which residuals are added."""
+
+    inputs: _Inputs
+    seen: list[Tap] = field(default_factory=list)
+    layers: ReadingLayers | None = None
+
+    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+        """``x`` plus a mask, now zero, times what is left of each unit when the others predict it."""
+        place, _ = place_of(self.layers)
+        if place not in self.inputs.maps:
+            return x
+        mean, to_residual = (part.to(x.dtype) for part in self.inputs.maps[place])
+        tap = Tap.at(name, x, dim, owner, self.layers)
+        self.seen.append(tap)
+        return _Shifted.apply(x, tap.mask, dim, mean, to_residual)
+
+
+class _Shifted(Function):
+    """``x + mask ⊙ r`` at mask = 0, without keeping r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int, mean: Tensor, to_residual: Tensor) -> Tensor:  # noqa: ARG004
+        """``x``."""
+        ctx.save_for_backward(x, mean, to_residual)
+        ctx.dim = dim
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """λ, and Σ r·λ over positions [rows, channels]."""
+        x, mean, to_residual = ctx.saved_tensors
+        rows, back = (in_rows(part, ctx.dim).unsqueeze(-1).flatten(2) for part in (x, grad))  # [rows, C, positions]
+        residual = to_residual @ (rows - mean.view(1, -1, 1))
+        total = (residual * back).sum(2, dtype=torch.promote_types(x.dtype, torch.float32))
+        return grad, total, None, None, None
