@@ -149,6 +149,7 @@ class TestRunFolder:
             *({"stages": [{**STAGES[0], key: "x"}]} for key in STAGES[0]),
             {"stages": [{**STAGES[0], "values": {"accuracy": "good"}}]},
             {"stages": [{**STAGES[0], "stage": True}]},
+            {"stages": [{**STAGES[0], "units": 1.5}]},
         ],
     )
     def test_damaged_ones_are_refused(self, run, change):
