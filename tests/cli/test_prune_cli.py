@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import ifso
-from ifso.cli import progress
 from ifso.cli.main import main
 from ifso.criteria.authors import Authors
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import names
+from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
 from ifso.pruning.checking import Check
 from ifso.pruning.normalizing import NORMALIZERS

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demonstrate(out: Path, seed: int) -> Outcome:
-    from ifso.cli.progress import progress
     from ifso.demo import demonstrate
+    from ifso.pruning.progress import progress
 
     with progress() as listener:
         return demonstrate(out, seed, _say, listener)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ifso.cli.inspect import images_of, shape, words_of
 from ifso.cli.late_help import add_help
 from ifso.cli.output import chatter_to_stderr, print_json
-from ifso.cli.progress import progress
 from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
 from ifso.cli.ranks import Place, joined, leave
 from ifso.errors import IfsoError
+from ifso.pruning.progress import progress
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from ifso.cli.progress import EVERY, Clock, _console, duration, loss_words
+from ifso.pruning.course import duration, loss_words
+from ifso.pruning.progress import EVERY, Clock, _console
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 class Plan:
     """What is about to be done. ``targets`` and ``shares`` are shares kept by the name of a cost, such as ``macs``.
 
-    ``removals`` counts those already made, when a run is resumed.
+    ``removals`` counts those already made, when a run is resumed. ``stages`` are planned in all; 0 if the run is not a
+    staged one.
     """
 
     model: str
@@ -20,6 +21,7 @@ class Plan:
     shares: Mapping[str, float]
     removals: int
     folder: str | None
+    stages: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) ->
         measures=tuple(_measure(dict(one)) for one in summary["measures"]),
         notes=(*summary["notes"], "the run had already come to its end"), latency=summary["latency"],
         scores=scores, metrics=tuple(folder.metrics()[0]), config=folder.config, folder=folder.path,
+        stages=tuple(summary.get("stages", ())), floors=tuple(summary.get("floors", ())),
     )  # fmt: skip
     try:
         refuse_failed(result.checks)
@@ -70,11 +71,16 @@ def _measure(values: dict[str, Any]) -> Measure:
 def _summary(folder: RunFolder) -> dict[str, Any]:
     with located(folder.path / SUMMARY):
         summary = parsed((folder.path / SUMMARY).read_bytes())
-        if summary is None or not all(name in summary and is_right(summary[name]) for name, is_right in _PARTS.items()):
+        if summary is None or not _is_right(summary):
             raise RunError("damaged; remove it and resume the run, which then writes it again")
         if not summary["targets"] or not summary["targets"].keys() <= summary["shares"].keys():
             raise RunError("says nothing of its budget; remove it and resume the run, which then writes it again")
     return summary
+
+
+def _is_right(summary: Mapping[str, Any]) -> bool:
+    needed = all(name in summary and is_right(summary[name]) for name, is_right in _PARTS.items())
+    return needed and all(is_right(summary[name]) for name, is_right in _LATER_PARTS.items() if name in summary)
 
 
 def _is_number(value: object) -> bool:
@@ -83,6 +89,11 @@ def _is_number(value: object) -> bool:
 
 def _are_numbers(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _are_values(value: object) -> bool:
+    """Measured numbers; one that was not finite is None."""
+    return isinstance(value, dict) and all(part is None or _is_number(part) for part in value.values())
 
 
 def _are_checks(value: object) -> bool:
@@ -97,9 +108,24 @@ def _are_measures(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, dict)
         and isinstance(one.get("stage"), str)
-        and all(key == "stage" or part is None or _is_number(part) for key, part in one.items())
+        and _are_values({key: part for key, part in one.items() if key != "stage"})
         for one in value
     )
+
+
+def _are_stages(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and all(name in one and is_right(one[name]) for name, is_right in _STAGE.items())
+        for one in value
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value)
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _is_latency(value: object) -> bool:
@@ -111,6 +137,13 @@ _LATENCIES = ("before", "after", "share")
 _PARTS: Mapping[str, Callable[[object], bool]] = {
     "targets": _are_numbers, "shares": _are_numbers, "timings": _are_numbers, "removals": _is_number,
     "seconds": _is_number, "checks": _are_checks, "measures": _are_measures, "latency": _is_latency,
-    "notes": lambda value: isinstance(value, list) and all(isinstance(note, str) for note in value),
+    "notes": _are_strings,
 }  # fmt: skip
 """What a summary must hold, and how each part of it is known to be right."""
+
+_LATER_PARTS: Mapping[str, Callable[[object], bool]] = {"stages": _are_stages, "floors": _are_strings}
+"""What older summaries do not hold."""
+
+_STAGE: Mapping[str, Callable[[object], bool]] = {
+    "stage": _is_count, "units": _is_count, "shares": _are_numbers, "values": _are_values, "seconds": _is_number,
+}  # fmt: skip

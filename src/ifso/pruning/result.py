@@ -35,6 +35,10 @@ class PruneResult:
     units. ``shares`` are the shares kept of every cost, ``targets`` those asked for. ``measures`` say what the network
     was worth after each stage, ``checks`` what was verified, ``scores`` the last ones before normalisation.
     ``timings`` are seconds by part of the run, ``notes`` what went otherwise than expected.
+
+    Of a staged run, ``stages`` has one entry for each stage: ``stage`` (its number), ``units`` (how many went in it),
+    ``shares`` (left of every cost), ``values`` (measured after it, perhaps none) and ``seconds`` (since the run began).
+    ``floors`` names the groups that kept no more units than they must.
     """
 
     model: nn.Module
@@ -56,6 +60,8 @@ class PruneResult:
     metrics: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     folder: Path | None = None
+    stages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    floors: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def removed_units(self) -> int:
@@ -96,6 +102,10 @@ class PruneResult:
             "removals": self.removals,
             "kept": {name: [int(kept.sum()), kept.numel()] for name, kept in self.keep.items()},
             "measures": [{"stage": measure.stage, **measure.values} for measure in self.measures],
+            "stages": [
+                {**stage, "shares": dict(stage["shares"]), "values": dict(stage["values"])} for stage in self.stages
+            ],
+            "floors": list(self.floors),
             "checks": [vars(check) for check in self.checks],
             "seconds": self.seconds,
             "timings": dict(self.timings),

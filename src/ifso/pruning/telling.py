@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from ifso.pruning.result import PruneResult
 
+T = TypeVar("T")
+
+MOST_STAGES = 12
+"""Stages that are shown, at most."""
+
+MOST_NAMES = 5
+"""Names of groups that are shown, at most."""
+
 
 def told(result: PruneResult) -> str:
-    """Costs before and after, what the network was worth at each stage, what was checked."""
+    """Costs before and after, what the network was worth at each stage, which layers can lose no more, the checks."""
     from ifso.pruning.result import LABELS
 
     before, after = result.before.as_dict(), result.after.as_dict()
@@ -28,6 +37,10 @@ def told(result: PruneResult) -> str:
     lines = [head, "", *_aligned(rows)]
     if result.measures:
         lines += ["", *_aligned(_measures(result))]
+    if result.stages:
+        lines += ["", *_stages(result)]
+    if result.floors:
+        lines += ["", f"reached their floor: {_named(result.floors)}"]
     lines += [
         "",
         *(f"{'ok    ' if check.passed else 'FAILED'} {check.name}: {check.detail}" for check in result.checks),
@@ -40,6 +53,53 @@ def _measures(result: PruneResult) -> list[tuple[str, ...]]:
     names = list(dict.fromkeys(name for measure in result.measures for name in measure.values))
     stages = [(one.stage, *(_number(one.values.get(name)) for name in names)) for one in result.measures]
     return [("stage", *names), *stages]
+
+
+def _stages(result: PruneResult) -> list[str]:
+    """A table of the stages; of many, the first, the last and some between them."""
+    from ifso.pruning.result import LABELS
+
+    kinds = dict.fromkeys(("macs", *result.targets))
+    names = list(dict.fromkeys(name for stage in result.stages for name in stage["values"]))
+    shown = spread_over(result.stages, MOST_STAGES)
+    head = ("stage", *(f"{LABELS.get(kind, kind)} kept" for kind in kinds), "units removed", *names, "seconds so far")
+    rows = [
+        (
+            f"{stage['stage']}",
+            *(_share(stage["shares"].get(kind)) for kind in kinds),
+            f"{stage['units']}",
+            *(_number(stage["values"].get(name)) for name in names),
+            f"{stage['seconds']:.1f}",
+        )
+        for stage in shown
+    ]
+    hidden = len(result.stages) - len(shown)
+    return [*_aligned([head, *rows]), *([f"{len(shown)} of {len(result.stages)} stages are shown"] if hidden else [])]
+
+
+def spread_over(items: Sequence[T], most: int) -> list[T]:
+    """All items, or the first, the last and evenly spaced ones between them: ``most`` in all.
+
+    >>> spread_over(range(1, 10), 3), spread_over("ab", 3)
+    ([1, 5, 9], ['a', 'b'])
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first few, and how many more there are.
+
+    >>> _named(["a", "b"]), _named("abcdefg")
+    ('a, b', 'a, b, c, d, e (and 2 more)')
+    """
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" (and {more} more)" if more > 0 else "")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
 
 
 def _number(value: float | None) -> str:

@@ -8,9 +8,9 @@ import time
 import pytest
 from rich.console import Console
 
-from ifso.cli.live import Bar, Curve, Layers, lines, most_changed
-from ifso.cli.progress import PER_SECOND, RichProgress
 from ifso.pruning.events import Plan, Removal
+from ifso.pruning.live import Bar, Curve, Layers, lines, most_changed
+from ifso.pruning.progress import PER_SECOND, RichProgress
 
 GROUPS = {"stem": (8, ["stem"]), "block.[red]a": (16, ["block.[red]a"]), "block.b": (4, ["block.b", "skip"])}
 

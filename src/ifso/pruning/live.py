@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ifso.pruning.checkpoint import parsed, read_lines
+from ifso.pruning.course import loss_words
 from ifso.pruning.events import Plan, Removal
 from ifso.pruning.folder import METRICS, STRUCTURE
 
@@ -135,8 +136,6 @@ class Layers:
         yield _text(self._loss_words(options))
 
     def _loss_words(self, options: ConsoleOptions) -> str:
-        from ifso.cli.progress import loss_words
-
         numbers = f"loss {loss_words(self._loss.first)} at first, {loss_words(self._loss.last)} now"
         room = options.max_width - len(numbers) - 1
         return f"{numbers} {self._loss.drawn(plain=options.ascii_only)[-room:]}".rstrip() if room > 0 else numbers

@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import pytest
 from rich.console import Console
 
-from ifso.cli.progress import Course, PlainProgress, RichProgress, progress, several
 from ifso.cli.tensorboard import TensorBoardListener
 from ifso.errors import IfsoError
-from ifso.pruning.events import Plan, Removal, Silent
+from ifso.pruning import progress as displays
+from ifso.pruning import ranks
+from ifso.pruning.course import Course
+from ifso.pruning.events import Plan, Removal, Silent, Stage
+from ifso.pruning.progress import NotebookProgress, PlainProgress, RichProgress, listener_for, progress, several
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -27,6 +31,24 @@ prune: done=18% removals=6 macs=0.8800/0.6 params=0.9100/0.5 loss=– unit=l1.[r
 prune: done=20% removals=7 macs=0.8700/0.6 params=0.9000/0.5 loss=0.1235 unit=l1.[red]c[3] elapsed=0:00:07 left=0:00:30
 """
 
+STAGED = """\
+prune: start model=net units=20 macs=1.0000/0.6 stages=4 folder=runs/a
+prune: stage=1/4 macs=0.9012/0.6 units=212 accuracy=71.2 top5=90 elapsed=0:00:15 left=0:00:45
+prune: about 45 s left
+prune: stage=2/4 macs=0.8000/0.6 units=3 elapsed=0:00:25 left=0:00:25
+prune: 3 layers were compacted
+prune: stage=3/4 macs=0.7000/0.6 units=3 accuracy=64.06 elapsed=0:00:45 left=0:00:15
+prune: stage=4/4 macs=0.5990/0.6 units=3 accuracy=60 elapsed=0:01:00 left=0:00:00
+"""
+
+RICH_STAGED = [
+    "                       0% stage 1/4 MACs 100.0% → 60.0% left -:--:-- so far 0:00:00",
+    "━━━━╸                 25% stage 1/4 MACs 90.0% → 60.0% left -:--:-- so far 0:00:10",
+    "━━━━╸                 25% stage 2/4 MACs 90.0% → 60.0% left 0:00:45 [b]accuracy 71.2 so far 0:00:15",
+    "━━━━━━━━━╸            50% stage 3/4 MACs 80.0% → 60.0% left 0:00:25 [b]accuracy 71.2 so far 0:00:25",
+    "━━━━━━━━━━━━━━━━━━━━ 100% stage 4/4 MACs 59.9% → 60.0% left 0:00:00 [b]accuracy 60 so far 0:01:00",
+]
+
 RICH = """\
                        0% MACs 100.0% → 60.0% left -:--:-- loss – so far 0:00:00
 [bold]3 layers were compacted[/bold]
@@ -37,7 +59,7 @@ NARROWER = " 25% MACs 90.0% → 60.0% left -:--:-- lo…\n"
 
 INTERRUPTED = """
 import signal, sys, time
-from ifso.cli.progress import progress
+from ifso.pruning.progress import progress
 from ifso.pruning.events import Plan
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,9 +81,13 @@ class Clock:
         return self.now
 
 
-def plan(removals=0, **shares):
+def plan(removals=0, stages=0, **shares):
     targets = {"macs": 0.6, "params": 0.5} if "params" in shares else {"macs": 0.6}
-    return Plan("net", 20, targets, shares or {"macs": 1.0}, removals, "runs/a")
+    return Plan("net", 20, targets, shares or {"macs": 1.0}, removals, "runs/a", stages)
+
+
+def stage(number, macs, units=3, stages=4, **values):
+    return Stage(number, stages, units, {"macs": macs}, values, 0.0)
 
 
 def removal(number, units=(3,), loss=0.12345, **shares):
@@ -113,6 +139,220 @@ class TestCourse:
         course = Course(plan(), now=0.0)
         course.moved({"macs": 0.6001}, now=5.0)
         assert course.percent == 99
+
+
+class TestCourseOfStages:
+    def test_time_left_is_the_mean_of_the_stages_not_the_pace_of_removals(self):
+        course = Course(plan(stages=4), now=0.0)
+        for number in range(1, 101):
+            course.moved({"macs": 1 - 0.001 * number}, now=5.0 + 0.05 * number)
+            assert course.left(now=10.0) is None
+        course.staged(stage(1, 0.9), now=10.0)
+        assert course.left(now=10.0) == 30.0
+        course.staged(stage(2, 0.8), now=40.0)
+        assert course.left(now=40.0) == 40.0
+        assert course.left(now=45.0) == 35.0
+        assert course.left(now=99.0) == 0.0
+
+    def test_a_resumed_run_counts_its_own_stages(self):
+        course = Course(plan(removals=300, stages=10, macs=0.8), now=100.0)
+        assert course.stage_words == ""
+        course.staged(stage(6, 0.76, stages=10), now=107.0)
+        assert course.left(now=107.0) == pytest.approx(28.0)
+        assert course.stage_words == "stage 7/10"
+
+    def test_a_target_met_early_leaves_nothing(self):
+        course = Course(plan(stages=4), now=0.0)
+        course.staged(stage(3, 0.6), now=30.0)
+        assert (course.left(now=30.0), course.stage_words) == (0.0, "stage 3/4")
+
+    def test_removals_that_meet_the_target_do_not_end_the_last_stage(self):
+        """What comes after them, a measure perhaps, belongs to the stage."""
+        course = Course(plan(stages=2), now=0.0)
+        course.staged(stage(1, 0.8, stages=2), now=30.0)
+        course.moved({"macs": 0.599}, now=40.0)
+        assert course.left(now=40.0) == 20.0
+
+    def test_a_first_stage_tells_of_a_staged_run_if_the_plan_did_not(self):
+        course = Course(plan(), now=0.0)
+        assert (course.in_stages, course.stage_words) == (False, "")
+        course.staged(stage(1, 0.9), now=10.0)
+        assert (course.in_stages, course.stage_words) == (True, "stage 2/4")
+
+
+def staged_run(listener, clock):
+    """Four stages of three removals at a time; the second measures nothing."""
+    listener.started(plan(stages=4))
+    for number, (ends, macs, units, values) in enumerate(STAGES, 1):
+        clock.now = ends - 5.0
+        for one in range(3):
+            listener.removed(removal(3 * number + one - 2, macs=macs))
+        clock.now = ends
+        listener.staged(stage(number, macs, units, **values))
+        if number == 2:
+            listener.said("3 layers were compacted")
+    listener.finished()
+
+
+STAGES = (
+    (15.0, 0.9012, 212, {"accuracy": 71.2, "top5": 90.0}),
+    (25.0, 0.8, 3, {}),
+    (45.0, 0.7, 3, {"accuracy": 64.0625}),
+    (60.0, 0.599, 3, {"accuracy": 60.0}),
+)
+
+
+def test_a_staged_run_has_a_line_for_each_stage_and_one_with_the_time_left():
+    file, clock = io.StringIO(), Clock()
+    staged_run(PlainProgress(file, clock), clock)
+    assert file.getvalue() == STAGED
+
+
+def test_a_plan_without_stages_costs_one_line_about_removals():
+    file, clock = io.StringIO(), Clock()
+    listener = PlainProgress(file, clock)
+    listener.started(plan())
+    for number in (1, 2, 3, 4):
+        clock.now = 10.0 * number
+        for one in range(3):
+            listener.removed(removal(3 * number + one - 2, macs=1 - 0.09 * number))
+        listener.staged(stage(number, 1 - 0.09 * number))
+    listener.finished()
+    words = [line.split()[1] for line in file.getvalue().splitlines()]
+    assert words == ["start", "done=22%", "stage=1/4", "about", "stage=2/4", "stage=3/4", "stage=4/4"]
+
+
+def test_a_single_stage_leaves_nothing_to_estimate():
+    file, clock = io.StringIO(), Clock()
+    listener = PlainProgress(file, clock)
+    listener.started(plan(stages=1))
+    clock.now = 10.0
+    listener.staged(stage(1, 0.6, stages=1))
+    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["start", "stage=1/1"]
+
+
+def test_the_bar_of_a_staged_run_shows_stages_and_what_was_measured():
+    file, clock = io.StringIO(), Clock()
+    console = Console(file=file, force_terminal=True, width=110, color_system=None, legacy_windows=False)
+    listener = RichProgress(console, clock, refresh=False)
+    listener.started(plan(stages=4))
+    seen = [drawn(listener)]
+    for now, tell, event in (
+        (10.0, listener.removed, removal(1, macs=0.9)),
+        (15.0, listener.staged, stage(1, 0.9, **{"[b]accuracy": 71.2})),
+        (25.0, listener.staged, stage(2, 0.8)),
+        (60.0, listener.staged, stage(4, 0.599, **{"[b]accuracy": 60.0})),
+    ):
+        clock.now = now
+        tell(event)
+        seen.append(drawn(listener))
+    listener.finished()
+    assert seen == RICH_STAGED
+
+
+def drawn(listener):
+    """Its bar as it is now."""
+    file = io.StringIO()
+    console = Console(file=file, width=110, color_system=None, force_terminal=True, legacy_windows=False)
+    console.print(listener._progress)
+    return file.getvalue().rstrip()
+
+
+class Cell:
+    """Stands for ``IPython.display``: what a cell of a notebook shows."""
+
+    def __init__(self, monkeypatch):
+        self.shown, self.others = [], []
+        module = ModuleType("IPython.display")
+        module.display = self.display
+        monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+        monkeypatch.setitem(sys.modules, "IPython.display", module)
+
+    def display(self, thing, display_id=None):
+        if display_id is None:
+            return self.others.append(thing.text)
+        self.update(thing)
+        return self
+
+    def update(self, thing):
+        bundle = thing._repr_mimebundle_(None, None)
+        assert bundle["text/html"].startswith("<pre")
+        self.shown.append(bundle["text/plain"].rstrip())
+
+
+class TestNotebook:
+    @pytest.fixture
+    def console(self, monkeypatch):
+        console = Console(force_jupyter=True, width=110, color_system=None, markup=False, highlight=False)
+        monkeypatch.setattr("rich.jupyter.get_console", lambda: console)
+        return console
+
+    def test_one_output_is_drawn_anew_at_stages(self, monkeypatch, console):
+        cell, clock = Cell(monkeypatch), Clock()
+        staged_run(NotebookProgress(console, clock), clock)
+        assert "stage 1/4 MACs 100.0%" in cell.shown[0]
+        assert any("stage 2/4" in shown and "accuracy 71.2 top5 90" in shown for shown in cell.shown)
+        assert "stage 4/4" in cell.shown[-1]
+        assert cell.others == ["3 layers were compacted\n"]
+
+    def test_removals_draw_a_few_times_per_second(self, monkeypatch, console):
+        cell, clock = Cell(monkeypatch), Clock()
+        listener = NotebookProgress(console, clock)
+        listener.started(plan())
+        for number in range(1, 1001):
+            clock.now = 0.002 * number
+            listener.removed(removal(number, macs=1 - 0.0001 * number))
+        listener.finished()
+        listener.finished()
+        assert len(cell.shown) == 1 + 8 + 1
+        assert "MACs 90.0%" in cell.shown[-1]
+
+    def test_an_interrupt_before_the_output_is_there(self, monkeypatch, console):
+        cell = Cell(monkeypatch)
+        monkeypatch.setattr(sys.modules["IPython.display"], "display", interrupt)
+        listener = NotebookProgress(console, Clock())
+        with pytest.raises(KeyboardInterrupt):
+            listener.started(plan())
+        listener.finished()
+        assert cell.shown == []
+
+
+class TestListenerFor:
+    """Which display it is, by what standard error is; and who else hears of the run."""
+
+    def test_lines_where_there_is_no_terminal(self, capsys):
+        for asked in (None, True):
+            assert type(listener_for(asked, None)) is PlainProgress
+
+    def test_a_bar_on_a_terminal(self, monkeypatch):
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        assert type(listener_for(None, None)) is RichProgress
+        monkeypatch.setenv("TERM", "dumb")
+        assert type(listener_for(None, None)) is PlainProgress
+
+    def test_a_notebook(self, monkeypatch):
+        monkeypatch.setattr(displays, "_console", lambda: Console(force_jupyter=True))
+        assert type(listener_for(None, None)) is NotebookProgress
+
+    def test_nothing_without_standard_error(self, monkeypatch):
+        monkeypatch.setattr(sys, "stderr", None)
+        assert type(listener_for(True, None)) is Silent
+
+    def test_a_listener_takes_the_place_of_the_display_unless_asked(self, capsys):
+        file, own = io.StringIO(), Silent()
+        assert listener_for(None, own) is own
+        assert listener_for(False, own) is own
+        assert type(listener_for(False, None)) is Silent
+        both = listener_for(True, PlainProgress(file, Clock()))
+        both.started(plan())
+        assert file.getvalue() == capsys.readouterr().err != ""
+
+    def test_only_the_first_of_several_processes_shows_it(self, monkeypatch):
+        own = Silent()
+        monkeypatch.setattr(ranks, "rank", lambda: 1)
+        assert type(listener_for(None, None)) is Silent
+        assert listener_for(True, own) is own
 
 
 def test_plain_lines_come_first_last_and_every_few_seconds():
@@ -187,7 +427,7 @@ def test_an_interrupt_while_the_bar_is_set_up_gives_the_cursor_back(monkeypatch)
     assert file.getvalue().endswith(SHOW_CURSOR)
 
 
-def interrupt(*_):
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
@@ -220,8 +460,10 @@ class TestSeveral:
         listener.started(plan())
         listener.said("word")
         listener.removed(removal(1, macs=0.9))
+        listener.staged(stage(4, 0.6))
         assert files[0].getvalue() == files[1].getvalue()
-        assert files[0].getvalue().count("\n") == 3
+        words = [line.split()[1] for line in files[0].getvalue().splitlines()]
+        assert words == ["start", "word", "done=25%", "stage=4/4"]
 
 
 def test_without_a_terminal_lines_are_printed_and_the_last_one_in_any_case(capsys):
@@ -283,6 +525,14 @@ class TestTensorBoard:
         assert found["score"] == [(1, pytest.approx(1e-3)), (2, pytest.approx(1e-3))]
         assert found["seconds"] == [(1, 1.0), (2, 2.0)]
 
+    def test_what_stages_measured_stands_at_their_last_removal(self, tmp_path):
+        pytest.importorskip("tensorboard")
+        events = [removal(1, macs=0.9), removal(2, macs=0.8), stage(1, 0.8, accuracy=70.0), removal(3, macs=0.7)]
+        self.record(tmp_path, plan(stages=4), [*events, stage(2, 0.7), stage(3, 0.7, accuracy=65.5)])
+        found = self.read(tmp_path)
+        assert found["stage"] == [(2, 1.0), (3, 2.0), (3, 3.0)]
+        assert found["measure/accuracy"] == [(2, 70.0), (3, 65.5)]
+
     def test_a_resumed_run_hides_what_lies_beyond(self, tmp_path):
         pytest.importorskip("tensorboard")
         self.record(tmp_path, plan(), [removal(1, macs=0.9), removal(2, macs=0.8)])
@@ -296,11 +546,11 @@ class TestTensorBoard:
         assert not (tmp_path / "run").exists()
 
     @staticmethod
-    def record(folder, plan, removals):
+    def record(folder, plan, events):
         listener = TensorBoardListener(folder)
         listener.started(plan)
-        for removal in removals:
-            listener.removed(removal)
+        for event in events:
+            (listener.staged if isinstance(event, Stage) else listener.removed)(event)
         listener.finished()
 
     @staticmethod

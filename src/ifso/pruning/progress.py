@@ -1,16 +1,16 @@
-"""The progress of a pruning run on standard error: a bar on a terminal, plain lines anywhere else."""
+"""The progress of a pruning run: a bar on a terminal or in a notebook, plain lines on standard error anywhere else."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ifso.pruning.events import Listener, Plan, Removal
+from ifso.pruning.course import Course, duration, loss_words, roughly, unit_words
+from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,99 +28,13 @@ NARROW = 56
 """Characters of a terminal that has no room for a bar beside the words."""
 
 LABELS = {"macs": "MACs", "conv_macs": "conv MACs", "params": "parameters"}
-UNKNOWN = "-:--:--"
-
-
-TOGETHER = 0.01
-"""Units that go within so many seconds of each other go in one round: the first of them has waited for the scores."""
-
-
-class Course:
-    """How far a run has come, and how long it may still take.
-
-    The share done is that of the way from the whole network to the target, for the target that is furthest from done.
-    Time left supposes that the rest goes as quickly as the second half of the rounds so far did: units that are removed
-    later are often cheaper, so that it takes more of them. Nothing is known before the second round.
-
-    >>> course = Course(Plan("net", 10, {"macs": 0.6, "params": 0.5}, {"macs": 1.0, "params": 1.0}, 0, None), now=0.0)
-    >>> course.moved({"macs": 0.9, "params": 0.9}, now=30.0)
-    >>> course.moved({"macs": 0.8, "params": 0.8}, now=60.0)
-    >>> round(course.done, 6), round(course.left(now=60.0)), round(course.left(now=70.0))
-    (0.4, 90, 80)
-    """
-
-    def __init__(self, plan: Plan, now: float) -> None:
-        self._targets = plan.targets
-        self._began, self._moved = now, now
-        self.done = self._share_done(plan.shares)
-        self._times: list[float] = []
-        self._ways: list[float] = []
-
-    def moved(self, shares: Mapping[str, float], now: float) -> None:
-        """So much is left now."""
-        if not self._times or now - self._moved > TOGETHER:
-            self._times.append(now)
-            self._ways.append(self.done)
-        self.done, self._moved = self._share_done(shares), now
-
-    @property
-    def percent(self) -> int:
-        """The share done in full per cent: 100 only at the end."""
-        return math.floor(100 * self.done + 1e-6)
-
-    def elapsed(self, now: float) -> float:
-        """Seconds since this process took the run up."""
-        return now - self._began
-
-    def left(self, now: float) -> float | None:
-        """Seconds still to go, None while nothing is known."""
-        if self.done >= 1:
-            return 0.0
-        if not self._times or self._ways[-1] <= self._ways[0]:
-            return None
-        half = bisect_right(self._times, (self._times[0] + self._times[-1]) / 2) - 1
-        since = half if self._ways[half] < self._ways[-1] else 0
-        pace = (self._times[-1] - self._times[since]) / (self._ways[-1] - self._ways[since])
-        return max(0.0, pace * (1 - self.done) - (now - self._moved))
-
-    def _share_done(self, shares: Mapping[str, float]) -> float:
-        ways = ((1 - shares[kind]) / (1 - target) for kind, target in self._targets.items())
-        return min(1.0, max(0.0, min(ways)))
-
-
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds.
-
-    >>> duration(3725.4), duration(None)
-    ('1:02:05', '-:--:--')
-    """
-    if seconds is None:
-        return UNKNOWN
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def unit_words(units: Mapping[str, Sequence[int]]) -> str:
-    """The first of the units by its group and place, and how many more there are.
-
-    >>> unit_words({"layer1.0.conv1": (3,)}), unit_words({"a": (0, 4), "b": (2,)})
-    ('layer1.0.conv1[3]', 'a[0] +2')
-    """
-    places = [f"{group}[{place}]" for group, group_places in units.items() for place in group_places]
-    return (places[0] if places else "none") + (f" +{len(places) - 1}" if len(places) > 1 else "")
-
-
-def loss_words(loss: float) -> str:
-    """A loss with four digits; ``–`` where none was computed.
-
-    >>> loss_words(0.0213456), loss_words(float("nan"))
-    ('0.02135', '–')
-    """
-    return "–" if math.isnan(loss) else f"{loss:.4g}"
 
 
 class PlainProgress:
-    """Lines of ``key=value``: one at the first removal, one at the last, between them one every few seconds."""
+    """Lines of ``key=value``: one at the first removal, one at the last, between them one every few seconds.
+
+    A staged run has one line for each stage instead, and after the first an estimate of the time left.
+    """
 
     def __init__(self, file: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         self._file = sys.stderr if file is None else file
@@ -134,17 +48,37 @@ class PlainProgress:
         self._plan, self._course = plan, Course(plan, self._clock())
         self._due = self._clock()
         folder = [] if plan.folder is None else [f"folder={plan.folder}"]
+        stages = [f"stages={plan.stages}"] if plan.stages else []
         again = [f"resumed_at={plan.removals}"] if plan.removals else []
-        self._print("start", f"model={plan.model}", f"units={plan.units}", *self._costs(plan.shares), *again, *folder)
+        about = [f"model={plan.model}", f"units={plan.units}", *self._costs(plan.shares)]
+        self._print("start", *about, *stages, *again, *folder)
 
     def removed(self, removal: Removal) -> None:
-        """A line if the last one is a while ago."""
+        """A line if the last one is a while ago; none in a staged run."""
         now = self._clock()
         self._course.moved(removal.shares, now)
+        if self._course.in_stages:
+            return
         self._unsaid = removal
         if now >= self._due or self._course.done >= 1:
             self._due = now + EVERY
             self._tell()
+
+    def staged(self, stage: Stage) -> None:
+        """A line with what is left, what went and what was measured."""
+        now, self._unsaid = self._clock(), None
+        self._course.staged(stage, now)
+        left = self._course.left(now)
+        self._print(
+            f"stage={stage.number}/{stage.stages}",
+            *self._costs(stage.shares),
+            f"units={stage.units}",
+            *(f"{name}={value:.4g}" for name, value in stage.values.items()),
+            f"elapsed={duration(self._course.elapsed(now))}",
+            f"left={duration(left)}",
+        )
+        if self._course.first_stage and left:
+            self._print(f"about {roughly(left)} left")
 
     def said(self, line: str) -> None:
         """The line itself."""
@@ -174,13 +108,15 @@ class PlainProgress:
         return [f"{kind}={shares[kind]:.4f}/{target:g}" for kind, target in self._plan.targets.items()]
 
     def _print(self, *words: str) -> None:
-        print("prune:", *words, file=self._file, flush=True)
+        self._file.write(" ".join(("prune:", *words)) + "\n")
+        self._file.flush()
 
 
 class RichProgress:
     """A line with a bar, what is left of each target, times, the loss and the last unit, cut off where it ends.
 
-    Below it, for a run that writes a folder, what is left of every layer (:class:`ifso.cli.live.Layers`).
+    A staged run shows the stage under way and what was measured last instead of the loss and the unit.
+    Below it, for a run that writes a folder, what is left of every layer (:class:`ifso.pruning.live.Layers`).
     """
 
     def __init__(self, console: Console | None = None, clock: Clock = time.monotonic, refresh: bool = True) -> None:
@@ -190,16 +126,17 @@ class RichProgress:
 
     def started(self, plan: Plan) -> None:
         """The bar appears."""
-        from ifso.cli.live import Layers
+        from ifso.pruning.live import Layers
 
         self._targets, self._shares = plan.targets, plan.shares
         self._loss, self._unit = math.nan, ""
+        self._values: Mapping[str, float] = {}
         self._layers = Layers.of(plan)
         self._course = Course(plan, self._clock())
         self._progress = self._drawn()
         self._task = self._progress.add_task("prune", total=1.0)
         self._progress.update(self._task, completed=self._course.done)
-        self._progress.start()
+        self._show(self._progress)
 
     def removed(self, removal: Removal) -> None:
         """The bar moves."""
@@ -210,6 +147,13 @@ class RichProgress:
             self._layers.removed(removal)
         self._progress.update(self._task, completed=self._course.done)
 
+    def staged(self, stage: Stage) -> None:
+        """The bar shows what was measured."""
+        assert self._progress is not None
+        self._course.staged(stage, self._clock())
+        self._shares, self._values = stage.shares, stage.values or self._values
+        self._progress.update(self._task, completed=self._course.done)
+
     def said(self, line: str) -> None:
         """The line above the bar."""
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -218,9 +162,15 @@ class RichProgress:
         """The bar stays as it is, and the cursor is shown again, even if Ctrl-C came while the bar was being set up."""
         bar, self._progress = self._progress, None
         if bar is not None:
-            with suppress(IndexError):
-                bar.stop()
-            self._console.show_cursor()
+            self._leave(bar)
+
+    def _show(self, bar: Progress) -> None:
+        bar.start()
+
+    def _leave(self, bar: Progress) -> None:
+        with suppress(IndexError):
+            bar.stop()
+        self._console.show_cursor()
 
     def _drawn(self) -> Progress:
         """The line, and the layers below it; on a narrow terminal words come before the bar."""
@@ -250,10 +200,47 @@ class RichProgress:
             f"{LABELS.get(kind, kind)} {self._shares[kind]:.1%} → {target:.1%}"
             for kind, target in self._targets.items()
         ]
-        return (
-            f"{self._course.percent:3}% {' '.join(costs)} left {duration(self._course.left(now))} "
-            f"loss {loss_words(self._loss)} so far {duration(self._course.elapsed(now))} {self._unit}"
-        ).rstrip()
+        left, so_far = duration(self._course.left(now)), duration(self._course.elapsed(now))
+        if self._course.in_stages:
+            values = [f"{name} {value:.4g}" for name, value in self._values.items()]
+            words = [self._course.stage_words, *costs, f"left {left}", *values, f"so far {so_far}"]
+        else:
+            words = [*costs, f"left {left}", f"loss {loss_words(self._loss)}", f"so far {so_far}", self._unit]
+        return " ".join([f"{self._course.percent:3}%", *filter(None, words)])
+
+
+class NotebookProgress(RichProgress):
+    """The same in the output of a notebook's cell, drawn anew when something happens; needs no widgets."""
+
+    def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
+        super().__init__(console, clock, refresh=False)
+        self._handle: Any = None
+        self._due = 0.0
+
+    def removed(self, removal: Removal) -> None:
+        """The bar moves, a few times per second at most."""
+        super().removed(removal)
+        if self._clock() >= self._due:
+            self._redraw()
+
+    def staged(self, stage: Stage) -> None:
+        """The bar shows what was measured."""
+        super().staged(stage)
+        self._redraw()
+
+    def _show(self, bar: Progress) -> None:
+        from IPython.display import display
+
+        self._handle = display(bar, display_id=True)
+        self._due = self._clock() + 1 / PER_SECOND
+
+    def _redraw(self) -> None:
+        self._handle.update(self._progress)
+        self._due = self._clock() + 1 / PER_SECOND
+
+    def _leave(self, bar: Progress) -> None:
+        if self._handle is not None:
+            self._handle.update(bar)
 
 
 def _words_column(words: Callable[[], str]) -> ProgressColumn:
@@ -284,6 +271,11 @@ class _Several:
         for listener in self._listeners:
             listener.removed(removal)
 
+    def staged(self, stage: Stage) -> None:
+        """To each in turn."""
+        for listener in self._listeners:
+            listener.staged(stage)
+
     def said(self, line: str) -> None:
         """To each in turn."""
         for listener in self._listeners:
@@ -303,16 +295,34 @@ def several(listeners: Sequence[Listener]) -> Listener:
 
 @contextmanager
 def progress(*others: Listener) -> Iterator[Listener]:
-    """A bar if standard error is a terminal, lines otherwise, and ``others``; all are told of the end in any case."""
-    listener = several([_on_stderr(), *others])
+    """What fits where the run is watched (see :func:`display`), and ``others``; all are told of the end in any case."""
+    listener = several([display(), *others])
     try:
         yield listener
     finally:
         listener.finished()
 
 
-def _on_stderr() -> Listener:
+def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
+    """Who hears of a run: the display, the user's ``listener``, both or nobody.
+
+    With ``progress=None`` a listener takes the place of the display, with True it comes beside it, with False there is
+    no display. Of several processes, only the first shows one.
+    """
+    from ifso.pruning.ranks import rank
+
+    shown = listener is None if progress is None else progress
+    listeners = [*([display()] if shown and rank() == 0 else []), *([] if listener is None else [listener])]
+    return several(listeners or [Silent()])
+
+
+def display() -> Listener:
+    """A bar if standard error is a terminal or this is a notebook, lines otherwise; nothing without standard error."""
+    if sys.stderr is None:
+        return Silent()
     console = _console()
+    if console.is_jupyter:
+        return NotebookProgress(console)
     terminal = sys.stderr.isatty() and not console.is_dumb_terminal
     return RichProgress(console) if terminal else PlainProgress()
 
