@@ -1,4 +1,4 @@
-"""DATA names: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
+"""DATA: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
 
 from __future__ import annotations
 
