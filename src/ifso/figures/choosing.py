@@ -55,6 +55,7 @@ def _panel(axes: Axes, record: Record, looks: dict[str, Look]) -> None:
         points = sorted((100 * (1 - row["macs"]), row["top1"]) for row in rows)
         if points:
             axes.plot(*zip(*points, strict=True), **look.as_dict())
+    axes.set_xlim(left=0)
     if record.unpruned is not None:
         axes.axhline(record.unpruned["top1"], color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
 
