@@ -40,8 +40,20 @@ def same(model, other, *shape):
 
 def test_examples_are_short():
     found = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(found) == 6
+    assert len(found) == 7
     assert {name: lines for name, lines in found.items() if lines > MOST_LINES} == {}
+
+
+def test_keras_resnet50_strides_and_normalises_as_keras_does():
+    pytest.importorskip("torchvision", reason=EXTRA)
+    model = ifso.create_model(f"{EXAMPLES / 'keras_resnet50.py'}:resnet50")
+    assert set(model.state_dict()) == set(ifso.create_model("torchvision:resnet50").state_dict())
+    strides = [(stage[0].conv1.stride, stage[0].conv2.stride) for stage in (model.layer2, model.layer3, model.layer4)]
+    assert strides == [((2, 2), (1, 1))] * 3
+    assert (model.layer1[0].conv1.stride, model.layer2[1].conv1.stride) == ((1, 1), (1, 1))
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)} == {1e-3}
+    with torch.no_grad():
+        assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
 
 def test_plain_loop(tmp_path, capsys):

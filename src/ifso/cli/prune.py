@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ifso.data.sets import Data
 
 DESCRIPTION = "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half."
-DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, coco:PATH or file.py:factory"
+DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 BATCH, BOXES_BATCH = 128, 2
 """Samples in a batch, and images with boxes."""
 BOXES_RATE = 0.001

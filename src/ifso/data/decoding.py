@@ -11,14 +11,13 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ifso.data.batches import Batch, Epochs, check_batch_size, generator
-from ifso.data.image_files import ImageFiles
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError
 
@@ -28,6 +27,22 @@ MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 MOST_WORKERS = 32
 Key = tuple[int, list[int]]
 """The epoch, and the numbers of a batch's images."""
+
+
+class Pictures(Protocol):
+    """Images that are decoded when they are asked for."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Of all images [N], in int64."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, places: Tensor | slice) -> Self:
+        """The images at ``places``."""
+
+    def read(self, place: int) -> Tensor:
+        """One image [3, H, W] in uint8."""
 
 
 def need_torchvision(name: str, extra: str) -> None:
@@ -83,7 +98,7 @@ class Decoded(Dataset[Any]):
     is damaged the item is the line that says so, because errors of workers come back with their whole traceback.
     """
 
-    def __init__(self, files: ImageFiles, cut: Callable[[Tensor], Tensor], seed: int) -> None:
+    def __init__(self, files: Pictures, cut: Callable[[Tensor], Tensor], seed: int) -> None:
         self.files, self.cut, self.seed = files, cut, seed
 
     def __getitem__(self, key: Key) -> Batch | str:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import Batch
-from ifso.data.decoding import Decoded, Loading, TestFiles, TrainFiles, need_torchvision, workers_for
-from ifso.data.image_files import ImageFiles, find_images
+from ifso.data.decoding import Decoded, Loading, Pictures, TestFiles, TrainFiles, need_torchvision, workers_for
+from ifso.data.image_files import find_images
 from ifso.data.sets import Data, split
 from ifso.data.shares import Share
 from ifso.errors import DataError
@@ -26,9 +26,9 @@ class ImageNet(Data):
 
     name: str
     classes: tuple[str, ...]
-    train: ImageFiles
-    validation: ImageFiles | None
-    test: ImageFiles
+    train: Pictures
+    validation: Pictures | None
+    test: Pictures
     seed: int
     share: Share
     loading: Loading
@@ -43,7 +43,7 @@ class ImageNet(Data):
 
     def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> TrainFiles:
         """Shuffled batches of (images [N, 3, 224, 224], labels [N]); a random window of each image, mirrored or not."""
-        source = Decoded(self.train, _augmented() if augment else _middle(), self.seed)
+        source = Decoded(self.train, _augmented() if augment else self._whole(), self.seed)
         return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, share=self.share, loading=self.loading)
 
     def validation_batches(self, batch_size: int = 500) -> TestFiles:
@@ -64,13 +64,17 @@ class ImageNet(Data):
         """Two training images and their labels, without augmentation."""
         return self._few(self.train, 2)
 
-    def _few(self, files: ImageFiles, count: int) -> Batch:
-        cut, files = _middle(), files.part(slice(count))
+    def _whole(self) -> Callable[[Tensor], Tensor]:
+        """How an image is cut to size where nothing is left to chance."""
+        return _middle()
+
+    def _few(self, files: Pictures, count: int) -> Batch:
+        cut, files = self._whole(), files.part(slice(count))
         pixels = torch.stack([cut(files.read(place)) for place in range(len(files))])
         return self.loading.to_device(pixels, files.labels)
 
-    def _tested(self, files: ImageFiles, batch_size: int) -> TestFiles:
-        source = Decoded(files, _middle(), self.seed)
+    def _tested(self, files: Pictures, batch_size: int) -> TestFiles:
+        source = Decoded(files, self._whole(), self.seed)
         return TestFiles(source, batch_size=batch_size, share=self.share, loading=self.loading)
 
 

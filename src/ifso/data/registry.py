@@ -1,4 +1,4 @@
-"""DATA names: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:`` or ``coco:PATH``; ``path/file.py:factory``."""
+"""DATA: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from ifso.data.devices import usable_device
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
 from ifso.data.imagenet import open_imagenet
+from ifso.data.jpegs import open_jpegs
 from ifso.data.sets import Data, ImageData, split
 from ifso.data.shares import Share, in_turn
 from ifso.errors import DataError
 
-FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, coco:PATH or file.py:factory"
+FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
+
+FILES = {"imagenet": open_imagenet, "jpegs": open_jpegs}
+"""Images that are decoded when they are needed."""
 
 
 def open_data(
@@ -62,8 +66,8 @@ def open_data(
         return open_coco(
             path, device=device, seed=seed, validation=validation, share=share, workers=workers, options=options
         )
-    if kind == "imagenet" and path:
-        return open_imagenet(path, device=device, seed=seed, validation=validation, share=share, workers=workers)
+    if kind in FILES and path:
+        return FILES[kind](path, device=device, seed=seed, validation=validation, share=share, workers=workers)
     train, test, about = _images(name, share, download)
     train, held_out = split(train.to(device), validation, seed)
     return ImageData(name, about.num_classes, train, held_out, test.to(device), about.augmentation, seed, share)
@@ -83,7 +87,7 @@ def _images(name: str, share: Share, download: bool) -> tuple[Images, Images, _A
         open_it = partial(open_cifar, kind, path, download)
         images = in_turn(share, open_it) if download else open_it()
         return *images, _About(CIFAR[kind].num_classes, AUGMENTATION)
-    close = get_close_matches(kind, ("digits", *CIFAR, "imagenet", "coco"), n=1)
+    close = get_close_matches(kind, ("digits", *CIFAR, *FILES, "coco"), n=1)
     hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
     raise DataError(f"{name!r} is no data set; write {FORMS}{hint}")
 

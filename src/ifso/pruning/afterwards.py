@@ -40,18 +40,19 @@ def norms_of(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 @torch.no_grad()
-def recalibrate_(model: nn.Module, loss_fn: LossFn, batches: Sequence[Any]) -> None:
+def recalibrate_(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any]) -> None:
     """Give batch norms the statistics that they have now: the mean over the batches."""
     norms = norms_of(model)
     momenta = [norm.momentum for norm in norms]
     with same_modes(model):
-        steady_(model, loss_fn, batches[0])
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None
-            norm.train()
         try:
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                if not number:
+                    steady_(model, loss_fn, batch)
+                    for norm in norms:
+                        norm.reset_running_stats()
+                        norm.momentum = None
+                        norm.train()
                 loss_fn(model, batch)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):

@@ -23,10 +23,13 @@ from ifso.pruning.afterwards import (
     recalibrate_,
     update_weights_,
 )
-from ifso.pruning.checking import Check, refuse_failed, worst
+from ifso.pruning.budget import Budget
+from ifso.pruning.checking import Check, compare, outputs, refuse_failed, worst
+from ifso.pruning.distillation import distil_, is_better
 from ifso.pruning.ledger import Ledger
+from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.ranks import average_over_ranks_, copy_from_first_, from_first, together
-from ifso.pruning.result import PruneResult
+from ifso.pruning.result import Network, PruneResult
 from ifso.pruning.run import Run
 from ifso.pruning.schedule import phases
 from ifso.pruning.selection import TOLERANCE, Target, smallest_shares
@@ -45,16 +48,52 @@ class Finisher:
     def __init__(self, run: Run, evaluate: Evaluate | None, about: Mapping[str, Any]) -> None:
         self._run, self._about = run, about
         self._evaluate = evaluate or self._loss
+        self._networks: list[Network] = []
+        run.measure, run.reached = self._measure_here, self._reached
 
     def _loss(self, model: nn.Module) -> Mapping[str, float]:
         return {"loss": mean_loss(model, self._run.loss_fn, self._run.examples)}
 
-    def measure(self, stage: str) -> dict[str, float]:
-        """What the network is worth now."""
-        model = self._run.network.model
+    def _values(self, model: nn.Module) -> dict[str, float]:
         with self._run.progress.timed("measures"), same_modes(model):
             model.eval()
-            values = numbers(self._evaluate(model))
+            return numbers(self._evaluate(model))
+
+    def _measure_here(self) -> dict[str, float]:
+        """What the network of a staged run is worth now, units that are gone still in place as zeros."""
+        run = self._run
+        self._recalibrate(run.network.model)
+        with run.network.running():
+            return self._values(run.network.model)
+
+    def _recalibrate(self, model: nn.Module) -> None:
+        run = self._run
+        if not run.settings.recalibrate or not norms_of(model):
+            return
+        with run.progress.timed("recovery"):
+            recalibrate_(model, run.loss_fn, run.batches_here())
+            average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
+
+    def _reached(self, budget: Budget, values: Mapping[str, float]) -> dict[str, Any]:
+        """A budget of the path is met: the network for it is checked and kept."""
+        run = self._run
+        if len(run.settings.budget.path) == 1:
+            return {}
+        name = "-".join(f"{kind}-{share:g}" for kind, share in budget.targets.items())
+        if budget != run.settings.budget.path[-1]:
+            before = outputs(run.network, run.loss_fn, run.examples[0])
+            model, recipe = run.network.compacted_copy()
+            smaller = ShrinkingNetwork(model, run.network.original)
+            check = compare(before, outputs(smaller, run.loss_fn, run.examples[0]))
+            refuse_failed([check])
+            folder = None if run.folder is None else run.folder.write_network(name, model, recipe)
+            kept = None if folder is not None else model
+            self._networks.append(Network(budget.targets, run.ledger.shares(), values, folder, kept))
+        return {"budget": budget.targets, "network": name}
+
+    def measure(self, stage: str) -> dict[str, float]:
+        """What the network is worth now."""
+        values = self._values(self._run.network.model)
         self._run.progress.measures.append({"stage": stage, "values": values})
         self._run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
         return values
@@ -78,7 +117,8 @@ class Finisher:
             measures=tuple(Measure(one["stage"], one["values"]) for one in run.progress.measures),
             notes=tuple(run.progress.notes), latency=self._latency(),
             scores=network.by_group(run.scores, network.original), metrics=tuple(run.metrics), config=dict(self._about),
-            folder=None if run.folder is None else run.folder.path,
+            folder=None if run.folder is None else run.folder.path, networks=self._all_networks(),
+            stages=tuple(run.progress.stages), floors=run.moves.at_floor(network.kept),
         )  # fmt: skip
         if run.folder is not None:
             run.folder.write_scores(result.scores)
@@ -86,6 +126,24 @@ class Finisher:
             run.folder.finish(result.summary())
         refuse_failed(result.checks)
         return result
+
+    def _all_networks(self) -> tuple[Network, ...]:
+        """Those for all budgets, the ones from before a resume too."""
+        run = self._run
+        known = {tuple(network.targets.items()): network for network in self._networks}
+        found = []
+        for stage in run.progress.stages:
+            if "budget" in stage:
+                key = tuple(stage["budget"].items())
+                folder = None if run.folder is None else run.folder.network(stage["network"])
+                usual = Network(stage["budget"], stage["shares"], stage["values"], folder)
+                found.append(known.get(key, usual))
+        if found and not run.progress.stopped:
+            values = run.progress.measures[-1]["values"]
+            folder = None if run.folder is None else run.folder.path
+            model = run.network.model if folder is None else None
+            found[-1] = Network(found[-1].targets, run.ledger.shares(), values, folder, model)
+        return tuple(found)
 
     def _check(self) -> None:
         """The cost of the smaller network, traced and counted anew, and the budget."""
@@ -99,7 +157,8 @@ class Finisher:
         kept = ", ".join(
             f"{shares[kind]:.2%} of {kind} kept, {share:.2%} asked" for kind, share in target.shares.items()
         )
-        run.checks.append(Check("budget met", gap <= 0, kept))
+        stopped = f"; {run.progress.stopped}" if run.progress.stopped else ""
+        run.checks.append(Check("budget met", gap <= 0 or bool(stopped), kept + stopped))
         if gap < -TOLERANCE:
             run.say(f"{-gap:.2%} more than asked was removed: one unit fewer would have missed the budget")
 
@@ -108,15 +167,21 @@ class Finisher:
         run, model = self._run, self._run.network.model
         if run.folder is not None:
             run.folder.write_model(model, run.network.recipe())
-        batches = max(run.settings.recalibrate if norms_of(model) else 0, run.settings.weight_update)
+        staged = bool(run.calibration)
+        batches = max(run.settings.recalibrate if norms_of(model) and not staged else 0, run.settings.weight_update)
         data = together(lambda: [self._next() for _ in range(batches)])
-        if run.settings.recalibrate and norms_of(model):
+        if staged and run.settings.recalibrate and norms_of(model):
+            self._recalibrate(model)
+            self.measure("batch norms recalibrated")
+        elif run.settings.recalibrate and norms_of(model):
             with run.progress.timed("recovery"):
                 recalibrate_(model, run.loss_fn, data[: run.settings.recalibrate])
                 average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
             self.measure("batch norms recalibrated")
         if run.settings.weight_update:
             self._update_weights(data[: run.settings.weight_update])
+        if run.settings.recover:
+            self._distil()
         copy_from_first_(named_tensors(model).values())
 
     def _next(self) -> Any:
@@ -153,6 +218,19 @@ class Finisher:
                 f"ΔW ({size:.1%} of the weights' norm) was undone: the loss of other batches went from {before:.4g} "
                 f"to {after:.4g}; a larger damping makes it smaller"
             )
+
+    def _distil(self) -> None:
+        """Steps of distillation from the unpruned network, kept only if they do good."""
+        run, model = self._run, self._run.network.model
+        assert run.teacher is not None
+        undo, before = Undo(model), run.progress.measures[-1]["values"]
+        with run.progress.timed("recovery"):
+            distil_(model, run.teacher, run.loss_fn, run.calibration, run.settings.recover, run.settings.seed)
+        self._recalibrate(model)
+        after = self.measure(f"{run.settings.recover} steps of distillation")
+        if not is_better(after, before):
+            undo()
+            run.say(f"{run.settings.recover} steps of distillation were undone: they did harm")
 
     def _keep_latency(self) -> None:
         """Measure; where the network is slower than its model said, correct the model and go on."""

@@ -56,6 +56,7 @@ STRUCTURE = "structure.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
+NETWORKS = "networks"
 LOCK = ".lock"
 TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
@@ -212,13 +213,29 @@ class RunFolder:
 
     def write_model(self, model: nn.Module, recipe: Recipe) -> None:
         """``recipe.json`` and ``model.safetensors``, for :func:`ifso.load`."""
+        self._save(model, self.path, recipe)
+
+    @staticmethod
+    def _save(model: nn.Module, folder: Path, recipe: Recipe) -> None:
         try:
-            save(model, self.path, recipe)
+            save(model, folder, recipe)
         except RecipeError as error:
-            with located(self.path):
+            with located(folder):
                 if isinstance(error.__cause__, (OSError, SafetensorError)):
                     raise error.__cause__ from error
             raise
+
+    def network(self, name: str) -> Path:
+        """Where the network for one budget of several is."""
+        return self.path / NETWORKS / name
+
+    def write_network(self, name: str, model: nn.Module, recipe: Recipe) -> Path:
+        """Write the network for one budget of several, for :func:`ifso.load`, and return its folder."""
+        folder = self.network(name)
+        with located(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._save(model, folder, recipe)
+        return folder
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Another JSON file of the run. A number that is not finite is written as null."""

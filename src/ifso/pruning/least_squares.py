@@ -282,7 +282,7 @@ def least_squares(
 
     Args:
         model: as it is before the units go.
-        readers: where layers read units.
+        readers: where layers read units that go.
         kept: bool [units + 1], with a last entry True: the units that stay.
         run: runs the model on one batch after the other, yielding after each; called once for each piece of layers.
         damping: λ as a share of the mean of A's diagonal.
@@ -293,11 +293,10 @@ def least_squares(
         Update, with a reason for each layer that has no closed form here.
     """
     tensors = named_tensors(model)
-    losing = [reader for reader in readers if bool((~kept[reader.owner.cpu()]).any())]
-    update = Update(left_alone={r.parameter: "its units are read nowhere" for r in losing if _made_here(r, tensors)})
+    update = Update()
     by_name: dict[str, list[Reader]] = {}
-    for reader in losing:
-        if reader.parameter not in update.left_alone:
+    for reader in readers:
+        if tensors[reader.parameter].dim() > 1:
             by_name.setdefault(reader.parameter, []).append(reader)
     for piece in _pieces(by_name, tensors, update):
         seen, calls = _pass(piece, tensors, run, positions)
@@ -334,11 +333,6 @@ def _columns_kept(reader: Reader, seen: _Seen, kept: Tensor, columns: int) -> Te
     owner = (reader.owner if seen.transposed else reader.channels(seen.groups)).cpu()
     channels = kept[owner].reshape(seen.groups, -1)
     return channels.repeat_interleave(columns // channels.shape[1], 1)
-
-
-def _made_here(reader: Reader, tensors: Mapping[str, Tensor]) -> bool:
-    """Is it where units are made, for want of a place where they are read (queries and keys), or their bias?"""
-    return tensors[reader.parameter].dim() < 2
 
 
 def _pieces(

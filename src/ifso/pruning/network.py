@@ -158,11 +158,25 @@ class ShrinkingNetwork:
 
     def recipe(self) -> Recipe:
         """The whole way as one round after what was removed before the run; remembered for the model."""
-        whole = recipe_of(self.model) or unchanged(self.model)
+        return self._recipe_for(self.model)
+
+    def compacted_copy(self) -> tuple[nn.Module, Recipe]:
+        """A copy of the model without the units that are gone, and its recipe. The model itself stays as it is."""
+        with self._as_traced():
+            copied = copy.deepcopy(self.model)
+        earlier, keep = recipe_of(self.model), self._physical_keep(1)
+        if earlier is not None:
+            remember(copied, earlier)
+        if not all(bool(part.all()) for part in keep.values()):
+            compact_(copied, self.graph, keep)
+        return copied, self._recipe_for(copied)
+
+    def _recipe_for(self, model: nn.Module) -> Recipe:
+        whole = recipe_of(model) or unchanged(model)
         rounds = (*(self._earlier.rounds if self._earlier else ()), round_of(self.original, self.kept))
         attributes = sorted(whole.attributes, key=lambda change: str(change.place))
         recipe = Recipe(whole.model, whole.shapes, tuple(attributes), rounds)
-        remember(self.model, recipe)
+        remember(model, recipe)
         return recipe
 
     def _physical_keep(self, multiple: int) -> dict[str, Tensor]:

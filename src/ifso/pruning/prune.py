@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,23 +21,24 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import check_model, trace
 from ifso.pruning.afterwards import Evaluate, mean_loss
 from ifso.pruning.budget import Budget
-from ifso.pruning.events import Listener, Silent
+from ifso.pruning.events import Listener
 from ifso.pruning.finishing import LOSS_BATCHES, Finisher
 from ifso.pruning.folder import STRUCTURE, Checkpoint, RunFolder, refuse_other
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.network import ShrinkingNetwork
-from ifso.pruning.presets import preset_of
+from ifso.pruning.presets import STAGED, usual
+from ifso.pruning.progress import listener_for
 from ifso.pruning.ranks import from_first, rank, together
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import RESUMED, Progress, Run
 from ifso.pruning.schedule import Schedule
 from ifso.pruning.selection import Target, check_reachable
-from ifso.pruning.settings import Settings, criterion_of, describe, sgd
+from ifso.pruning.settings import CALIBRATION, Settings, criterion_of, describe, sgd
 from ifso.pruning.spoilt import refuse_spoilt_weights
 from ifso.pruning.state import shrink_to_
-from ifso.pruning.stream import BatchStream, not_finite, on_device
+from ifso.pruning.stream import BatchStream, dealt_again, first_batches, not_finite, on_device
 from ifso.pruning.structure import structure_of
 from ifso.pruning.timing import timed
 from ifso.pruning.worker import MakeOptimizer, Worker
@@ -53,14 +55,19 @@ def prune(
     budget: Budget,
     example_inputs: Any,
     criterion: str | Criterion | None = None,
-    schedule: Schedule = "incremental",
-    normalize: str = "sqrt-memory",
-    accumulate: int = 10,
-    accumulation: str = "sum",
-    batches_per_score: int = 2,
-    units_per_step: int = 1,
+    schedule: Schedule | None = None,
+    normalize: str | None = None,
+    update: bool | None = None,
+    recover: int = 0,
+    stop: float | None = None,
+    calibration: int = CALIBRATION,
+    accumulate: int | None = None,
+    accumulation: str | None = None,
+    batches_per_score: int | None = None,
+    units_per_step: int | None = None,
     round_to: int | None = None,
     min_units: int = 1,
+    min_share: float | None = None,
     ignore: Sequence[str] = (),
     optimizer: MakeOptimizer | None = None,
     resume: PathLike | None = None,
@@ -72,47 +79,63 @@ def prune(
     recalibrate: int = 20,
     weight_update: int = 0,
     damping: float = 3.0,
+    progress: bool | None = None,
     listener: Listener | None = None,
     about: Mapping[str, Any] | None = None,
     checkpoint_every: float = 30.0,
     compact: bool = True,
 ) -> PruneResult:
-    """Make a trained network smaller, in place, until a budget is met (Algorithm 2 of the paper).
+    """Make a trained network smaller, in place, until a budget is met; without training, in stages.
 
-    Again and again: add up ``accumulate`` scores, each the mean over ``batches_per_score`` batches, with one step of
-    the optimizer after each; divide by what each unit would save; remove the least important.
+    Each stage scores all units on the calibration batches, removes those that cost least for what they save, about 5 %
+    of the budget's cost, and fits the weights that read them anew, in closed form. At the end batch norms get new
+    statistics, and everything is checked. ``preset="paper"`` is Algorithm 2 of the paper instead: again and again, add
+    up ``accumulate`` scores with one step of the optimizer after each, and remove the least important unit. So is every
+    call that gives an option of its own (``accumulate``, ``batches_per_score``, ``units_per_step``, ``optimizer``) or
+    another schedule.
 
     Args:
         model: trained; it is changed in place. A network that was pruned before is pruned further.
         train_batches: an iterable that can be gone through again, such as a DataLoader. Tensors are brought to the
             device of the model.
         loss_fn: ``loss_fn(model, batch)`` gives the mean loss of a batch.
-        budget: :class:`ifso.Budget`, the shares kept.
+        budget: :class:`ifso.Budget`, the shares kept. ``Budget(macs=(0.8, 0.5))`` leaves a network for each share: in
+            folders below ``out``, and in ``result.networks``.
         example_inputs: what the model takes, for :func:`ifso.trace` and for counting MACs.
-        criterion: a name (``"ifso"`` by default) or an object of :mod:`ifso.criteria`.
-        schedule: ``"incremental"``, ``"one-shot"`` (no steps of the optimizer, everything goes at once) or
-            ``ifso.Mixed(0.75)``.
-        normalize: ``"sqrt-memory"`` (the paper), ``"memory"``, ``"none"``, ``"macs"`` or ``"latency"``.
+        criterion: a name or an object of :mod:`ifso.criteria`; ``"true-loss"`` by default, ``"ifso"`` in Algorithm 2.
+        schedule: ``"staged"`` (the default), ``"incremental"`` (Algorithm 2), ``"one-shot"`` (no steps of the
+            optimizer, everything goes at once) or ``ifso.Mixed(0.75)``.
+        normalize: what scores are divided by: ``"macs"``, ``"params"``, ``"memory"``, ``"sqrt-memory"`` (the paper),
+            ``"latency"`` or ``"none"``; by default what the budget counts.
+        update: fit the weights that read removed units anew in each stage (staged runs: True).
+        recover: steps of distillation from the unpruned network on the calibration batches at the end; undone if they
+            do harm.
+        stop: how far the first number of ``evaluate`` may fall (or, of a loss, rise) before a staged run ends with the
+            last network that held.
+        calibration: samples of ``train_batches`` that a staged run looks at.
         accumulate: k, scores (each followed by a step) before a removal.
         accumulation: ``"sum"`` adds the k scores up, with ``"last"`` only the k-th counts (Fig. 8 of the paper).
         batches_per_score: b, proxy batches for one score.
         units_per_step: removals after each k scores.
         round_to: layers keep multiples of so many channels.
         min_units: every layer keeps at least so many units.
+        min_share: every layer keeps at least this share of its units (0.1 in staged runs).
         ignore: names of modules whose channels are left alone.
         optimizer: a function from parameters to an optimizer; SGD with momentum 0.9, weight decay 1e-4 and a learning
             rate of 0.01 by default.
         resume: the folder of a run to go on with; the settings must be the same, and ``model`` as it was before it.
         out: a new folder for the run.
         seed: of the order of data and what is random in the model.
-        preset: ``"authors"`` does as the authors' program does where nothing else is said: its finite differences and
-            its learning rate of 0.1.
+        preset: ``"paper"`` for Algorithm 2 as the paper has it, ``"authors"`` as the authors' program does it: with
+            its finite differences and its learning rate of 0.1.
         train_mode: score and step in train mode, as the paper does; False leaves every module in the mode it is in.
         evaluate: ``evaluate(model)`` gives numbers (an accuracy …) that are taken before, after and between, with the
             model in eval mode.
-        recalibrate: batches for new statistics of batch norms at the end; 0 leaves them.
+        recalibrate: batches for new statistics of batch norms at the end (all calibration batches in a staged run); 0
+            leaves them.
         weight_update: batches for ΔW of Proposition 1 at the end; 0 for none.
         damping: λ of that ΔW.
+        progress: show the progress on standard error: None does if no ``listener`` is given, False never.
         listener: hears of the progress, see :mod:`ifso.pruning.events`.
         about: further plain values to be written into ``config.json``.
         checkpoint_every: seconds between checkpoints.
@@ -122,11 +145,21 @@ def prune(
     Every result is verified: the smaller network against the masked one, its cost counted anew, the budget. A
     :class:`~ifso.errors.VerificationError` says what failed.
     """
-    chosen = preset_of(preset)
+    of_algorithm_2 = {
+        "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
+        "units_per_step": units_per_step,
+    }  # fmt: skip
+    other = schedule if schedule != "staged" else None
+    chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
+    if schedule == "staged":
+        chosen = {**chosen, **{name: STAGED[name] for name in ("update", "min_share")}}
+    given = {"schedule": schedule, "update": update, "min_share": min_share}
     settings = Settings(
-        budget=budget, criterion=criterion_of(criterion or chosen["criterion"]), schedule=schedule,
-        normalize=normalize, accumulate=accumulate, accumulation=accumulation, batches_per_score=batches_per_score,
-        units_per_step=units_per_step, round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
+        budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
+        **{name: chosen[name] if value is None else value for name, value in given.items()},
+        normalize=normalize or chosen["normalize"], recover=recover, stop=stop, calibration=calibration,
+        **{name: value for name, value in of_algorithm_2.items() if value is not None},
+        round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
         train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
     if isinstance(ignore, str):
@@ -139,7 +172,7 @@ def prune(
     with same_modes(model), torch.random.fork_rng(devices=devices):
         start = _Start(
             model, train_batches, loss_fn, settings, optimizer or partial(sgd, learning_rate=chosen["learning_rate"]),
-            listener or Silent(), dict(about or {}), checkpoint_every,
+            listener_for(progress, listener), dict(about or {}), checkpoint_every,
             compact and not settings.criterion.masks_itself and settings.criterion.needs != "nothing",
         )  # fmt: skip
         return start.prune(example_inputs, resume, out, evaluate)
@@ -174,8 +207,7 @@ class _Start:
         together(lambda: refuse_other(config["settings"], first, "the first rank"))
         with progress.timed("trace"):
             graph, moves = together(lambda: self._trace(example_inputs))
-        measured = evaluate is None or self._settings.weight_update > 0
-        examples = together(lambda: self._examples(LOSS_BATCHES if measured else 1))
+        batches = together(self._first_batches)
         if resume is None:
             self._check_budget(graph, moves, progress)
         folder = together(lambda: self._open(config, resume, out) if rank() == 0 else None)
@@ -187,7 +219,7 @@ class _Start:
             found = together(lambda: None if folder is None else folder.newest_checkpoint())
             if found is None and resume is not None:
                 self._check_budget(graph, moves, progress)
-            run = together(lambda: self._run(graph, moves, progress, examples, found))
+            run = together(lambda: self._run(graph, moves, progress, batches, found))
             if folder is not None and rank() == 0:
                 self._write_into(folder, run)
             return self._through(run, evaluate, config)
@@ -208,18 +240,21 @@ class _Start:
                 raise
             self._model.eval()
             graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
-        return graph, Moves(graph, round_to=self._settings.round_to, min_units=self._settings.min_units)
+        limits = self._settings
+        moves = Moves(graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share)
+        return graph, moves
 
-    def _examples(self, count: int) -> list[Any]:
+    def _first_batches(self) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
         refuse_spoilt_weights(self._model)
-        stream, device = BatchStream(self._batches, self._settings.seed), next(self._model.parameters()).device
-        examples = [on_device(next(stream), device) for _ in range(count)]
-        for number, batch in enumerate(examples):
+        samples = self._settings.calibration if self._settings.schedule == "staged" else None
+        batches = first_batches(self._batches, self._settings.seed, samples, LOSS_BATCHES)
+        for number, batch in enumerate(batches):
             if bool(not_finite(batch)):
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
-        mean_loss(self._model, WatchedLoss(self._loss_fn), examples[:1])
-        return examples
+        device = next(self._model.parameters()).device
+        mean_loss(self._model, WatchedLoss(self._loss_fn), [on_device(batches[0], device)])
+        return batches
 
     def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
         try:
@@ -279,7 +314,7 @@ class _Start:
         return None if out is None else RunFolder.create(out, config)
 
     def _run(
-        self, graph: ChannelGraph, moves: Moves, progress: Progress, examples: list[Any], found: Checkpoint | None
+        self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
     ) -> Run:
         """The run at its beginning, or where a checkpoint says."""
         network = ShrinkingNetwork(self._model, graph, self._settings.ignore)
@@ -289,13 +324,19 @@ class _Start:
             progress = Progress.from_json(state["progress"])
             position = (state["position"][0], state["position"][1])
             shrink_to_(network, tensors)
-        worker = Worker(network, self._settings.criterion, self._loss_fn, self._make_optimizer)
+        worker = Worker(
+            network, self._settings.criterion, self._loss_fn, self._make_optimizer,
+            capture=self._settings.schedule != "staged",
+        )  # fmt: skip
         if found is not None:
             worker.fill_(tensors, state["optimizer"])
-        stream = BatchStream(self._batches, self._settings.seed, position)
+        staged = self._settings.schedule == "staged"
+        examples = [on_device(batch, network.device) for batch in batches[:LOSS_BATCHES]]
         run = Run(
-            network, worker, self._settings, stream, examples, worker.loss_fn, moves, progress, self._listener,
-            checkpoint_every=self._checkpoint_every, shrink=self._shrink,
+            network, worker, self._settings, BatchStream(self._batches, self._settings.seed, position), examples,
+            worker.loss_fn, moves, progress, self._listener, checkpoint_every=self._checkpoint_every,
+            shrink=self._shrink, calibration=dealt_again(batches, self._settings.seed) if staged else (),
+            teacher=copy.deepcopy(self._model) if self._settings.recover and found is None else None,
         )  # fmt: skip
         if found is not None:
             run.go_on_(tensors, state)

@@ -28,6 +28,20 @@ LABELS = {
 
 
 @dataclass(frozen=True)
+class Network:
+    """The network at one budget of several: what it keeps, what it is worth, and where it is.
+
+    ``folder`` is what :func:`ifso.load` takes, None for a run without a folder; then ``model`` is the network itself.
+    """
+
+    targets: Mapping[str, float]
+    shares: Mapping[str, float]
+    values: Mapping[str, float]
+    folder: Path | None = None
+    model: nn.Module | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
 class PruneResult:
     """The end of a pruning run.
 
@@ -60,6 +74,7 @@ class PruneResult:
     metrics: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     folder: Path | None = None
+    networks: tuple[Network, ...] = field(default=(), repr=False)
     stages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     floors: tuple[str, ...] = field(default=(), repr=False)
 

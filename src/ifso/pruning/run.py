@@ -1,37 +1,44 @@
-"""Algorithm 2 of the paper as a run: score, step, remove, until the budget is met; then check and finish."""
+"""A pruning run: score, remove, adapt, until the budget is met. In stages, or as Algorithm 2 of the paper has it."""
 
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel
 from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import LossFn
-from ifso.errors import DataError, DivergedError, RankError, RunError
+from ifso.curvature.losses import LossFn, same_modes, scalar, undisturbed
+from ifso.curvature.weights import readers
+from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
+from ifso.pruning.afterwards import norms_of
+from ifso.pruning.budget import Budget
 from ifso.pruning.checking import Check, compare, outputs
 from ifso.pruning.checkpoint import finite
-from ifso.pruning.events import Listener, Plan, Removal
+from ifso.pruning.events import Listener, Plan, Removal, Stage
 from ifso.pruning.folder import RunFolder
+from ifso.pruning.least_squares import least_squares
 from ifso.pruning.ledger import Ledger
+from ifso.pruning.modes import steady_
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.normalizing import normalized
-from ifso.pruning.ranks import from_first, number_of_each, rank, together
+from ifso.pruning.ranks import from_first, number_of_each, rank, sum_over_ranks, together
 from ifso.pruning.schedule import Phase, phases
 from ifso.pruning.selection import Target, select
 from ifso.pruning.settings import Settings
 from ifso.pruning.state import Snapshot, plain_state_of
-from ifso.pruning.stream import BatchStream
+from ifso.pruning.stream import BatchStream, on_device
 from ifso.pruning.worker import Worker
 
 SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}
@@ -63,11 +70,13 @@ class Progress:
     notes: list[str] = field(default_factory=list)
     measures: list[dict[str, Any]] = field(default_factory=list)
     latency: dict[str, Any] | None = None
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    stopped: str = ""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """As a checkpoint has it."""
-        if stored.keys() != vars(cls()).keys():
+        """As a checkpoint has it; those of earlier versions know of no stages."""
+        if not vars(cls()).keys() - {"stages", "stopped"} <= stored.keys() <= vars(cls()).keys():
             raise RunError("the checkpoint is of another version of ifso; resume with the one that began the run")
         return cls(**stored)
 
@@ -86,6 +95,9 @@ class Run:
     """A run in progress. ``folder`` is None on all ranks but the first, and where nothing is to be written.
 
     ``examples`` are the first batches of all, on the device, for checks and measures: the same after a resume.
+    ``calibration`` are the batches of a staged run, wherever they are; ``teacher`` is the unpruned network, if steps of
+    distillation are asked for. ``measure`` gives what the network is worth now, with new statistics in its batch norms;
+    ``reached`` is told of every budget of the path that is met.
     """
 
     network: ShrinkingNetwork
@@ -100,6 +112,10 @@ class Run:
     folder: RunFolder | None = None
     checkpoint_every: float = 30.0
     shrink: bool = True
+    calibration: Sequence[Any] = ()
+    teacher: nn.Module | None = None
+    measure: Callable[[], dict[str, float]] = dict
+    reached: Callable[[Budget, dict[str, float]], dict[str, Any]] = lambda *_: {}
 
     def __post_init__(self) -> None:
         self.worker.tell = self.say
@@ -148,18 +164,23 @@ class Run:
     def go(self) -> None:
         """Remove units until the budget is met."""
         targets = self.settings.budget.targets
+        course = phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step)
         self.listener.started(
             Plan(
                 type(self.network.model).__name__, self.network.original.num_units, targets,
                 self.ledger.shares(), self.progress.removals, None if self.folder is None else str(self.folder.path),
+                max(phase.stage for phase in course),
             )
         )  # fmt: skip
         if self.progress.removals == 0:
             self._remember()
             self.write_checkpoint()
         try:
-            for phase in phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step):
-                self.reach(phase)
+            for phase in course:
+                if not phase.stage:
+                    self.reach(phase)
+                elif len(self.progress.stages) < phase.stage and not self.progress.stopped:
+                    self._stage(phase, course[-1].stage)
         except (KeyboardInterrupt, RankError):
             self.write_checkpoint()
             raise
@@ -171,11 +192,129 @@ class Run:
         while target.gap(self.ledger.shares()) > 0:
             self._step(phase, target)
 
+    def _stage(self, phase: Phase, stages: int) -> None:
+        """One stage: score, choose, fit what is left, remove; undone if the measure falls too far."""
+        target = Target(phase.budget)
+        scores = self._stage_scores()
+        with self.progress.timed("selection"):
+            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
+            made = select(self.ledger, self.moves, ranked, target)
+        units = [unit for move in made for unit in move.units]
+        if self.settings.update and units:
+            with self.progress.timed("update"):
+                self._fit_(units)
+        self.worker.remove_(units)
+        self.scores.copy_(scores)
+        asked = phase.ends_at is not None or self.settings.stop is not None
+        values = self.measure() if asked else {"loss": self._calibration_loss()}
+        if self._fell(values):
+            self._undo(phase, values)
+            return
+        self.progress.step += 1
+        if self.folder is not None and self.progress.step == 1:
+            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
+        for move in made:
+            self._record(move, math.nan)
+        self.progress.seconds = self.seconds
+        done = {"stage": phase.stage, "units": len(units), "shares": self.ledger.shares(), "values": values}
+        if phase.ends_at is not None:
+            done |= self.reached(phase.ends_at, values)
+        self.progress.stages.append({**done, "seconds": round(self.seconds, 3)})
+        self.listener.staged(
+            Stage(phase.stage, stages, len(units), self.ledger.shares(), values, self.progress.seconds)
+        )
+        if self.shrink and phase.stage < stages:
+            self._shrink_if_it_pays()
+        self._keep_state()
+
+    def _stage_scores(self) -> Tensor:
+        """Scores [original units] over all calibration batches."""
+        with self.progress.timed("scores"), self.calibrating():
+            together(lambda: self.worker.prepare(self.calibration))
+            for batch in self.calibration if self.worker.criterion.needs_batches else self.calibration[:1]:
+                torch.manual_seed(_mixed(self.settings.seed, self.progress.rounds))
+                self.worker.round([batch], train=None)
+                self.progress.rounds += 1
+            scores, _ = self.worker.collect()
+        if not bool(scores.isfinite().all()):
+            self._stop(math.nan)
+        self._refuse_zeros(scores)
+        return scores
+
+    def _refuse_zeros(self, scores: Tensor) -> None:
+        if not bool(scores.any()) and not self.progress.removals:
+            raise ScoreError(
+                f"all scores of {self.worker.criterion.name!r} are zero, so that nothing can be chosen by them; "
+                "loss_fn must use the model that it is given, and the data must not be constant; nothing was pruned"
+            )
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Nothing is left out at random, and batch norms take the statistics of each batch (if ``train_mode``)."""
+        model = self.network.model
+        with same_modes(model):
+            steady_(model, self.loss_fn, self.examples[0])
+            for norm in norms_of(model) if self.settings.train_mode else ():
+                norm.train()
+            yield
+
+    def batches_here(self) -> Iterator[Any]:
+        """The calibration batches, each on the device when its turn comes."""
+        return (on_device(batch, self.network.device) for batch in self.calibration)
+
+    def _calibration_loss(self) -> float:
+        model = self.network.model
+        with self.progress.timed("measures"), self.calibrating(), undisturbed(model), self.network.running():
+            with torch.no_grad():
+                return fmean(float(scalar(self.loss_fn(model, batch))) for batch in self.examples)
+
+    def _fit_(self, units: Sequence[int]) -> None:
+        """Fit the weights that read these units, which are about to go, without them."""
+        network = self.network
+        kept = network.kept.clone()
+        kept[torch.tensor(list(units), device="cpu")] = False
+
+        def run() -> Iterator[None]:
+            for batch in self.batches_here():
+                with undisturbed(network.model), network.running():
+                    yield self.loss_fn(network.model, batch) and None
+
+        gone = torch.cat([(network.kept & ~kept)[network.numbers], torch.zeros(1, dtype=torch.bool, device="cpu")])
+        losing = [reader for reader in readers(network.graph, "cpu") if bool(gone[reader.owner].any())]
+        stay = torch.cat([kept[network.numbers], torch.ones(1, dtype=torch.bool, device="cpu")])
+        with self.calibrating():
+            update = least_squares(network.model, losing, stay, run, reduce=sum_over_ranks)
+        update.apply_(network.model)
+        for name, reason in update.left_alone.items():
+            self.say(f"{name} was not updated: {reason}")
+
+    def _fell(self, values: Mapping[str, float]) -> bool:
+        """Has the measure fallen, or a loss risen, by more than the user allows?"""
+        if self.settings.stop is None:
+            return False
+        name, value = next(iter(values.items()))
+        first = self.progress.measures[0]["values"][name]
+        fall = value - first if "loss" in name or "error" in name else first - value
+        return not fall <= self.settings.stop
+
+    def _undo(self, phase: Phase, values: Mapping[str, float]) -> None:
+        """Back to the network as it was after the last stage, with which the run ends."""
+        name, value = next(iter(values.items()))
+        self._good.restore_()
+        self.worker.renew()
+        self._open_ledgers()
+        self.progress.stopped = (
+            f"stage {phase.stage} was undone, and the run ends: {name} went from "
+            f"{self.progress.measures[0]['values'][name]:.4g} to {value:.4g}, by more than stop={self.settings.stop:g}"
+        )
+        self.say(self.progress.stopped)
+        self._keep_state()
+
     def _step(self, phase: Phase, target: Target) -> None:
         with self.progress.timed("rounds"):
             scores, loss = self._collect(phase.train)
         with self.progress.timed("selection"):
-            ranked = normalized(scores, self.ledger, self.settings.normalize)
+            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
             made = select(self.ledger, self.moves, ranked, target, most=phase.most)
             self.progress.step += 1
             self.worker.remove_([unit for move in made for unit in move.units])
@@ -186,6 +325,10 @@ class Run:
             self._record(move, loss)
         if self.shrink and target.gap(self.ledger.shares()) > 0:
             self._shrink_if_it_pays()
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        """This is where the run goes on if it is interrupted."""
         with self.progress.timed("state"):
             self._remember()
             if time.perf_counter() - self._written >= self.checkpoint_every:
@@ -204,6 +347,7 @@ class Run:
         scores, loss = self.worker.collect()
         if not torch.isfinite(torch.tensor(loss)) or not bool(scores.isfinite().all()):
             self._stop(loss)
+        self._refuse_zeros(scores)
         return scores, loss
 
     def _stop(self, loss: float) -> NoReturn:
@@ -261,7 +405,9 @@ class Run:
     @cached_property
     def _passes(self) -> float:
         """Forward passes of the example inputs that a step is worth: a score counts 12, a gradient 3."""
-        rounds = self.settings.accumulate * (12 * self.settings.batches_per_score + 3)
+        rounds = 12 * len(self.calibration)
+        if not self.calibration:
+            rounds = self.settings.accumulate * (12 * self.settings.batches_per_score + 3)
         return from_first(rounds * rough_count(self.examples[0]) / rough_count(self.network.original.inputs))
 
     def _compact(self, multiple: int = 1) -> None:

@@ -16,10 +16,12 @@ from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create, names
 from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import Budget
-from ifso.pruning.normalizing import check_normalizer
+from ifso.pruning.normalizing import check_normalizer, of_budget
 from ifso.pruning.schedule import Mixed, Schedule, phases
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
+CALIBRATION = 1024
+"""Samples that a staged run looks at in each stage, if it is given so many."""
 ACCUMULATIONS = ("sum", "last")
 """What counts of the scores before a removal: all of them, or only the last."""
 
@@ -30,14 +32,19 @@ class Settings:
 
     budget: Budget
     criterion: Criterion
-    schedule: Schedule = "incremental"
-    normalize: str = "sqrt-memory"
+    schedule: Schedule = "staged"
+    normalize: str | None = None
     accumulate: int = 10
     accumulation: str = "sum"
     batches_per_score: int = 2
     units_per_step: int = 1
     round_to: int | None = None
     min_units: int = 1
+    min_share: float = 0.0
+    update: bool = False
+    recover: int = 0
+    stop: float | None = None
+    calibration: int = CALIBRATION
     ignore: tuple[str, ...] = ()
     seed: int = 0
     train_mode: bool = True
@@ -49,18 +56,35 @@ class Settings:
         """Refuse what cannot be meant."""
         if not isinstance(self.budget, Budget):
             raise BudgetError(f"budget is {self.budget!r}; give ifso.Budget(macs=0.5), the share kept")
+        if self.normalize is None:
+            object.__setattr__(self, "normalize", of_budget(self.budget.targets))
         check_normalizer(self.normalize)
+        for name in ("update", "train_mode"):
+            if not isinstance(getattr(self, name), bool):
+                raise BudgetError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.stop is not None and (not isinstance(self.stop, (int, float)) or not 0 <= self.stop < math.inf):
+            raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
+        if self.schedule != "staged":
+            self._refuse_stages()
         if self.accumulation not in ACCUMULATIONS:
             names = " or ".join(map(repr, ACCUMULATIONS))
             raise BudgetError(f"accumulation={self.accumulation!r} is unknown; choose {names}")
         for name, least in (("accumulate", 1), ("batches_per_score", 1), ("units_per_step", 1), ("seed", 0),
-                            ("recalibrate", 0), ("weight_update", 0)):  # fmt: skip
+                            ("recalibrate", 0), ("weight_update", 0), ("recover", 0), ("calibration", 1)):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise BudgetError(f"{name}={value!r} will not do; give a whole number from {least} up")
         if not isinstance(self.damping, (int, float)) or not 0 < self.damping < math.inf:
             raise BudgetError(f"damping={self.damping!r} must be above 0")
         phases(self.schedule, self.budget, self.units_per_step)
+
+    def _refuse_stages(self) -> None:
+        """What only a staged run has."""
+        if len(self.budget.path) > 1:
+            raise BudgetError(f"several shares need schedule='staged', got schedule={self.schedule!r} with {self.budget}")
+        for name, usual in (("update", False), ("stop", None)):
+            if getattr(self, name) != usual:
+                raise BudgetError(f"{name}={getattr(self, name)!r} needs schedule='staged', got {self.schedule!r}")
 
     @property
     def needs_latency(self) -> bool:
@@ -70,15 +94,22 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for ``config.json``.
 
-        The usual ``accumulation`` is not among them, so that runs from before there was another go on.
+        Options that were added later are not among them where they are what they were before, so that old runs go on.
         """
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.accumulation == "sum":
-            del plain["accumulation"]
+        for name, usual in _ADDED_LATER.items():
+            if plain[name] == usual:
+                del plain[name]
         options = {key: _plain(value) for key, value in vars(self.criterion).items()}
         schedule = f"mixed:{self.schedule.incremental:g}" if isinstance(self.schedule, Mixed) else self.schedule
-        named = {"budget": self.budget.targets, "criterion": {"name": self.criterion.name, **options}}
+        given = {name: value for name, value in vars(self.budget).items() if value is not None}
+        named = {"budget": {name: _plain(value) for name, value in given.items()}, "criterion": {"name": self.criterion.name, **options}}
         return {**plain, **named, "schedule": schedule, "ignore": list(self.ignore)}
+
+
+_ADDED_LATER: Mapping[str, Any] = {
+    "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": CALIBRATION,
+}  # fmt: skip
 
 
 def criterion_of(criterion: str | Criterion) -> Criterion:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ifso.criteria.samples import rough_count
 from ifso.criteria.scoring import looks_like_one_batch
 from ifso.errors import DataError
 from ifso.pruning.ranks import rank
@@ -95,6 +96,56 @@ class BatchStream:
         finally:
             self._inner = _States.current()
             outer.put()
+
+
+def first_batches(batches: Iterable[Any], seed: int, samples: int | None, least: int) -> list[Any]:
+    """The first batches of an epoch, up to so many ``samples``; or, with None, the ``least`` first of the stream.
+
+    A generator that can be gone through only once will do where samples are asked for.
+    """
+    stream, found = BatchStream(batches, seed), []
+    if samples is None:
+        return [next(stream) for _ in range(least)]
+    total = 0
+    while total < samples:
+        try:
+            batch = next(stream)
+        except DataError:
+            if found:
+                break
+            raise
+        if stream.position[0]:
+            break
+        found.append(batch)
+        total += rough_count(batch)
+    return found
+
+
+def dealt_again(batches: list[Any], seed: int) -> list[Any]:
+    """The same samples in batches of the same sizes, in random order: a batch is then not of one class alone.
+
+    Batches that are anything else than tensors with the samples along their first dim come back as they are.
+
+    >>> [batch.tolist() for batch in dealt_again([torch.tensor([0, 1]), torch.tensor([2, 3])], seed=0)]
+    [[2, 0], [1, 3]]
+    """
+    flat = [tree_flatten(batch) for batch in batches]
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=False))
+    alike = len({str(spec) for _, spec in flat}) == 1 and all(map(_can_be_joined, columns))
+    sizes = [{len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()} for leaves, _ in flat]
+    if len(batches) < 2 or not alike or any(len(size) != 1 for size in sizes):
+        return batches
+    counts = [size.pop() for size in sizes]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed), device="cpu")
+    joined = [torch.cat([leaf.cpu() for leaf in column])[order].split(counts) for column in columns]
+    return [tree_unflatten(list(leaves), flat[0][1]) for leaves in zip(*joined, strict=True)]
+
+
+def _can_be_joined(leaves: Sequence[Any]) -> bool:
+    """Return whether they are tensors that differ in nothing but the length of their first dim."""
+    if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return False
+    return len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) == 1
 
 
 def _parts(batches: Any) -> list[Any]:

@@ -53,6 +53,8 @@ class Worker:
         criterion: Criterion,
         loss_fn: LossFn,
         make_optimizer: MakeOptimizer,
+        *,
+        capture: bool = True,
     ) -> None:
         self.network, self.criterion = network, criterion
         self.tell: Callable[[str], None] = lambda _: None
@@ -63,7 +65,7 @@ class Worker:
             raise IfsoError(f"optimizer gave a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer")
         self._micro: int | None = None
         self._refused: dict[str, str] = {}
-        self._capture = can_capture(network)
+        self._capture = capture and can_capture(network)
         self._apart = not criterion.needs_batches
         self._ghosts = _Ghosts(network) if criterion.masks_itself else None
         self.renew()
@@ -111,8 +113,14 @@ class Worker:
         for name, tensor in ({} if self._ghosts is None else self._ghosts.tensors()).items():
             tensor.copy_(tensors[name])
 
-    def round(self, batches: Sequence[Any], *, train: bool) -> None:
-        """Add the scores of the batches up and, if asked, take a step."""
+    def prepare(self, batches: Sequence[Any]) -> None:
+        """Let the criterion look at all batches before it scores them, if it wants to."""
+        if self.criterion.prepares:
+            with same_modes(self.network.model), self.network.running():
+                self.criterion.prepare(self._task, (on_device(batch, self.network.device) for batch in batches))
+
+    def round(self, batches: Sequence[Any], *, train: bool | None) -> None:
+        """Add the scores of the batches up and, if asked, take a step; with None not even the loss is computed."""
         batches = [on_device(batch, self.network.device) for batch in batches]
         self._spoilt += torch.stack([not_finite(batch).to(self._spoilt.device) for batch in batches]).sum()
         self._rounds += 1
@@ -176,9 +184,9 @@ class Worker:
             if name in self._surviving:
                 self._surviving[name].copy_(self._alive[name])
 
-    def _replay(self, batches: Sequence[Any], train: bool) -> Replay | None:
+    def _replay(self, batches: Sequence[Any], train: bool | None) -> Replay | None:
         """The captured round for such batches, made when it is time for it."""
-        if not self._capture or self._rounds <= EAGER_ROUNDS or self._micro is not None:
+        if not self._capture or train is None or self._rounds <= EAGER_ROUNDS or self._micro is not None:
             return None
         if train not in self._replays:
             made = self._hindrance(train) or Replay.make(
@@ -209,7 +217,7 @@ class Worker:
         self._replays.clear()
         self.tell(f"rounds run without a CUDA graph: {reason}")
 
-    def _patiently(self, batches: Sequence[Any], train: bool) -> _Found:
+    def _patiently(self, batches: Sequence[Any], train: bool | None) -> _Found:
         """What a round finds; if memory runs out, again with smaller and smaller parts of the batches."""
         while True:
             try:
@@ -249,15 +257,18 @@ class Worker:
         )
         return True
 
-    def _work(self, batches: Sequence[Any], train: bool) -> _Found:
+    def _work(self, batches: Sequence[Any], train: bool | None) -> _Found:
         scored = [] if self._apart else batches
         jobs: list[Callable[[], Any]] = [lambda batch=batch: self._score(batch) for batch in scored]  # type: ignore[misc]
-        jobs.append(lambda: self._gradient(batches[0]) if train else self._loss_only(batches[0]))
+        if train is None:
+            jobs.append(lambda: (torch.zeros_like(self._loss), []))
+        else:
+            jobs.append(lambda: self._gradient(batches[0]) if train else self._loss_only(batches[0]))
         apart = self._ghosts is None and not self._habits.changes_buffers
         *scores, (loss, gradients) = side_by_side(jobs, apart=apart)
         return torch.stack([torch.zeros_like(self._scores), *scores]).sum(0), loss, gradients
 
-    def _add(self, found: _Found, train: bool) -> None:
+    def _add(self, found: _Found, train: bool | None) -> None:
         """Add up what a round has found; every rank takes the same step, and has the running statistics of all."""
         scores, loss, gradients = found
         self._scores += scores

@@ -1,0 +1,232 @@
+"""``ifso bench choose``: what is left of a network's accuracy without training, by method and share of MACs kept."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ifso
+from ifso.bench.choose_record import Record
+from ifso.bench.rivals import RIVALS, Rivals
+from ifso.costs.counting import Cost
+from ifso.criteria.registry import create
+from ifso.data import open_data
+from ifso.data.devices import usable_device
+from ifso.data.fitting import check_fits
+from ifso.errors import DataError, IfsoError
+from ifso.surgery.files import one_line
+from ifso.training.evaluation import evaluate
+from ifso.training.precision import tensor_cores
+from ifso.training.task import network_for
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A MODEL with the weights of a file, DATA, and how many of its images calibrate and measure."""
+
+    model: str
+    data: str
+    weights: str | None = None
+    calibration: int = 1000
+    measured: int = 1000
+    batch: int = 50
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in ("calibration", "measured", "batch"):
+            if getattr(self, name) < 1:
+                raise IfsoError(f"{name}={getattr(self, name)} will not do; give a whole number from 1 up")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What ``ifso.prune`` is told; None leaves the choice to it. ``coupled`` is an option of the criterion ``ifso``."""
+
+    name: str
+    criterion: str | None = None
+    schedule: str | None = None
+    update: bool | None = None
+    normalize: str | None = None
+    coupled: str | None = None
+
+    def options(self, batches: int) -> dict[str, Any]:
+        """Keywords of ``ifso.prune`` where there are so many calibration batches; one shot looks at each once.
+
+        >>> METHODS["taylor-one-shot"].options(20)["batches_per_score"], METHODS["default"].options(20)
+        (20, {})
+        """
+        names = ("criterion", "schedule", "update", "normalize")
+        told = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.coupled is not None:
+            told["criterion"] = create(str(self.criterion), coupled=self.coupled)
+        if self.schedule == "one-shot":
+            told |= {"accumulate": 1, "batches_per_score": batches, "recalibrate": batches}
+        return told
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("default"),
+        Method("default-no-update", update=False),
+        *(Method(name, name) for name in ("true-loss", "ifso", "group-fisher", "taylor", "magnitude", "random")),
+        Method("ifso-one-shot", "ifso", "one-shot", normalize="sqrt-memory", coupled="layers"),
+        Method("group-fisher-one-shot", "group-fisher", "one-shot", normalize="memory"),
+        Method("taylor-one-shot", "taylor", "one-shot", normalize="none"),
+        Method("magnitude-one-shot", "magnitude", "one-shot", normalize="none"),
+        Method("random-one-shot", "random", "one-shot", normalize="none"),
+    )
+}
+"""``default`` is ``ifso.prune`` as it is, a criterion's name the same with that criterion; in one shot, scores are
+divided by what their papers divide by."""
+
+
+def check(methods: Iterable[str], targets: Iterable[float]) -> None:
+    """One line for a method that is none, or a share that is none."""
+    known = (*METHODS, *RIVALS)
+    for name in methods:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise IfsoError(f"no method {name!r}; choose from {', '.join(known)}{hint}")
+    for target in targets:
+        ifso.Budget(macs=target)
+
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Workbench:
+    """One trained network, of which every method gets a copy, and the same images for all of them."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.device = setup, usable_device(setup.device)
+        torch.manual_seed(setup.seed)
+        data = open_data(setup.data, device=self.device, seed=setup.seed)
+        if data.task != "classification":
+            raise DataError(f"bench choose measures the top-1 of classifiers; {setup.data} has boxes")
+        self.model = network_for(setup.model, data.num_classes, weights=setup.weights, device=setup.device).eval()
+        check_fits(self.model, data)
+        self.example, self.loss_fn = data.example_inputs(), data.loss_fn
+        train = data.train_batches(batch_size=setup.batch, augment=False, drop_last=False)
+        self.calibration = gather(train, setup.calibration, f"--calibration {setup.calibration}")
+        test = data.test_batches(batch_size=setup.batch)
+        self.measured = gather(test, setup.measured, f"--measured {setup.measured}")
+        self.rivals = Rivals(self.model, self.example, self.calibration, self.loss_fn, self.macs)
+        self._whole = self._cost(self.model)
+
+    def _cost(self, model: nn.Module) -> Cost:
+        return ifso.cost(model, ifso.trace(model, self.example))
+
+    def macs(self, model: nn.Module) -> float:
+        """The share of the MACs that a smaller network has, traced and counted anew, whoever made it."""
+        return self._cost(model).macs / self._whole.macs
+
+    def top1(self, model: nn.Module) -> float:
+        """In per cent of the images that are measured on."""
+        return evaluate(model, self.measured).top1
+
+    def unpruned(self) -> dict[str, Any]:
+        """The network that all start from."""
+        return {"top1": self.top1(self.model), "macs": self._whole.macs, "params": self._whole.params}
+
+    def row(self, name: str, target: float) -> dict[str, Any]:
+        """One network made smaller: what is left of it, and how long that took, all scores included."""
+        torch.manual_seed(self.setup.seed)
+        start = time.perf_counter()
+        if name in RIVALS:
+            found = self.rivals.prune(RIVALS[name], target)
+            model, more = found.model, {"form": found.form, "pruning_ratio": found.ratio}
+        else:
+            model, more = self._ours(METHODS[name], target), {}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        left = self._cost(model.eval())
+        return {
+            "macs": left.macs / self._whole.macs,
+            "params": left.params / self._whole.params,
+            "top1": self.top1(model),
+            "seconds": seconds,
+            **more,
+        }
+
+    def _ours(self, method: Method, target: float) -> nn.Module:
+        result = ifso.prune(
+            copy.deepcopy(self.model), self.calibration, self.loss_fn, budget=ifso.Budget(macs=target),
+            example_inputs=self.example, seed=self.setup.seed, **method.options(len(self.calibration)),
+        )  # fmt: skip
+        return result.model
+
+
+def gather(batches: Iterable[Any], count: int, asked: str) -> Batches:
+    """The first ``count`` images and their labels, in batches as they come.
+
+    >>> [len(labels) for _, labels in gather([(torch.zeros(4, 1), torch.zeros(4))] * 3, 6, "--measured 6")]
+    [4, 2]
+    """
+    found: Batches = []
+    left = count
+    for batch in batches:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(x, Tensor) for x in batch):
+            raise DataError("bench choose needs batches of (images, labels)")
+        found.append((batch[0][:left], batch[1][:left]))
+        left -= len(found[-1][1])
+        if not left:
+            return found
+    raise DataError(f"{asked}: there are only {count - left} such images; give a smaller number")
+
+
+def measure(
+    setup: Setup, methods: Sequence[str], targets: Sequence[float], record: Record, say: Callable[[str], None]
+) -> None:
+    """Fill the record, which is written after every row; what it has already is not run again, failures are."""
+    absent = Rivals.absent()
+    record.left_out = {name: absent for name in methods if name in RIVALS} if absent else {}
+    todo = [
+        (name, target)
+        for name in dict.fromkeys(methods)
+        for target in dict.fromkeys(targets)
+        if name not in record.left_out and not record.has(name, target)
+    ]
+    for name, reason in record.left_out.items():
+        say(f"{name} is left out. {reason}")
+    with tensor_cores("float32"):
+        if todo or record.unpruned is None:
+            bench = Workbench(setup)
+            record.unpruned = record.unpruned or bench.unpruned()
+        record.write()
+        for name, target in todo:
+            say(f"{setup.model}: {name}, {target:.0%} of the MACs")
+            record.add(name, target, _row_or_reason(bench, name, target, say))
+
+
+def _row_or_reason(bench: Workbench, name: str, target: float, say: Callable[[str], None]) -> dict[str, Any]:
+    try:
+        return bench.row(name, target)
+    except Exception as error:
+        reason = one_line(error) or type(error).__name__
+        say(f"{name} failed: {reason}")
+        return {"failed": reason if isinstance(error, IfsoError) else f"{type(error).__name__}: {reason}"}
+
+
+def settings(setup: Setup) -> dict[str, Any]:
+    """The setup as plain values."""
+    return {field.name: getattr(setup, field.name) for field in fields(setup)}
+
+
+def about(device: str) -> dict[str, Any]:
+    """Where it is run, and the versions of what is run."""
+    place = usable_device(device)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
+    versions = {"torch": str(torch.__version__), "ifso": ifso.__version__, "torch_pruning": Rivals.version()}
+    return {"device_name": name, **versions}

@@ -1,0 +1,139 @@
+"""The JSON file of ``ifso bench choose``: one network, a row for each method and share, written as rows come in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ifso.errors import IfsoError
+from ifso.surgery.files import one_line, write_text
+
+MAX_BYTES = 2**22
+BENCH = "choose"
+
+
+@dataclass
+class Record:
+    """``settings`` say what was run and ``about`` where and with which versions; without a ``path`` nothing is written.
+
+    A row has ``method`` and ``target``, and either ``macs`` and ``params`` (shares kept), ``top1`` (per cent) and
+    ``seconds``, or the reason why it ``failed``.
+    """
+
+    settings: dict[str, Any]
+    about: dict[str, Any]
+    path: Path | None = None
+    unpruned: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def has(self, method: str, target: float) -> bool:
+        """Was that run, and did it not fail?"""
+        return any(_is(row, method, target) and "failed" not in row for row in self.rows)
+
+    def add(self, method: str, target: float, found: Mapping[str, Any]) -> None:
+        """One more row, in place of one that failed, and into the file."""
+        self.rows = [row for row in self.rows if not _is(row, method, target)]
+        self.rows.append({"method": method, "target": target, **found})
+        self.write()
+
+    def write(self) -> None:
+        """The file as a whole."""
+        if self.path is not None:
+            write_text(self.path, json.dumps(self.as_dict(), indent=2) + "\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        return {
+            "bench": BENCH, "settings": self.settings, "about": self.about, "unpruned": self.unpruned,
+            "rows": self.rows, "left_out": self.left_out,
+        }  # fmt: skip
+
+
+def _is(row: Mapping[str, Any], method: str, target: float) -> bool:
+    return bool(row["method"] == method and row["target"] == target)
+
+
+def read_record(path: Path) -> Record:
+    """A file that was written by :meth:`Record.write`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise IfsoError(f"{path}: {error.strerror or error}; give a file of ifso bench choose --json") from None
+    try:
+        document = json.loads(data.decode())
+        if document["bench"] != BENCH:
+            raise ValueError(document["bench"])
+        _check(document)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise IfsoError(f"{path}: not a record of ifso bench choose --json; give another file") from None
+    keys = ("unpruned", "rows", "left_out")
+    return Record(document["settings"], document["about"], path, **{key: document[key] for key in keys})
+
+
+def _check(document: Mapping[str, Any]) -> None:
+    """What tables and figures take for granted."""
+    settings, about, unpruned = document["settings"], document["about"], document["unpruned"]
+    words = [settings["model"], about["device_name"], about["torch"], about["ifso"], *document["left_out"].values()]
+    numbers = [settings["calibration"], settings["measured"], *([] if unpruned is None else [unpruned["top1"]])]
+    for row in document["rows"]:
+        words.append(row["method"])
+        numbers.append(row["target"])
+        if "failed" in row:
+            words.append(row["failed"])
+        else:
+            numbers += [row[key] for key in ("macs", "params", "top1", "seconds")]
+    if not all(isinstance(word, str) for word in words) or not all(type(number) in (int, float) for number in numbers):
+        raise TypeError
+
+
+def opened(path: Path | None, settings: Mapping[str, Any], about: Mapping[str, Any]) -> Record:
+    """A new record, or the one in ``path`` if it was made with the same settings, versions and device."""
+    fresh = Record(named(settings), dict(about), path)
+    if path is None or not path.exists():
+        return fresh
+    old = read_record(path)
+    before, now = ({**record.settings, **record.about} for record in (old, fresh))
+    if before.get("torch_pruning") is None or now["torch_pruning"] is None:
+        before["torch_pruning"] = now["torch_pruning"] = before.get("torch_pruning") or now["torch_pruning"]
+    for key, value in now.items():
+        if before.get(key) != value:
+            raise IfsoError(
+                f"{path} was made with {key}={one_line(str(before.get(key)))}, not {one_line(str(value))}; "
+                "give another file, or the same settings to go on with this one"
+            )
+    old.about["torch_pruning"] = now["torch_pruning"]
+    return old
+
+
+def named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the folders in which files lie, and with a digest of the weights.
+
+    >>> named({"model": "nets/mine.py:net", "data": "jpegs:/there/a.npz", "weights": None})["data"]
+    'jpegs:a.npz'
+    """
+    weights = settings["weights"]
+    short = {key: _without_folder(settings[key]) for key in ("model", "data")}
+    digest = None if weights is None else _digest(Path(weights))
+    return {**settings, **short, "weights": None if weights is None else Path(weights).name, "weights_sha256": digest}
+
+
+def _without_folder(name: str) -> str:
+    first, colon, rest = name.partition(":")
+    if name.rpartition(":")[0].endswith(".py"):
+        path, colon, factory = name.rpartition(":")
+        return f"{Path(path).name}:{factory}"
+    return f"{first}{colon}{Path(rest).name}" if rest else name
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise IfsoError(f"no weight file {path}: {error.strerror or error}") from None

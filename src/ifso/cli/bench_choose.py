@@ -1,0 +1,165 @@
+"""``ifso bench choose``: networks made smaller without training, by our methods and by Torch-Pruning's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.cli.bench_options import take_threads
+from ifso.cli.output import chatter_to_stderr, console, say
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ifso.bench.choose_record import Record
+
+MACS = (0.8, 0.7, 0.6, 0.5)
+METHODS = (
+    "default", "ifso-one-shot", "group-fisher-one-shot", "taylor-one-shot", "magnitude-one-shot", "random-one-shot",
+    "tp-taylor", "tp-magnitude", "tp-hessian",
+)  # fmt: skip
+CAPTION = (
+    "No training. MACs and parameters: shares left, counted by ifso for every method. Top-1 in per cent. s: of the "
+    "whole way, scores and search included. Batch norms are recalibrated for all."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("choose", help="top-1 without training, by method and share of MACs kept")
+    parser.add_argument("files", nargs="*", type=Path, metavar="JSON", help="print or draw these instead of a run")
+    parser.add_argument("--model", metavar="MODEL", help="a classifier")
+    parser.add_argument("--weights", metavar="FILE", help="its trained weights")
+    parser.add_argument("--data", metavar="DATA", help="as for ifso prune, such as jpegs:FILE.npz")
+    parser.add_argument("--macs", nargs="+", type=float, default=MACS, metavar="SHARE", help="kept (0.8 0.7 0.6 0.5)")
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS, metavar="NAME",
+        help=f"({' '.join(METHODS)}); also a criterion's name, with all else as ifso.prune has it",
+    )  # fmt: skip
+    parser.add_argument("--calibration", type=int, default=1000, metavar="N", help="training images (%(default)s)")
+    parser.add_argument("--measured", type=int, default=1000, metavar="N", help="test images (%(default)s)")
+    parser.add_argument("--batch", type=int, default=50, metavar="N", help="images in a batch (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's own choice)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row; an existing one is gone on")
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="draw the JSON files, a panel for each")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is missing and print the table, or show earlier runs."""
+    from ifso.bench.choose_record import read_record
+
+    if args.files and args.model:
+        raise IfsoError("JSON files are shown, --model runs; give one of the two")
+    if args.draw is not None and not args.files:
+        raise IfsoError("--draw needs the JSON files of earlier runs: ifso bench choose --draw OUT.svg A.json B.json")
+    records = [read_record(path) for path in args.files] if args.files else [_measured(args)]
+    if args.draw is not None:
+        from ifso.figures.choosing import draw_choices
+
+        print(*draw_choices(records, args.draw.with_suffix("")), sep="\n")
+    elif args.markdown:
+        print("\n\n".join(map(markdown, records)))
+    else:
+        console().print(*map(table, records), sep="\n")
+    return 0
+
+
+def _measured(args: argparse.Namespace) -> Record:
+    missing = [f"--{name}" for name in ("model", "data") if getattr(args, name) is None]
+    if missing:
+        raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
+    if args.threads is not None and args.threads < 1:
+        raise IfsoError("--threads takes a number from 1 up")
+    from ifso.bench.choose import Setup, about, check, measure, settings
+    from ifso.bench.choose_record import opened
+
+    take_threads(args)
+    check(args.methods, args.macs)
+    setup = Setup(
+        model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
+        batch=args.batch, device=args.device, seed=args.seed,
+    )  # fmt: skip
+    record = opened(args.json, settings(setup), about(setup.device))
+    with chatter_to_stderr():
+        measure(setup, args.methods, args.macs, record, say)
+    return record
+
+
+def table(record: Record) -> Table:
+    """A line for each row."""
+    from rich.table import Table
+
+    found = Table(
+        title=f"ifso bench choose: {_title(record)}", caption="\n".join([CAPTION, *_reasons(record)]),
+        title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    found.add_column("method")
+    for heading in ("asked", "MACs", "params", "top-1", "s"):
+        found.add_column(heading, justify="right")
+    for row in record.rows:
+        found.add_row(row["method"], f"{row['target']:.0%}", *_cells(row))
+    return found
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in row:
+        return "–", "–", "failed", "–"
+    return f"{row['macs']:.1%}", f"{row['params']:.1%}", f"{row['top1']:.2f}", f"{row['seconds']:.1f}"
+
+
+def markdown(record: Record) -> str:
+    """Methods down, shares of MACs removed across, top-1 in the cells, the best in bold; then what to know."""
+    targets = sorted({row["target"] for row in record.rows}, reverse=True)
+    cells = {(row["method"], row["target"]): row["top1"] for row in record.rows if "top1" in row}
+    best = {target: max(value for key, value in cells.items() if key[1] == target) for _, target in cells}
+    lines = [
+        f"| MACs removed | {' | '.join(f'{100 * (1 - target):g} %' for target in targets)} |",
+        f"|---|{'---:|' * len(targets)}",
+    ]
+    for method in dict.fromkeys(row["method"] for row in record.rows):
+        found = [(cells.get((method, target)), best.get(target)) for target in targets]
+        lines.append(f"| {method} | {' | '.join(_bold(value, top) for value, top in found)} |")
+    return "\n".join([*lines, "", f"{_title(record)}.", *_reasons(record)])
+
+
+def _bold(value: float | None, best: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
+
+
+def _title(record: Record) -> str:
+    settings, about = record.settings, record.about
+    top1 = "not measured" if record.unpruned is None else f"top-1 {_with_error(record)}"
+    versions = [f"torch {about['torch']}", f"ifso {about['ifso']}"]
+    if about.get("torch_pruning"):
+        versions.append(f"Torch-Pruning {about['torch_pruning']}")
+    return (
+        f"{settings['model']}, unpruned {top1}; {settings['calibration']} images to calibrate, {settings['measured']} "
+        f"to measure; {about['device_name']}, {', '.join(versions)}"
+    )
+
+
+def _with_error(record: Record) -> str:
+    """The unpruned network's top-1 and its standard error, for so many images."""
+    assert record.unpruned is not None
+    share = record.unpruned["top1"] / 100
+    error = 100 * math.sqrt(max(share * (1 - share), 0.0) / max(record.settings["measured"], 1))
+    return f"{100 * share:.2f} (standard error {error:.1f})"
+
+
+def _reasons(record: Record) -> list[str]:
+    """What was left out, failed, or was run in another form than its name says."""
+    forms = {row["method"]: row["form"] for row in record.rows if row.get("form")}
+    failed = [
+        f"{row['method']} at {row['target']:.0%} failed: {row['failed']}" for row in record.rows if "failed" in row
+    ]
+    told = [f"{name}: {words}" for name, words in forms.items()]
+    return [*told, *(f"{name} is left out. {reason}" for name, reason in record.left_out.items()), *failed]
