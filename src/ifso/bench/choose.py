@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -21,6 +21,7 @@ from ifso.data import open_data
 from ifso.data.devices import usable_device
 from ifso.data.fitting import check_fits
 from ifso.errors import DataError, IfsoError
+from ifso.pruning.result import PruneResult
 from ifso.surgery.files import one_line
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import tensor_cores
@@ -139,33 +140,43 @@ class Workbench:
         """The network that all start from."""
         return {"top1": self.top1(self.model), "macs": self._whole.macs, "params": self._whole.params}
 
-    def row(self, name: str, target: float) -> dict[str, Any]:
-        """One network made smaller: what is left of it, and how long that took, all scores included."""
-        torch.manual_seed(self.setup.seed)
-        start = time.perf_counter()
-        if name in RIVALS:
-            found = self.rivals.prune(RIVALS[name], target)
-            model, more = found.model, {"form": found.form, "pruning_ratio": found.ratio}
-        else:
-            model, more = self._ours(METHODS[name], target), {}
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        left = self._cost(model.eval())
-        return {
-            "macs": left.macs / self._whole.macs,
-            "params": left.params / self._whole.params,
-            "top1": self.top1(model),
-            "seconds": seconds,
-            **more,
-        }
+    def rows(self, name: str, targets: Sequence[float]) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Each target with its network made smaller: what is left of it, and how long the way there took.
 
-    def _ours(self, method: Method, target: float) -> nn.Module:
-        result = ifso.prune(
-            copy.deepcopy(self.model), self.calibration, self.loss_fn, budget=ifso.Budget(macs=target),
-            example_inputs=self.example, seed=self.setup.seed, **method.options(len(self.calibration)),
+        A staged run passes through all targets, largest first; all others begin anew for each.
+        """
+        ours = None if name in RIVALS else METHODS[name]
+        if ours is not None and ours.schedule is None:
+            falling = tuple(sorted(targets, reverse=True))
+            result = self._ours(ours, falling)
+            seconds = [stage["seconds"] for stage in result.stages if "budget" in stage] or [result.seconds]
+            models = [network.model for network in result.networks] or [result.model]
+            for target, model, took in zip(falling, models, [*seconds[:-1], result.seconds], strict=True):
+                yield target, self._row(model, took)
+            return
+        for target in targets:
+            torch.manual_seed(self.setup.seed)
+            start = time.perf_counter()
+            if ours is None:
+                found = self.rivals.prune(RIVALS[name], target)
+                model, more = found.model, {"form": found.form, "pruning_ratio": found.ratio}
+            else:
+                model, more = self._ours(ours, (target,)).model, {}
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            yield target, {**self._row(model, time.perf_counter() - start), **more}
+
+    def _row(self, model: nn.Module, seconds: float) -> dict[str, Any]:
+        left = self._cost(model.eval())
+        shares = {"macs": left.macs / self._whole.macs, "params": left.params / self._whole.params}
+        return {**shares, "top1": self.top1(model), "seconds": seconds}
+
+    def _ours(self, method: Method, targets: tuple[float, ...]) -> PruneResult:
+        budget = ifso.Budget(macs=targets if len(targets) > 1 else targets[0])
+        return ifso.prune(
+            copy.deepcopy(self.model), self.calibration, self.loss_fn, budget=budget, example_inputs=self.example,
+            seed=self.setup.seed, progress=False, **method.options(len(self.calibration)),
         )  # fmt: skip
-        return result.model
 
 
 def gather(batches: Iterable[Any], count: int, asked: str) -> Batches:
@@ -192,12 +203,12 @@ def measure(
     """Fill the record, which is written after every row; what it has already is not run again, failures are."""
     absent = Rivals.absent()
     record.left_out = {name: absent for name in methods if name in RIVALS} if absent else {}
-    todo = [
-        (name, target)
+    left = {
+        name: [target for target in dict.fromkeys(targets) if not record.has(name, target)]
         for name in dict.fromkeys(methods)
-        for target in dict.fromkeys(targets)
-        if name not in record.left_out and not record.has(name, target)
-    ]
+        if name not in record.left_out
+    }
+    todo = {name: some for name, some in left.items() if some}
     for name, reason in record.left_out.items():
         say(f"{name} is left out. {reason}")
     with tensor_cores("float32"):
@@ -205,18 +216,27 @@ def measure(
             bench = Workbench(setup)
             record.unpruned = record.unpruned or bench.unpruned()
         record.write()
-        for name, target in todo:
-            say(f"{setup.model}: {name}, {target:.0%} of the MACs")
-            record.add(name, target, _row_or_reason(bench, name, target, say))
+        for name, some in todo.items():
+            say(f"{setup.model}: {name}, {', '.join(f'{target:.0%}' for target in some)} of the MACs")
+            for target, row in _rows_or_reason(bench, name, some, say):
+                record.add(name, target, row)
 
 
-def _row_or_reason(bench: Workbench, name: str, target: float, say: Callable[[str], None]) -> dict[str, Any]:
-    try:
-        return bench.row(name, target)
-    except Exception as error:
-        reason = one_line(error) or type(error).__name__
-        say(f"{name} failed: {reason}")
-        return {"failed": reason if isinstance(error, IfsoError) else f"{type(error).__name__}: {reason}"}
+def _rows_or_reason(
+    bench: Workbench, name: str, targets: Sequence[float], say: Callable[[str], None]
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The rows of a method; for targets that it fails at, the reason."""
+    left = list(targets)
+    while left:
+        try:
+            for target, row in bench.rows(name, left):
+                yield target, row
+                left = [other for other in left if other != target]
+        except Exception as error:
+            reason = one_line(error) or type(error).__name__
+            say(f"{name} failed: {reason}")
+            reason = reason if isinstance(error, IfsoError) else f"{type(error).__name__}: {reason}"
+            yield left.pop(0), {"failed": reason}
 
 
 def settings(setup: Setup) -> dict[str, Any]:
