@@ -22,7 +22,24 @@ def test_an_empty_budget_is_refused():
         Budget()
 
 
-BAD = [0, 1, 0.0, 1.0, -0.1, 1.5, 50, True, False, "0.5", float("nan"), float("inf"), torch.tensor(0.5), [0.5]]
+BAD = [
+    0,
+    1,
+    0.0,
+    1.0,
+    -0.1,
+    1.5,
+    50,
+    True,
+    False,
+    "0.5",
+    float("nan"),
+    float("inf"),
+    torch.tensor(0.5),
+    [0.5, 0.8],
+    (),
+    (0.5, 1.5),
+]
 
 
 @pytest.mark.parametrize("value", BAD, ids=repr)

@@ -145,7 +145,7 @@ def prune(
     Every result is verified: the smaller network against the masked one, its cost counted anew, the budget. A
     :class:`~ifso.errors.VerificationError` says what failed.
     """
-    of_algorithm_2 = {
+    of_algorithm_2: dict[str, Any] = {
         "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
         "units_per_step": units_per_step,
     }  # fmt: skip
@@ -153,7 +153,7 @@ def prune(
     chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
     if schedule == "staged":
         chosen = {**chosen, **{name: STAGED[name] for name in ("update", "min_share")}}
-    given = {"schedule": schedule, "update": update, "min_share": min_share}
+    given: dict[str, Any] = {"schedule": schedule, "update": update, "min_share": min_share}
     settings = Settings(
         budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
         **{name: chosen[name] if value is None else value for name, value in given.items()},

@@ -264,8 +264,8 @@ class Run:
 
     def _calibration_loss(self) -> float:
         model = self.network.model
-        with self.progress.timed("measures"), self.calibrating(), undisturbed(model), self.network.running():
-            with torch.no_grad():
+        with torch.no_grad(), self.progress.timed("measures"), self.calibrating(), undisturbed(model):
+            with self.network.running():
                 return fmean(float(scalar(self.loss_fn(model, batch))) for batch in self.examples)
 
     def _fit_(self, units: Sequence[int]) -> None:
@@ -277,7 +277,8 @@ class Run:
         def run() -> Iterator[None]:
             for batch in self.batches_here():
                 with undisturbed(network.model), network.running():
-                    yield self.loss_fn(network.model, batch) and None
+                    self.loss_fn(network.model, batch)
+                yield
 
         gone = torch.cat([(network.kept & ~kept)[network.numbers], torch.zeros(1, dtype=torch.bool, device="cpu")])
         losing = [reader for reader in readers(network.graph, "cpu") if bool(gone[reader.owner].any())]

@@ -103,7 +103,8 @@ def first_batches(batches: Iterable[Any], seed: int, samples: int | None, least:
 
     A generator that can be gone through only once will do where samples are asked for.
     """
-    stream, found = BatchStream(batches, seed), []
+    stream = BatchStream(batches, seed)
+    found: list[Any] = []
     if samples is None:
         return [next(stream) for _ in range(least)]
     total = 0
