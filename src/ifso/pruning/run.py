@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -264,9 +264,11 @@ class Run:
 
     def _calibration_loss(self) -> float:
         model = self.network.model
-        with torch.no_grad(), self.progress.timed("measures"), self.calibrating(), undisturbed(model):
-            with self.network.running():
-                return fmean(float(scalar(self.loss_fn(model, batch))) for batch in self.examples)
+        within = (torch.no_grad(), self.progress.timed("measures"), self.calibrating(), undisturbed(model))
+        with ExitStack() as stack:
+            for context in (*within, self.network.running()):
+                stack.enter_context(context)
+            return fmean(float(scalar(self.loss_fn(model, batch))) for batch in self.examples)
 
     def _fit_(self, units: Sequence[int]) -> None:
         """Fit the weights that read these units, which are about to go, without them."""
