@@ -184,6 +184,11 @@ def _number(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, epoch, *([rank()] if rank() else [])]).generate_state(1)[0])
 
 
+def seed_of(seed: int, rounds: int) -> int:
+    """Another seed for each round: what is random in a model does not depend on where a run was resumed."""
+    return (seed * 1_000_003 + rounds * 97 + rank()) % 2**31
+
+
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with all its tensors on a device."""
     if not isinstance(batch, (Tensor, tuple, list, dict)) and callable(getattr(batch, "to", None)):
