@@ -317,6 +317,7 @@ class _Start:
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
     ) -> Run:
         """The run at its beginning, or where a checkpoint says."""
+        teacher = copy.deepcopy(self._model) if self._settings.recover else None
         network = ShrinkingNetwork(self._model, graph, self._settings.ignore)
         position = (0, 0)
         if found is not None:
@@ -336,7 +337,7 @@ class _Start:
             network, worker, self._settings, BatchStream(self._batches, self._settings.seed, position), examples,
             worker.loss_fn, moves, progress, self._listener, checkpoint_every=self._checkpoint_every,
             shrink=self._shrink, calibration=dealt_again(batches, self._settings.seed) if staged else (),
-            teacher=copy.deepcopy(self._model) if self._settings.recover and found is None else None,
+            teacher=teacher,
         )  # fmt: skip
         if found is not None:
             run.go_on_(tensors, state)

@@ -82,7 +82,7 @@ class Settings:
         """What only a staged run has."""
         if len(self.budget.path) > 1:
             raise BudgetError(f"several shares need schedule='staged', got schedule={self.schedule!r} with {self.budget}")
-        for name, usual in (("update", False), ("stop", None)):
+        for name, usual in (("update", False), ("stop", None), ("recover", 0)):
             if getattr(self, name) != usual:
                 raise BudgetError(f"{name}={getattr(self, name)!r} needs schedule='staged', got {self.schedule!r}")
 
