@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 CAPTION = (
     "s: the whole run, from tracing to verification; the first one also pays for kernels that are compiled. "
-    "× step: seconds of a round (scores of its batches and, unless in one shot, a step; in a staged run the score of one "
-    "batch) over those of a plain training step of the whole network in the same process, on a GPU as a CUDA graph. "
-    "Weights: entries of kernels and matrices left. "
+    "× step: seconds of a round (scores of its batches and, unless in one shot, a step; in a staged run the score of "
+    "one batch) over those of a plain training step of the whole network in the same process, on a GPU as a CUDA "
+    "graph. Weights: entries of kernels and matrices left. "
     "Streams: units removed that several layers make together, such as a residual stream's. "
     "Seconds on a CPU say nothing about a GPU; compare ratios."
 )

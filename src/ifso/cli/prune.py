@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ifso.data.sets import Data
 
 DESCRIPTION = (
-    "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half, and --macs 0.8 0.65 0.5 "
+    "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half, --macs 0.8 0.65 0.5 "
     "leaves a network for each share. By default units go in stages and the weights that are left are fitted in closed "
     "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
 )
