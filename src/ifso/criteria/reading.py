@@ -48,6 +48,8 @@ _IN_PLACE_ORDER = frozenset(
 """Functions of a weight that leave every number in its place."""
 _COMPUTED_FROM = "_ifso_readers"
 """An attribute of a tensor: the readers of the parameter that it was computed from."""
+ROUNDING = 1e-12
+"""A variance that is so small a share of E[x²] stands for a constant."""
 _ARGUMENTS = {"input": 0, "weight": 1, "bias": 2, "groups": 6}
 
 
@@ -277,12 +279,13 @@ class Moments:
         return self.sums.double() / self.rows + self.shift.double()
 
     def matrix(self, centred: bool) -> Tensor:
-        """Covariance, or second moment, [groups, k, k], in float64."""
+        """Covariance, or second moment, [groups, k, k], in float64; zero where only rounding is left."""
         mean = self.sums.double() / self.rows
         found = self.products.double() / self.rows - mean.unsqueeze(2) * mean.unsqueeze(1)
-        if centred:
-            return found
-        return found + self.mean().unsqueeze(2) * self.mean().unsqueeze(1)
+        variance, mean = found.diagonal(dim1=1, dim2=2), self.mean()
+        constant = variance <= ROUNDING * (variance + mean.square())
+        found = found.masked_fill(constant.unsqueeze(2) | constant.unsqueeze(1), 0)
+        return found if centred else found + mean.unsqueeze(2) * mean.unsqueeze(1)
 
 
 def mean_size(diagonal: Tensor, counted: Tensor) -> Tensor:
@@ -291,5 +294,5 @@ def mean_size(diagonal: Tensor, counted: Tensor) -> Tensor:
     >>> mean_size(torch.tensor([2.0, 4.0, 0.0, 9.0]), torch.tensor([True, True, True, False]))
     tensor(3.)
     """
-    alive = counted & (diagonal > 1e-12 * diagonal.max())
+    alive = counted & (diagonal > 0)
     return diagonal[alive].mean() if bool(alive.any()) else diagonal.new_ones(())

@@ -214,7 +214,7 @@ class LayerCalls(TorchFunctionMode):
         elif func is F.batch_norm:
             mean, training = _given(args, kwargs, "running_mean", 1, None), _given(args, kwargs, "training", 5, False)
             self._into_norm(argument(args, kwargs, "input"), None if training else mean)
-        elif isinstance(result, Tensor):
+        elif next(tensors_in(result), None) is not None:
             self._elsewhere(func, (args, kwargs))
         return result
 
