@@ -64,8 +64,8 @@ def test_no_share(share: Any) -> None:
     [
         ({"budget": 0.5}, r"budget is 0.5; give ifso.Budget\(macs=0.5\)"),
         ({"budget": None}, r"budget is None"),
-        ({"schedule": "at-once"}, "schedule='at-once' is unknown; choose 'incremental', 'one-shot'"),
-        ({"preset": "paperr"}, "preset='paperr' is unknown; choose one of paper, authors"),
+        ({"schedule": "at-once"}, "schedule must be 'staged', 'incremental', 'one-shot' or"),
+        ({"preset": "paperr"}, "preset must be one of paper, authors, got 'paperr'"),
         ({"accumulate": 0}, "accumulate=0 will not do"),
         ({"accumulate": 2.5}, "accumulate=2.5 will not do"),
         ({"batches_per_score": True}, "batches_per_score=True will not do"),

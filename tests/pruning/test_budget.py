@@ -22,7 +22,24 @@ def test_an_empty_budget_is_refused():
         Budget()
 
 
-BAD = [0, 1, 0.0, 1.0, -0.1, 1.5, 50, True, False, "0.5", float("nan"), float("inf"), torch.tensor(0.5), [0.5]]
+BAD = [
+    0,
+    1,
+    0.0,
+    1.0,
+    -0.1,
+    1.5,
+    50,
+    True,
+    False,
+    "0.5",
+    float("nan"),
+    float("inf"),
+    torch.tensor(0.5),
+    [0.5, 0.8],
+    (),
+    (0.5, 1.5),
+]
 
 
 @pytest.mark.parametrize("value", BAD, ids=repr)
@@ -35,3 +52,17 @@ def test_no_share_is_refused_in_one_line(name, value):
     assert "KEPT" in message
     assert f"{name}=0.5 keeps half" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.8), (0.5, 0.5), (), (0.5, 1.5), (0.5, None), [True, 0.5]])
+def test_several_shares_must_be_shares_and_fall(shares):
+    with pytest.raises(BudgetError, match=r"macs=.* must (fall|hold shares)"):
+        Budget(macs=shares)
+
+
+def test_several_shares_are_a_path_that_ends_at_the_smallest():
+    budget = Budget(macs=[0.8, 0.5], params=0.9)
+    assert budget.targets == {"macs": 0.5, "params": 0.9}
+    assert budget.path == (Budget(macs=0.8, params=0.9), Budget(macs=0.5, params=0.9))
+    with pytest.raises(BudgetError, match="same length"):
+        _ = Budget(macs=(0.8, 0.5), params=(0.9, 0.8, 0.7)).path

@@ -252,9 +252,13 @@ def test_normalizers_are_what_unit_costs_say(name):
     ledger.remove([0, 7, 15])
     keep = {group.name: ledger.kept[group.units] for group in graph.groups}
     costs = ifso.unit_costs(graph, keep)
-    kind, power = {"sqrt-memory": ("activations", 0.5), "memory": ("activations", 1), "macs": ("macs", 1)}.get(
-        name, ("macs", 0)
-    )
+    powers = {
+        "sqrt-memory": ("activations", 0.5),
+        "memory": ("activations", 1),
+        "macs": ("macs", 1),
+        "params": ("params", 1),
+    }
+    kind, power = powers.get(name, ("macs", 0))
     wanted = torch.cat([getattr(costs[group.name], kind).double() ** power for group in graph.groups])
     scores = torch.arange(1.0, graph.num_units + 1, dtype=torch.float64)
     kept = ledger.kept[:-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.criteria.ifso import Ifso
-from ifso.criteria.registry import create, names
+from ifso.criteria.registry import create, find, names
 from ifso.errors import ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.moves import Moves
@@ -21,6 +21,8 @@ from ifso.pruning.settings import sgd
 from ifso.pruning.worker import MakeOptimizer, Worker
 
 CRITERIA = tuple(names())
+BATCH_BY_BATCH = tuple(name for name in CRITERIA if not find(name).prepares)
+"""Those whose score of several batches is the mean of what they say of each alone."""
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -110,7 +112,7 @@ def test_scores_of_every_network_as_ifso_score(criterion):
     assert compared >= (30 if criterion == "bn-scale" else 60)
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("criterion", BATCH_BY_BATCH)
 @pytest.mark.parametrize("name", ["residual", "depthwise", "squeeze-excite", "vit", "sigmoids"])
 def test_mean_over_batches_and_rounds_in_train_mode(criterion, name):
     if criterion == "bn-scale" and name not in ("residual", "depthwise"):
@@ -147,7 +149,7 @@ def test_options_of_ifso_with_removed_units(options, name):
     assert close(flat(case, wanted), found, 1e-6)
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("criterion", BATCH_BY_BATCH)
 def test_removal_by_removal(criterion):
     """Units go in three portions, with steps between: always the score of the weights as they are now."""
     case = CASES["residual"]

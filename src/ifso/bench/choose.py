@@ -150,7 +150,7 @@ class Workbench:
             falling = tuple(sorted(targets, reverse=True))
             result = self._ours(ours, falling)
             seconds = [stage["seconds"] for stage in result.stages if "budget" in stage] or [result.seconds]
-            models = [network.model for network in result.networks] or [result.model]
+            models = [network.model or result.model for network in result.networks] or [result.model]
             for target, model, took in zip(falling, models, [*seconds[:-1], result.seconds], strict=True):
                 yield target, self._row(model, took)
             return

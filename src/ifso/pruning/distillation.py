@@ -73,7 +73,16 @@ def is_better(after: Mapping[str, float], before: Mapping[str, float]) -> bool:
     (True, False)
     """
     name = next(iter(after))
-    return after[name] < before[name] if "loss" in name or "error" in name else after[name] > before[name]
+    return after[name] < before[name] if is_loss(name) else after[name] > before[name]
+
+
+def is_loss(name: str) -> bool:
+    """Return whether less is better of a measure of that name.
+
+    >>> is_loss("test_loss"), is_loss("accuracy")
+    (True, False)
+    """
+    return "loss" in name or "error" in name
 
 
 def _size(parameter: Tensor) -> float:

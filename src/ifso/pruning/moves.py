@@ -29,8 +29,9 @@ class Moves:
     """The legal moves in a network.
 
     After any of them, grouped convolutions, shuffles and norms keep equal counts, every axis of every parameter keeps
-    at least ``min_units`` units and a share of ``min_share`` (slices that belong to no unit count too), and with ``round_to`` every axis that
-    the moved units are produced on has a multiple of it. ``stuck`` says why of some groups nothing can go.
+    at least ``min_units`` units and a share of ``min_share`` (slices that belong to no unit count too), and with
+    ``round_to`` every axis that the moved units are produced on has a multiple of it. ``stuck`` says why of some groups
+    nothing can go.
 
     >>> from ifso.graph.tracing import trace
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3))

@@ -19,7 +19,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": ALGORITHM_2,
     "authors": {**ALGORITHM_2, "criterion": "authors", "learning_rate": 0.1},
 }
-"""What a preset stands for where nothing else is said: Algorithm 2 with the paper's formula, or the authors' program."""
+"""What a preset stands for where nothing else is said: Algorithm 2 as in the paper, or as in the authors' program."""
 
 
 def usual(preset: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import check_model, trace
+from ifso.graph.units import UNUSED
 from ifso.pruning.afterwards import Evaluate, mean_loss
 from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
@@ -145,7 +147,7 @@ def prune(
     Every result is verified: the smaller network against the masked one, its cost counted anew, the budget. A
     :class:`~ifso.errors.VerificationError` says what failed.
     """
-    of_algorithm_2 = {
+    of_algorithm_2: dict[str, Any] = {
         "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
         "units_per_step": units_per_step,
     }  # fmt: skip
@@ -153,7 +155,7 @@ def prune(
     chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
     if schedule == "staged":
         chosen = {**chosen, **{name: STAGED[name] for name in ("update", "min_share")}}
-    given = {"schedule": schedule, "update": update, "min_share": min_share}
+    given: dict[str, Any] = {"schedule": schedule, "update": update, "min_share": min_share}
     settings = Settings(
         budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
         **{name: chosen[name] if value is None else value for name, value in given.items()},
@@ -196,6 +198,7 @@ class _Start:
         self._model, self._batches, self._loss_fn, self._settings = model, train_batches, loss_fn, settings
         self._make_optimizer, self._listener, self._about = make_optimizer, listener, about
         self._checkpoint_every, self._shrink = checkpoint_every, shrink
+        self._ignore = settings.ignore
 
     def prune(
         self, example_inputs: Any, resume: PathLike | None, out: PathLike | None, evaluate: Evaluate | None
@@ -206,7 +209,7 @@ class _Start:
         first = from_first(config["settings"])
         together(lambda: refuse_other(config["settings"], first, "the first rank"))
         with progress.timed("trace"):
-            graph, moves = together(lambda: self._trace(example_inputs))
+            graph, moves = together(lambda: self._trace(example_inputs, progress))
         batches = together(self._first_batches)
         if resume is None:
             self._check_budget(graph, moves, progress)
@@ -231,8 +234,8 @@ class _Start:
             if folder is not None:
                 folder.close()
 
-    def _trace(self, example_inputs: Any) -> tuple[ChannelGraph, Moves]:
-        """In the mode the model is in; where it does not run so (batch norm of a single value), in eval mode."""
+    def _trace(self, example_inputs: Any, progress: Progress) -> tuple[ChannelGraph, Moves]:
+        """In the mode the model is in, or the other one where only that runs, or runs more of the model."""
         try:
             graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
         except TraceError:
@@ -240,9 +243,34 @@ class _Start:
                 raise
             self._model.eval()
             graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+        graph = self._both_modes(graph, example_inputs, progress)
         limits = self._settings
         moves = Moves(graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share)
         return graph, moves
+
+    def _both_modes(self, graph: ChannelGraph, example_inputs: Any, progress: Progress) -> ChannelGraph:
+        """The graph of the mode in which more of the model runs: heads that only train must lose their inputs, too.
+
+        What such heads make themselves is left alone, as scores say nothing of it.
+        """
+        idle = _idle(graph)
+        if not idle:
+            return graph
+        mode = self._model.training
+        self._model.train(not mode)
+        with suppress(TraceError):
+            other = trace(self._model, example_inputs, ignore=self._settings.ignore)
+            if _idle(other) < idle:
+                self._ignore = (*self._ignore, *sorted({name.rpartition(".")[0] for name in idle - _idle(other)}))
+                other = trace(self._model, example_inputs, ignore=self._ignore)
+                where = "eval" if mode else "train"
+                more = sorted(idle - _idle(other))
+                progress.notes.append(
+                    f"costs are those of {where} mode, in which {more[0]} and {len(more) - 1} other parameters run, too"
+                )
+                return other
+        self._model.train(mode)
+        return graph
 
     def _first_batches(self) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
@@ -317,7 +345,7 @@ class _Start:
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
     ) -> Run:
         """The run at its beginning, or where a checkpoint says."""
-        network = ShrinkingNetwork(self._model, graph, self._settings.ignore)
+        network = ShrinkingNetwork(self._model, graph, self._ignore)
         position = (0, 0)
         if found is not None:
             _, tensors, state = found
@@ -352,3 +380,8 @@ class _Start:
             run.say(f"{RESUMED} {run.progress.removals}")
         for note in folder.notes:
             run.say(note)
+
+
+def _idle(graph: ChannelGraph) -> set[str]:
+    """Parameters that take no part in what was traced."""
+    return {frozen.parameter for frozen in graph.frozen if frozen.reason == UNUSED}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean
 from typing import Any, NoReturn, Self
 
 import torch
@@ -18,27 +16,26 @@ from torch import Tensor, nn
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel
 from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import LossFn, same_modes, scalar, undisturbed
-from ifso.curvature.weights import readers
+from ifso.curvature.losses import LossFn, same_modes
 from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
 from ifso.pruning.afterwards import norms_of
 from ifso.pruning.budget import Budget
 from ifso.pruning.checking import Check, compare, outputs
 from ifso.pruning.checkpoint import finite
-from ifso.pruning.events import Listener, Plan, Removal, Stage
+from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.folder import RunFolder
-from ifso.pruning.least_squares import least_squares
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.modes import steady_
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.normalizing import normalized
-from ifso.pruning.ranks import from_first, number_of_each, rank, sum_over_ranks, together
+from ifso.pruning.ranks import from_first, number_of_each, together
 from ifso.pruning.schedule import Phase, phases
 from ifso.pruning.selection import Target, select
 from ifso.pruning.settings import Settings
+from ifso.pruning.staged import run_stage
 from ifso.pruning.state import Snapshot, plain_state_of
-from ifso.pruning.stream import BatchStream, on_device
+from ifso.pruning.stream import BatchStream, on_device, seed_of
 from ifso.pruning.worker import Worker
 
 SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}
@@ -155,93 +152,14 @@ class Run:
         self.worker.renew()
         self._remember()
 
-    def say(self, line: str) -> None:
-        """One line for a person, also in the result."""
-        if line not in self.progress.notes:
-            self.progress.notes.append(line)
-            self.listener.said(line)
+    def undo(self) -> None:
+        """Back to the last good state, which must be of the same shape."""
+        self._good.restore_()
+        self.worker.renew()
+        self._open_ledgers()
 
-    def go(self) -> None:
-        """Remove units until the budget is met."""
-        targets = self.settings.budget.targets
-        course = phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step)
-        self.listener.started(
-            Plan(
-                type(self.network.model).__name__, self.network.original.num_units, targets,
-                self.ledger.shares(), self.progress.removals, None if self.folder is None else str(self.folder.path),
-                max(phase.stage for phase in course),
-            )
-        )  # fmt: skip
-        if self.progress.removals == 0:
-            self._remember()
-            self.write_checkpoint()
-        try:
-            for phase in course:
-                if not phase.stage:
-                    self.reach(phase)
-                elif len(self.progress.stages) < phase.stage and not self.progress.stopped:
-                    self._stage(phase, course[-1].stage)
-        except (KeyboardInterrupt, RankError):
-            self.write_checkpoint()
-            raise
-        self.write_checkpoint()
-
-    def reach(self, phase: Phase) -> None:
-        """Steps until the budget of a phase is met."""
-        target = Target(phase.budget)
-        while target.gap(self.ledger.shares()) > 0:
-            self._step(phase, target)
-
-    def _stage(self, phase: Phase, stages: int) -> None:
-        """One stage: score, choose, fit what is left, remove; undone if the measure falls too far."""
-        target = Target(phase.budget)
-        scores = self._stage_scores()
-        with self.progress.timed("selection"):
-            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
-            made = select(self.ledger, self.moves, ranked, target)
-        units = [unit for move in made for unit in move.units]
-        if self.settings.update and units:
-            with self.progress.timed("update"):
-                self._fit_(units)
-        self.worker.remove_(units)
-        self.scores.copy_(scores)
-        asked = phase.ends_at is not None or self.settings.stop is not None
-        values = self.measure() if asked else {"loss": self._calibration_loss()}
-        if self._fell(values):
-            self._undo(phase, values)
-            return
-        self.progress.step += 1
-        if self.folder is not None and self.progress.step == 1:
-            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
-        for move in made:
-            self._record(move, math.nan)
-        self.progress.seconds = self.seconds
-        done = {"stage": phase.stage, "units": len(units), "shares": self.ledger.shares(), "values": values}
-        if phase.ends_at is not None:
-            done |= self.reached(phase.ends_at, values)
-        self.progress.stages.append({**done, "seconds": round(self.seconds, 3)})
-        self.listener.staged(
-            Stage(phase.stage, stages, len(units), self.ledger.shares(), values, self.progress.seconds)
-        )
-        if self.shrink and phase.stage < stages:
-            self._shrink_if_it_pays()
-        self._keep_state()
-
-    def _stage_scores(self) -> Tensor:
-        """Scores [original units] over all calibration batches."""
-        with self.progress.timed("scores"), self.calibrating():
-            together(lambda: self.worker.prepare(self.calibration))
-            for batch in self.calibration if self.worker.criterion.needs_batches else self.calibration[:1]:
-                torch.manual_seed(_mixed(self.settings.seed, self.progress.rounds))
-                self.worker.round([batch], train=None)
-                self.progress.rounds += 1
-            scores, _ = self.worker.collect()
-        if not bool(scores.isfinite().all()):
-            self._stop(math.nan)
-        self._refuse_zeros(scores)
-        return scores
-
-    def _refuse_zeros(self, scores: Tensor) -> None:
+    def refuse_zeros(self, scores: Tensor) -> None:
+        """ScoreError if nothing can be chosen by these scores."""
         if not bool(scores.any()) and not self.progress.removals:
             raise ScoreError(
                 f"all scores of {self.worker.criterion.name!r} are zero, so that nothing can be chosen by them; "
@@ -262,53 +180,43 @@ class Run:
         """The calibration batches, each on the device when its turn comes."""
         return (on_device(batch, self.network.device) for batch in self.calibration)
 
-    def _calibration_loss(self) -> float:
-        model = self.network.model
-        with self.progress.timed("measures"), self.calibrating(), undisturbed(model), self.network.running():
-            with torch.no_grad():
-                return fmean(float(scalar(self.loss_fn(model, batch))) for batch in self.examples)
+    def say(self, line: str) -> None:
+        """One line for a person, also in the result."""
+        if line not in self.progress.notes:
+            self.progress.notes.append(line)
+            self.listener.said(line)
 
-    def _fit_(self, units: Sequence[int]) -> None:
-        """Fit the weights that read these units, which are about to go, without them."""
-        network = self.network
-        kept = network.kept.clone()
-        kept[torch.tensor(list(units), device="cpu")] = False
+    def go(self) -> None:
+        """Remove units until the budget is met."""
+        targets = self.settings.budget.targets
+        course = phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step)
+        self.calibration = self.calibration[: min(number_of_each(len(self.calibration)))]
+        self.listener.started(
+            Plan(
+                type(self.network.model).__name__, self.network.original.num_units, targets,
+                self.ledger.shares(), self.progress.removals, None if self.folder is None else str(self.folder.path),
+                max(phase.stage for phase in course),
+            )
+        )  # fmt: skip
+        if self.progress.removals == 0:
+            self._remember()
+            self.write_checkpoint()
+        try:
+            for phase in course:
+                if not phase.stage:
+                    self.reach(phase)
+                elif len(self.progress.stages) < phase.stage and not self.progress.stopped:
+                    run_stage(self, phase, course[-1].stage)
+        except (KeyboardInterrupt, RankError):
+            self.write_checkpoint()
+            raise
+        self.write_checkpoint()
 
-        def run() -> Iterator[None]:
-            for batch in self.batches_here():
-                with undisturbed(network.model), network.running():
-                    yield self.loss_fn(network.model, batch) and None
-
-        gone = torch.cat([(network.kept & ~kept)[network.numbers], torch.zeros(1, dtype=torch.bool, device="cpu")])
-        losing = [reader for reader in readers(network.graph, "cpu") if bool(gone[reader.owner].any())]
-        stay = torch.cat([kept[network.numbers], torch.ones(1, dtype=torch.bool, device="cpu")])
-        with self.calibrating():
-            update = least_squares(network.model, losing, stay, run, reduce=sum_over_ranks)
-        update.apply_(network.model)
-        for name, reason in update.left_alone.items():
-            self.say(f"{name} was not updated: {reason}")
-
-    def _fell(self, values: Mapping[str, float]) -> bool:
-        """Has the measure fallen, or a loss risen, by more than the user allows?"""
-        if self.settings.stop is None:
-            return False
-        name, value = next(iter(values.items()))
-        first = self.progress.measures[0]["values"][name]
-        fall = value - first if "loss" in name or "error" in name else first - value
-        return not fall <= self.settings.stop
-
-    def _undo(self, phase: Phase, values: Mapping[str, float]) -> None:
-        """Back to the network as it was after the last stage, with which the run ends."""
-        name, value = next(iter(values.items()))
-        self._good.restore_()
-        self.worker.renew()
-        self._open_ledgers()
-        self.progress.stopped = (
-            f"stage {phase.stage} was undone, and the run ends: {name} went from "
-            f"{self.progress.measures[0]['values'][name]:.4g} to {value:.4g}, by more than stop={self.settings.stop:g}"
-        )
-        self.say(self.progress.stopped)
-        self._keep_state()
+    def reach(self, phase: Phase) -> None:
+        """Steps until the budget of a phase is met."""
+        target = Target(phase.budget)
+        while target.gap(self.ledger.shares()) > 0:
+            self._step(phase, target)
 
     def _step(self, phase: Phase, target: Target) -> None:
         with self.progress.timed("rounds"):
@@ -322,12 +230,12 @@ class Run:
         if self.folder is not None and self.progress.step == 1:
             self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
         for move in made:
-            self._record(move, loss)
+            self.record(move, loss)
         if self.shrink and target.gap(self.ledger.shares()) > 0:
-            self._shrink_if_it_pays()
-        self._keep_state()
+            self.shrink_if_it_pays()
+        self.keep_state()
 
-    def _keep_state(self) -> None:
+    def keep_state(self) -> None:
         """This is where the run goes on if it is interrupted."""
         with self.progress.timed("state"):
             self._remember()
@@ -341,16 +249,16 @@ class Run:
             if self.settings.accumulation == "last" and number == needed - 1:
                 self.worker.forget_scores()
             batches = together(lambda: [next(self.stream) for _ in range(self.settings.batches_per_score)])
-            torch.manual_seed(_mixed(self.settings.seed, self.progress.rounds))
+            torch.manual_seed(seed_of(self.settings.seed, self.progress.rounds))
             self.worker.round(batches, train=train)
             self.progress.rounds += 1
         scores, loss = self.worker.collect()
         if not torch.isfinite(torch.tensor(loss)) or not bool(scores.isfinite().all()):
-            self._stop(loss)
-        self._refuse_zeros(scores)
+            self.stop(loss)
+        self.refuse_zeros(scores)
         return scores, loss
 
-    def _stop(self, loss: float) -> NoReturn:
+    def stop(self, loss: float) -> NoReturn:
         """The last good state is put back, made smaller, and saved; then an error says what happened."""
         spoilt, (epoch, index) = number_of_each(int(self.worker.spoilt)), self.stream.position
         self._good.restore_()
@@ -367,7 +275,8 @@ class Run:
             raise DataError(f"batches up to {index} of epoch {epoch} hold NaN or infinity ({where}); {good}")
         raise DivergedError(f"the loss is no longer finite ({loss}); {good}; a smaller learning rate may help")
 
-    def _record(self, move: Move, loss: float) -> None:
+    def record(self, move: Move, loss: float) -> None:
+        """Tell everybody, and the folder, what went."""
         self._trail.remove(move.units)
         self.progress.removals += 1
         self.progress.seconds = time.perf_counter() - self._began
@@ -387,7 +296,7 @@ class Run:
             found.setdefault(group.name, []).append(unit - group.first)
         return {name: tuple(sorted(places)) for name, places in found.items()}
 
-    def _shrink_if_it_pays(self) -> None:
+    def shrink_if_it_pays(self) -> None:
         kind = "cuda" if self.network.device.type == "cuda" else "cpu"
         multiple = MULTIPLE[kind]
         if self.ledger.costs()["macs"] > (1 - SHRINK_AT[kind]) * self._shrunk_at or not self.network.can_shrink:
@@ -440,8 +349,3 @@ class Run:
         self.network.can_shrink = state["can_shrink"]
         self.scores.copy_(tensors[SCORES])
         self._remember()
-
-
-def _mixed(seed: int, rounds: int) -> int:
-    """Another seed for each round: what is random in a model does not depend on where a run was resumed."""
-    return (seed * 1_000_003 + rounds * 97 + rank()) % 2**31

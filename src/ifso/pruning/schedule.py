@@ -61,7 +61,8 @@ def phases(schedule: Schedule, budget: Budget, units_per_step: int) -> tuple[Pha
     if isinstance(schedule, Mixed):
         way = {kind: 1 - schedule.incremental * (1 - share) for kind, share in budget.targets.items()}
         return Phase(Budget(**{kind: round(share, 12) for kind, share in way.items()}), units_per_step, True), at_once
-    raise BudgetError(f"schedule={schedule!r} is unknown; choose 'staged', 'incremental', 'one-shot' or ifso.Mixed(0.75)")
+    known = "'staged', 'incremental', 'one-shot' or ifso.Mixed(0.75)"
+    raise BudgetError(f"schedule must be {known}, got {schedule!r}")
 
 
 def _stages(budget: Budget) -> tuple[Phase, ...]:

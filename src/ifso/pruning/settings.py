@@ -59,32 +59,32 @@ class Settings:
         if self.normalize is None:
             object.__setattr__(self, "normalize", of_budget(self.budget.targets))
         check_normalizer(self.normalize)
-        for name in ("update", "train_mode"):
-            if not isinstance(getattr(self, name), bool):
-                raise BudgetError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.stop is not None and (not isinstance(self.stop, (int, float)) or not 0 <= self.stop < math.inf):
-            raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
-        if self.schedule != "staged":
-            self._refuse_stages()
         if self.accumulation not in ACCUMULATIONS:
             names = " or ".join(map(repr, ACCUMULATIONS))
             raise BudgetError(f"accumulation={self.accumulation!r} is unknown; choose {names}")
-        for name, least in (("accumulate", 1), ("batches_per_score", 1), ("units_per_step", 1), ("seed", 0),
-                            ("recalibrate", 0), ("weight_update", 0), ("recover", 0), ("calibration", 1)):  # fmt: skip
+        for name, least in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise BudgetError(f"{name}={value!r} will not do; give a whole number from {least} up")
         if not isinstance(self.damping, (int, float)) or not 0 < self.damping < math.inf:
             raise BudgetError(f"damping={self.damping!r} must be above 0")
         phases(self.schedule, self.budget, self.units_per_step)
+        self._check_stages()
 
-    def _refuse_stages(self) -> None:
-        """What only a staged run has."""
-        if len(self.budget.path) > 1:
-            raise BudgetError(f"several shares need schedule='staged', got schedule={self.schedule!r} with {self.budget}")
-        for name, usual in (("update", False), ("stop", None)):
-            if getattr(self, name) != usual:
-                raise BudgetError(f"{name}={getattr(self, name)!r} needs schedule='staged', got {self.schedule!r}")
+    def _check_stages(self) -> None:
+        """Refuse what cannot be meant of a staged run, or is meant of one and the schedule is another."""
+        for name in ("update", "train_mode"):
+            if not isinstance(getattr(self, name), bool):
+                raise BudgetError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.stop is not None and not (_is_number(self.stop) and self.stop >= 0):
+            raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
+        if self.schedule == "staged":
+            return
+        asked = {"update=True": self.update, "stop=": self.stop is not None, "recover=": self.recover > 0,
+                 "a budget of several shares": len(self.budget.path) > 1}  # fmt: skip
+        for words, given in asked.items():
+            if given:
+                raise BudgetError(f"{words} needs schedule='staged', got {self.schedule!r}")
 
     @property
     def needs_latency(self) -> bool:
@@ -103,9 +103,15 @@ class Settings:
         options = {key: _plain(value) for key, value in vars(self.criterion).items()}
         schedule = f"mixed:{self.schedule.incremental:g}" if isinstance(self.schedule, Mixed) else self.schedule
         given = {name: value for name, value in vars(self.budget).items() if value is not None}
-        named = {"budget": {name: _plain(value) for name, value in given.items()}, "criterion": {"name": self.criterion.name, **options}}
+        named = {"budget": _plain(given), "criterion": {"name": self.criterion.name, **options}}
         return {**plain, **named, "schedule": schedule, "ignore": list(self.ignore)}
 
+
+_WHOLE_NUMBERS = {
+    "accumulate": 1, "batches_per_score": 1, "units_per_step": 1, "seed": 0, "recalibrate": 0, "weight_update": 0,
+    "recover": 0, "calibration": 1,
+}  # fmt: skip
+"""Options that are whole numbers, and the least that each can be."""
 
 _ADDED_LATER: Mapping[str, Any] = {
     "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": CALIBRATION,
@@ -124,6 +130,10 @@ def criterion_of(criterion: str | Criterion) -> Criterion:
 def sgd(parameters: list[nn.Parameter], learning_rate: float) -> Optimizer:
     """The optimizer of the paper."""
     return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def describe(optimizer: Optimizer) -> dict[str, Any]:

@@ -103,7 +103,8 @@ def first_batches(batches: Iterable[Any], seed: int, samples: int | None, least:
 
     A generator that can be gone through only once will do where samples are asked for.
     """
-    stream, found = BatchStream(batches, seed), []
+    stream = BatchStream(batches, seed)
+    found: list[Any] = []
     if samples is None:
         return [next(stream) for _ in range(least)]
     total = 0
@@ -181,6 +182,11 @@ class _States:
 
 def _number(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, epoch, *([rank()] if rank() else [])]).generate_state(1)[0])
+
+
+def seed_of(seed: int, rounds: int) -> int:
+    """Another seed for each round: what is random in a model does not depend on where a run was resumed."""
+    return (seed * 1_000_003 + rounds * 97 + rank()) % 2**31
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -1,0 +1,127 @@
+"""One stage of a staged run: score all units, remove the cheapest, fit the weights that read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ifso.curvature.losses import scalar, undisturbed
+from ifso.curvature.weights import readers
+from ifso.pruning.distillation import is_loss
+from ifso.pruning.events import Stage
+from ifso.pruning.least_squares import least_squares
+from ifso.pruning.normalizing import normalized
+from ifso.pruning.ranks import sum_over_ranks, together
+from ifso.pruning.selection import Target, select
+from ifso.pruning.stream import seed_of
+
+if TYPE_CHECKING:
+    from ifso.pruning.run import Run
+    from ifso.pruning.schedule import Phase
+
+
+def run_stage(run: Run, phase: Phase, stages: int) -> None:
+    """Take a run through one of its ``stages``; it is undone, and the run ends, if the measure falls too far."""
+    scores = _scores(run)
+    with run.progress.timed("selection"):
+        ranked = normalized(scores, run.ledger, run.settings.normalize or "none")
+        made = select(run.ledger, run.moves, ranked, Target(phase.budget))
+    units = [unit for move in made for unit in move.units]
+    if run.settings.update and units:
+        with run.progress.timed("update"):
+            _fit_(run, units)
+    run.worker.remove_(units)
+    run.scores.copy_(scores)
+    asked = phase.ends_at is not None or run.settings.stop is not None
+    values = run.measure() if asked else {"loss": _loss(run)}
+    if _fell(run, values):
+        _end_before(run, phase, values)
+        return
+    run.progress.step += 1
+    if run.folder is not None and run.progress.step == 1:
+        run.folder.write_first_scores(run.network.by_group(ranked.float(), run.network.original))
+    for move in made:
+        run.record(move, math.nan)
+    shares, seconds = run.ledger.shares(), round(run.seconds, 3)
+    reached = run.reached(phase.ends_at, values) if phase.ends_at is not None else {}
+    done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
+    run.progress.stages.append({**done, **reached})
+    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds))
+    if run.shrink and phase.stage < stages:
+        run.shrink_if_it_pays()
+    run.keep_state()
+
+
+def _scores(run: Run) -> Tensor:
+    """Scores [original units] over all calibration batches."""
+    with run.progress.timed("scores"), run.calibrating():
+        together(lambda: run.worker.prepare(run.calibration))
+        for batch in run.calibration if run.worker.criterion.needs_batches else run.calibration[:1]:
+            torch.manual_seed(seed_of(run.settings.seed, run.progress.rounds))
+            run.worker.round([batch], train=None)
+            run.progress.rounds += 1
+        scores, _ = run.worker.collect()
+    if not bool(scores.isfinite().all()):
+        run.stop(math.nan)
+    run.refuse_zeros(scores)
+    return scores
+
+
+def _fit_(run: Run, units: Sequence[int]) -> None:
+    """Fit the weights that read these units, which are about to go, without them."""
+    network = run.network
+    kept = network.kept.clone()
+    kept[torch.tensor(list(units), device="cpu")] = False
+
+    def passes() -> Iterator[None]:
+        for batch in run.batches_here():
+            with undisturbed(network.model), network.running():
+                run.loss_fn(network.model, batch)
+            yield
+
+    gone = torch.cat([(network.kept & ~kept)[network.numbers], torch.zeros(1, dtype=torch.bool, device="cpu")])
+    losing = [reader for reader in readers(network.graph, "cpu") if bool(gone[reader.owner].any())]
+    stay = torch.cat([kept[network.numbers], torch.ones(1, dtype=torch.bool, device="cpu")])
+    with run.calibrating():
+        update = least_squares(network.model, losing, stay, passes, reduce=sum_over_ranks)
+    update.apply_(network.model)
+    for name, reason in update.left_alone.items():
+        run.say(f"{name} was not updated: {reason}")
+
+
+def _loss(run: Run) -> float:
+    """The mean loss of the first batches, as the stages see the network."""
+    model = run.network.model
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), run.progress.timed("measures"), run.calibrating(), undisturbed(model)):
+            stack.enter_context(context)
+        stack.enter_context(run.network.running())
+        return fmean(float(scalar(run.loss_fn(model, batch))) for batch in run.examples)
+
+
+def _fell(run: Run, values: Mapping[str, float]) -> bool:
+    """Return whether the measure has fallen, or a loss risen, by more than the user allows."""
+    if run.settings.stop is None:
+        return False
+    name, value = next(iter(values.items()))
+    before = run.progress.measures[0]["values"][name]
+    fall = value - before if is_loss(name) else before - value
+    return not fall <= run.settings.stop
+
+
+def _end_before(run: Run, phase: Phase, values: Mapping[str, float]) -> None:
+    """Back to the network as it was after the stage before, with which the run ends."""
+    name, value = next(iter(values.items()))
+    run.undo()
+    run.progress.stopped = (
+        f"stage {phase.stage} was undone, and the run ends: {name} went from "
+        f"{run.progress.measures[0]['values'][name]:.4g} to {value:.4g}, by more than stop={run.settings.stop:g}"
+    )
+    run.say(run.progress.stopped)
+    run.keep_state()
