@@ -192,12 +192,11 @@ def test_stopped_at_once_the_network_is_whole():
 
 
 def test_distillation_brings_the_outputs_nearer():
-    budget = ifso.Budget(macs=0.6)
     near = lambda model: {"loss": distance(model, copy.deepcopy(trained()))}  # noqa: E731
-    plain, result = (prune(budget=budget, recover=steps, evaluate=near) for steps in (0, 30))
-    assert distance(result.model, trained()) < distance(plain.model, trained())
-    assert result.keep.keys() == plain.keep.keys()
-    assert all(torch.equal(choice, plain.keep[name]) for name, choice in result.keep.items())
+    result = prune(budget=ifso.Budget(macs=0.5), recover=60, evaluate=near, calibration=40)
+    *_, before, after = (measure.values["loss"] for measure in result.measures)
+    assert after < before
+    assert distance(result.model, trained()) == pytest.approx(after)
 
 
 def test_distillation_that_does_harm_is_undone():
@@ -262,7 +261,7 @@ def test_interrupted_after_any_stage_it_ends_with_the_same_bits(name, tmp_path, 
         return prune(**{"budget": ifso.Budget(macs=0.85), "checkpoint_every": 0.0, **RUNS[name](), **options})
 
     whole = again(out=tmp_path / "whole")
-    for stage in range(1, 4):
+    for stage in (1, 2, 3) if name in ("plain", "shrunk") else (2,):
         folder = tmp_path / f"stopped after {stage}"
         with pytest.raises(KeyboardInterrupt):
             again(out=folder, listener=StopAfter(stage))
