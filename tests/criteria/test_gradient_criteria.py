@@ -172,7 +172,7 @@ def test_group_fisher_without_a_batch_dim():
     ("name", "parameter", "function"),
     [
         ("einsum", "weight", "einsum"),
-        ("multihead", r"attn\.in_proj_weight", "multi_head_attention_forward"),
+        ("cross-attention", r"attn\.in_proj_weight", "split"),
         ("weight-standardised", r"body\.weight", "mean"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.criteria.group_fisher import Tap, summed_by_sample
-from ifso.criteria.reading import ReadingLayers, in_rows
+from ifso.criteria.reading import Moments, ReadingLayers, in_rows, mean_size
 from ifso.curvature.losses import checked, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
@@ -56,7 +56,8 @@ class TrueLoss(Criterion):
 
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:
         """See what every reading layer reads."""
-        inputs = task.renew(_KEY, lambda: _Inputs(self.damping))
+        task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
+        inputs = task.renew(_KEY, lambda: _Inputs(self.damping, task.kept.cpu(), _units_at_positions(task)))
         with ReadingLayers(task, inputs.visit, everywhere=False) as inputs.layers:
             for batch in batches:
                 with undisturbed(task.model), torch.no_grad():
@@ -75,6 +76,7 @@ class TrueLoss(Criterion):
         with undisturbed(task.model), torch.enable_grad():
             with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, _outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
+            taps.layers.refuse_unseen()
             objective = self._objective(loss, caught, task)
             if not taps.seen:
                 raise ScoreError("criterion 'true-loss': no layer that reads units ran; does loss_fn call the model?")
@@ -105,6 +107,17 @@ class TrueLoss(Criterion):
         return total
 
 
+def _units_at_positions(task: Task) -> dict[str, Tensor]:
+    """Of linear layers whose positions are channels (an MLP along tokens): the unit of each row of the traced input."""
+    return {
+        f"{term.where}.weight": layer.flatten()
+        for term in task.graph.terms
+        if term.kind == "linear"
+        for layer in term.distinct
+        if layer.numel() == layer.shape[0] > 1
+    }
+
+
 @contextmanager
 def _outputs_of(model: torch.nn.Module) -> Iterator[list[Any]]:
     """What the model returns within the context, call after call."""
@@ -118,25 +131,21 @@ def _outputs_of(model: torch.nn.Module) -> Iterator[list[Any]]:
 
 @dataclass
 class _Channels:
-    """Sums over rows of the inputs of a layer [C], in ``groups`` that do not meet."""
+    """What a layer reads [C], in ``groups`` that do not meet; ``kept`` [C] are the channels whose units are there."""
 
     groups: int
     owner: Tensor
-    products: Tensor
-    sums: Tensor
-    rows: int = 0
+    kept: Tensor
+    moments: Moments
 
     def residual(self, damping: float) -> tuple[Tensor, Tensor]:
         """The mean [C] and the map [C, C] from x − mean to what is left of each unit when the others predict it."""
-        mean = self.sums.double() / self.rows
-        covariance = self.products.double() / self.rows - torch.outer(mean, mean)
-        if self.groups > 1:
-            apart = torch.arange(len(mean), device=mean.device) // (len(mean) // self.groups)
-            covariance = covariance * (apart[:, None] == apart[None, :])
-        variance = covariance.diagonal()
-        alive = variance > 0
-        scale = variance[alive].mean() if bool(alive.any()) else variance.new_ones(())
-        covariance.diagonal().add_(damping * scale)
+        mean, covariance = self.moments.mean()[0], self.moments.matrix(centred=True)[0]
+        apart = torch.arange(len(mean), device=mean.device) // (len(mean) // self.groups)
+        apart = apart.where(self.kept, -1)
+        meet = (apart[:, None] == apart[None, :]) & self.kept
+        covariance = covariance.masked_fill(~meet, 0)
+        covariance.diagonal().add_(damping * mean_size(covariance.diagonal(), self.kept))
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed):
             raise ScoreError("criterion 'true-loss': the inputs of a layer are not finite; check data and weights")
@@ -162,27 +171,29 @@ class _Inputs:
     """What the reading layers read: first added up, then, when closed, as the maps to residuals."""
 
     damping: float
+    kept: Tensor
+    positions: dict[str, Tensor]
     seen: dict[_Place, _Channels] = field(default_factory=dict)
     maps: dict[_Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layers: ReadingLayers | None = None
 
-    def visit(self, _name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Add the channels of ``x`` up, at some positions of each row."""
         place, groups = place_of(self.layers)
         rows = in_rows(x.detach(), dim).unsqueeze(-1).flatten(2)
+        units = self.positions.get(name)
+        if units is not None and len(units) % rows.shape[2] == 0:
+            rows = rows[:, :, self.kept[units[: rows.shape[2]]].to(x.device)]
         if rows.shape[2] > POSITIONS:
             generator = torch.Generator(device="cpu").manual_seed(len(self.seen))
             chosen = torch.randperm(rows.shape[2], generator=generator, device="cpu")[:POSITIONS]
             rows = rows[:, :, chosen.to(x.device)]
-        rows = rows.transpose(1, 2).flatten(0, 1)
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        if place not in self.seen:
-            size = rows.shape[1]
-            self.seen[place] = _Channels(groups, owner, rows.new_zeros(size, size), rows.new_zeros(size))
-        found = self.seen[place]
-        found.products.addmm_(rows.t(), rows)
-        found.sums += rows.sum(0)
-        found.rows += len(rows)
+        rows = rows.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        if place in self.seen:
+            self.seen[place].moments.add(rows)
+        else:
+            kept = self.kept[places(owner, len(self.kept) - 1).cpu()].to(x.device)
+            self.seen[place] = _Channels(groups, owner, kept, Moments.of(rows))
         return x
 
     def close(self) -> None:

@@ -6,15 +6,16 @@ they can to what they were when only the columns K of its input a are left,
 
     W_K = W Ã[:, K] Ã[K, K]⁻¹,   Ã = A + λI,   λ = damping · mean diag A,   b_K = b + (W − W_K) E[a],
 
-for the whole removed set at once. A is the covariance of a over samples and positions where something behind the layer
-takes a shift away (its bias, or a batch norm), else its second moment. Convolutions are linear in patches; a transposed
-one is a convolution of the input with zeros between.
+for the whole removed set at once: of all V that are zero outside K, W_K has the least E|(W − V)a|² + λ|W − V|², so that
+what the data do not tell stays as it was. A is the covariance of a over samples and positions where something behind
+the layer takes a shift away (its bias, or a batch norm), else its second moment. Convolutions are linear in patches; a
+transposed one is a convolution of the input with zeros between.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ifso.criteria.reading import CONVS, LAYERS, TRANSPOSED, argument, inside_of, is_composite, tensors_in
+from ifso.criteria.reading import LAYERS, TRANSPOSED, Moments, argument, inside_of, is_composite, mean_size, tensors_in
 from ifso.curvature.weights import Reader
 from ifso.errors import ScoreError
-from ifso.graph.channel_graph import STAYS
 from ifso.graph.slots import named_tensors
 
 DAMPING = 0.01
@@ -85,11 +85,12 @@ class Call:
         x, stride = self._padded(x)
         for dim, (size, step, gap) in enumerate(zip(self.weight.shape[2:], stride, self.dilation, strict=True)):
             x = x.unfold(2 + dim, gap * (size - 1) + 1, step)[..., ::gap]
-        size = x.shape[2 : 2 + dims]
+        size = tuple(x.shape[2 : 2 + dims])
         chosen = _chosen(math.prod(size), most, generator)
         flat = torch.arange(math.prod(size), device="cpu") if chosen is None else chosen
         places = [place.to(x.device) for place in torch.unravel_index(flat, size)]
-        patches = x[(slice(None), slice(None), *places)]  # [N, C, positions, *kernel]
+        where: tuple[Any, ...] = (slice(None), slice(None), *places)
+        patches = x[where]  # [N, C, positions, *kernel]
         grouped = patches.unflatten(1, (self.groups, -1)).movedim(3, 2).movedim(1, 0)
         return grouped.reshape(self.groups, -1, math.prod(grouped.shape[3:]))
 
@@ -101,14 +102,17 @@ class Call:
             assert not isinstance(self.padding, str)
             sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], self.stride, strict=True)]
             spread = x.new_zeros(*x.shape[:2], *sizes)
-            spread[(..., *(slice(None, None, step) for step in self.stride))] = x
+            between: tuple[Any, ...] = (..., *(slice(None, None, step) for step in self.stride))
+            spread[between] = x
             borders = [(far - pad, far - pad + more)
                        for far, pad, more in zip(reach, self.padding, self.output_padding, strict=True)]  # fmt: skip
             return F.pad(spread, _flat(borders)), [1] * len(kernel)
         if self.padding == "same":
             borders = [(far // 2, far - far // 2) for far in reach]
         else:
-            borders = [(0, 0)] * len(kernel) if self.padding == "valid" else [(int(pad), int(pad)) for pad in self.padding]
+            borders = (
+                [(0, 0)] * len(kernel) if self.padding == "valid" else [(int(pad), int(pad)) for pad in self.padding]
+            )
         return F.pad(x, _flat(borders)), self.stride
 
 
@@ -129,36 +133,6 @@ def as_kernel(matrix: Tensor, shape: torch.Size, transposed: bool) -> Tensor:
     return kernel.flip(list(range(2, len(shape)))) if len(shape) > 2 else kernel
 
 
-@dataclass
-class Moments:
-    """Sums over the rows of a layer's columns: Σ a aᵀ [groups, k, k], Σ a [groups, k], and how many rows."""
-
-    products: Tensor
-    sums: Tensor
-    rows: int = 0
-
-    @classmethod
-    def empty(cls, groups: int, columns: int, device: torch.device) -> Moments:
-        """Of nothing yet."""
-        return cls(torch.zeros(groups, columns, columns, device=device), torch.zeros(groups, columns, device=device))
-
-    def add(self, columns: Tensor) -> None:
-        """Take in [groups, rows, k]."""
-        columns = columns.to(self.products.dtype)
-        self.products.baddbmm_(columns.transpose(1, 2), columns)
-        self.sums += columns.sum(1)
-        self.rows += columns.shape[1]
-
-    def mean(self) -> Tensor:
-        """E[a] [groups, k], in float64."""
-        return self.sums.double() / self.rows
-
-    def matrix(self, centred: bool) -> Tensor:
-        """Covariance, or second moment, [groups, k, k], in float64."""
-        found, mean = self.products.double() / self.rows, self.mean()
-        return found - mean.unsqueeze(2) * mean.unsqueeze(1) if centred else found
-
-
 def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPING) -> Tensor:
     """W_K in place of W: zero in the columns that go. One group.
 
@@ -166,7 +140,8 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
         weight: W [outputs, k], in float64.
         moments: A [k, k], covariance or second moment, in float64.
         kept: bool [k], the columns that stay.
-        damping: λ as a share of the mean of A's diagonal over the columns that are not constant.
+        damping: λ as a share of the mean of A's diagonal over the columns that are not constant, nor gone before
+            (nothing reads those any more); more, if A is so far from regular that this will not do.
 
     Returns:
         [outputs, k]. Columns that are always zero (dead channels) keep their weights, as nothing is known of them.
@@ -175,25 +150,22 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
     >>> fitted(torch.tensor([[1.0, 3.0]], dtype=torch.float64), a, torch.tensor([True, False]), damping=1e-9)
     tensor([[4.0000, 0.0000]], dtype=torch.float64)
     """
-    diagonal = moments.diagonal()
-    alive = diagonal > 0
-    scale = diagonal[alive].mean() if bool(alive.any()) else diagonal.new_ones(())
+    if not bool(moments.isfinite().all()):
+        raise ScoreError("the inputs of a layer are not finite, so that its weights cannot be updated; check the data")
     left = kept.nonzero().flatten()
     result = torch.zeros_like(weight)
     if not left.numel():
         return result
-    inner, cross = moments[left][:, left].clone(), moments[:, left].clone()
-    share = damping
+    size = mean_size(moments.diagonal(), kept | weight.any(0))
+    inner, cross = moments[left][:, left], moments[:, left]
     while True:
         damped = inner.clone()
-        damped.diagonal().add_(share * scale)
+        damped.diagonal().add_(damping * size)
         factor, failed = torch.linalg.cholesky_ex(damped)
-        if not bool(failed) or not math.isfinite(float(scale)) or share > 1:
+        if not bool(failed):
             break
-        share *= 10
-    if bool(failed):
-        raise ScoreError("the inputs of a layer are not finite, so that its weights cannot be updated; check the data")
-    cross[left, torch.arange(len(left), device=cross.device)] += share * scale
+        damping = max(10 * damping, 1e-12)
+    cross[left, torch.arange(len(left), device=cross.device)] += damping * size
     result[:, left] = torch.cholesky_solve((weight @ cross).t(), factor).t()
     return result
 
@@ -201,8 +173,9 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
 class LayerCalls(TorchFunctionMode):
     """Within it ``see(name, call)`` hears of each call of a layer whose weight is one of ``weights``.
 
-    ``normed`` are the names of weights all of whose outputs went straight into a batch norm, ``other_uses`` of weights
-    that something else than such a layer made use of.
+    ``normed`` are the names of weights whose outputs went straight into a batch norm, and nowhere else; ``means`` has
+    the running means that were taken from them there. ``other_uses`` has the weights that something else than such a
+    layer made use of, and what that was.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Call], None]) -> None:
@@ -211,7 +184,13 @@ class LayerCalls(TorchFunctionMode):
         self._see = see
         self._outputs: dict[str, int] = {}
         self._into_norms: dict[str, int] = {}
+        self.means: dict[str, dict[int, Tensor]] = {}
         self.other_uses: dict[str, str] = {}
+
+    @property
+    def ran(self) -> set[str]:
+        """Weights that a layer ran with."""
+        return set(self._outputs)
 
     @property
     def normed(self) -> set[str]:
@@ -232,15 +211,27 @@ class LayerCalls(TorchFunctionMode):
         if name is not None:
             self._outputs[name] = self._outputs.get(name, 0) + 1
             setattr(result, _READER, name)
-        elif func is F.batch_norm or func is torch.batch_norm:
-            read_by = getattr(argument(args, kwargs, "input"), _READER, None)
-            if read_by is not None:
-                self._into_norms[read_by] = self._into_norms.get(read_by, 0) + 1
-        elif isinstance(result, Tensor):
-            for tensor in tensors_in((args, kwargs)):
-                if id(tensor) in self._names:
-                    self.other_uses[self._names[id(tensor)]] = getattr(func, "__name__", str(func))
+        elif func is F.batch_norm:
+            mean, training = _given(args, kwargs, "running_mean", 1, None), _given(args, kwargs, "training", 5, False)
+            self._into_norm(argument(args, kwargs, "input"), None if training else mean)
+        elif next(tensors_in(result), None) is not None:
+            self._elsewhere(func, (args, kwargs))
         return result
+
+    def _into_norm(self, x: Tensor, mean: Tensor | None) -> None:
+        name = getattr(x, _READER, None)
+        if name is not None:
+            self._into_norms[name] = self._into_norms.get(name, 0) + 1
+            if mean is not None:
+                self.means.setdefault(name, {})[id(mean)] = mean
+
+    def _elsewhere(self, func: Any, arguments: Any) -> None:
+        for tensor in tensors_in(arguments):
+            read_by = getattr(tensor, _READER, None)
+            if read_by is not None:
+                self._outputs[read_by] += 1
+            if id(tensor) in self._names:
+                self.other_uses[self._names[id(tensor)]] = getattr(func, "__name__", str(func))
 
 
 @dataclass
@@ -262,6 +253,7 @@ class Update:
 class _Seen:
     """What is known of a layer after a pass."""
 
+    reader: Reader
     moments: Moments
     transposed: bool
     groups: int
@@ -279,6 +271,9 @@ def least_squares(
     reduce: Callable[[Tensor], Tensor] = lambda total: total,
 ) -> Update:
     """The weights (and biases) of all layers that lose inputs when units go. The model is not changed.
+
+    Of a layer without a bias in front of a batch norm, the running mean takes the bias's place (in eval mode; of the
+    statistics of a batch nothing need be told).
 
     Args:
         model: as it is before the units go.
@@ -300,32 +295,45 @@ def least_squares(
             by_name.setdefault(reader.parameter, []).append(reader)
     for piece in _pieces(by_name, tensors, update):
         seen, calls = _pass(piece, tensors, run, positions)
-        for name, found_readers in piece.items():
+        for name in piece:
             if name in calls.other_uses:
                 update.left_alone[name] = f"its weight is also used by {calls.other_uses[name]}"
-            elif name not in seen:
+            elif name not in calls.ran:
                 update.left_alone[name] = "its weight is not that of a conv or linear layer that ran"
-            else:
-                _fit(update, name, found_readers[0], seen[name], name in calls.normed, tensors, kept, damping, reduce)
+            elif name in seen:
+                means = calls.means.get(name, {}) if name in calls.normed else {}
+                found = _fit(tensors[name].detach(), seen[name], name in calls.normed, tensors, kept, damping, reduce)
+                _add_to(update, name, *found, seen[name].bias, means, tensors)
     return update
 
 
 def _fit(
-    update: Update, name: str, reader: Reader, seen: _Seen, normed: bool, tensors: Mapping[str, Tensor], kept: Tensor,
-    damping: float, reduce: Callable[[Tensor], Tensor],
-) -> None:  # fmt: skip
-    """Weight and bias of one layer."""
-    weight, bias = tensors[name].detach(), tensors.get(seen.bias)
-    moments = Moments(reduce(seen.moments.products), reduce(seen.moments.sums))
-    moments.rows = int(reduce(torch.tensor(float(seen.moments.rows))))
+    weight: Tensor, seen: _Seen, normed: bool, tensors: Mapping[str, Tensor], kept: Tensor, damping: float,
+    reduce: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The new weight of a layer, and what has to be added to its outputs."""
+    moments = seen.moments.over(reduce)
     matrix = as_matrix(weight, seen.transposed, seen.groups).double()
-    stays = _columns_kept(reader, seen, kept, matrix.shape[2]).to(matrix.device)
-    seen_moments = moments.matrix(centred=normed or bias is not None)
+    stays = _columns_kept(seen.reader, seen, kept, matrix.shape[2]).to(matrix.device)
+    seen_moments = moments.matrix(centred=normed or seen.bias in tensors)
     new = torch.stack([fitted(*one, damping) for one in zip(matrix, seen_moments, stays, strict=True)])
-    update.tensors[name] = as_kernel(new, weight.shape, seen.transposed).to(weight.dtype)
-    if bias is not None:
-        shift = ((matrix - new) @ moments.mean().unsqueeze(2)).flatten()
-        update.tensors[seen.bias] = (bias.detach().double() + shift).to(bias.dtype)
+    shift = ((matrix - new) @ moments.mean().unsqueeze(2)).flatten()
+    return as_kernel(new, weight.shape, seen.transposed).to(weight.dtype), shift
+
+
+def _add_to(
+    update: Update, name: str, weight: Tensor, shift: Tensor, bias: str, means: Mapping[int, Tensor],
+    tensors: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    """The shift goes into the bias or, without one, out of the running means of the batch norms behind."""
+    update.tensors[name] = weight
+    if bias in tensors:
+        old = tensors[bias].detach()
+        update.tensors[bias] = (old.double() + shift).to(old.dtype)
+        return
+    for other, tensor in tensors.items():
+        if id(tensor) in means:
+            update.tensors[other] = (tensor.double() - shift).to(tensor.dtype)
 
 
 def _columns_kept(reader: Reader, seen: _Seen, kept: Tensor, columns: int) -> Tensor:
@@ -342,8 +350,7 @@ def _pieces(
     piece: dict[str, list[Reader]] = {}
     total = 0
     for name, found in by_name.items():
-        columns = tensors[name].numel() // min(tensors[name].shape[:2])
-        size = 4 * columns**2
+        columns, size = _size(tensors[name], found[0])
         if size > PIECE:
             update.left_alone[name] = f"{columns} columns are too many for their moments to be held"
             continue
@@ -356,24 +363,33 @@ def _pieces(
         yield piece
 
 
+def _size(weight: Tensor, reader: Reader) -> tuple[int, int]:
+    """How many columns a layer has, and the bytes of its moments, at most: groups are as many as they can be."""
+    columns = weight.numel() // weight.shape[1 - reader.dim]
+    groups = weight.shape[0] if reader.owner.dim() > 1 else 1
+    return columns, max(weight.element_size(), 4) * groups * columns**2
+
+
 def _pass(
     piece: Mapping[str, list[Reader]], tensors: Mapping[str, Tensor], run: Callable[[], Iterator[None]], positions: int
 ) -> tuple[dict[str, _Seen], LayerCalls]:
     """One pass over the data: the moments of each layer of a piece."""
     seen: dict[str, _Seen] = {}
-    numbers = itertools.count()
     biases = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def see(name: str, call: Call) -> None:
         transposed = call.function in TRANSPOSED
-        if not any((reader.dim == 0) == transposed for reader in piece[name]):
-            return  # its units are made here, and read nowhere
-        generator = torch.Generator(device="cpu").manual_seed(next(numbers))
+        reader = next((reader for reader in piece[name] if (reader.dim == 0) == transposed), None)
+        if reader is None:
+            return
+        number = seen[name].moments.rows if name in seen else 0
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()) + number)
         columns = call.columns(positions, generator)
-        if name not in seen:
-            empty = Moments.empty(len(columns), columns.shape[2], columns.device)
-            seen[name] = _Seen(empty, transposed, call.groups, biases.get(id(call.bias), ""))
-        seen[name].moments.add(columns)
+        if name in seen:
+            seen[name].moments.add(columns)
+        else:
+            bias = biases.get(id(call.bias), "")
+            seen[name] = _Seen(reader, Moments.of(columns), transposed, call.groups, bias)
 
     calls = LayerCalls({name: tensors[name] for name in piece}, see)
     with torch.no_grad(), calls:
@@ -391,7 +407,11 @@ def _given(args: Any, kwargs: Any, name: str, place: int, usual: Any) -> Any:
 
 
 def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
-    return (int(value),) * dims if isinstance(value, int) else tuple(int(one) for one in value) * (dims if len(value) == 1 else 1)
+    return (
+        (int(value),) * dims
+        if isinstance(value, int)
+        else tuple(int(one) for one in value) * (dims if len(value) == 1 else 1)
+    )
 
 
 def _flat(borders: Sequence[tuple[int, int]]) -> list[int]:

@@ -1,0 +1,148 @@
+"""Slow float64 truth for ``true-loss``: every unit regressed on the others, every sample run alone.
+
+r_S = x_S − Σ_j b_j x_j over the channels j of other units, b by ridge regression: E|x_S − b x_O|² + λ|b|² is least, all
+x less their means. That is what P = (Cov + λI)⁻¹ says, for P_SS⁻¹ P_SO = −Cov_SO (Cov_OO + λI)⁻¹. λ is a share of the
+mean variance of all channels that a layer reads. Of the channel graph only the members are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from cases import run
+from reference import mask_places
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ifso
+
+DIMS = {"linear": 0} | {f"conv{'_transpose' * t}{d}d": d for t in (0, 1) for d in (1, 2, 3)}
+Place = tuple[str, int]
+Objective = Callable[[nn.Module, int, int, Any], Tensor]
+"""``objective(model, batch number, sample number, sample)`` is what is differentiated."""
+
+
+class Visit(NamedTuple):
+    """A feature map on its way into a layer: zeros are added to it, the gradient of which is ∂L/∂x."""
+
+    place: Place
+    rows: Tensor
+    delta: Tensor
+    dim: int
+    groups: int
+
+
+class Regression(NamedTuple):
+    """Channels of a unit, those that predict them, b, and the mean of all."""
+
+    unit: int
+    own: Tensor
+    others: Tensor
+    b: Tensor
+    mean: Tensor
+
+    def residual(self, rows: Tensor) -> Tensor:
+        x = rows - self.mean
+        return x[:, self.own] - x[:, self.others] @ self.b
+
+
+def samples_of(batch: Any) -> list[Any]:
+    number = len(tree_leaves(batch)[0])
+    return [tree_map(lambda leaf, n=n: leaf[n : n + 1], batch) for n in range(number)]
+
+
+class Truth:
+    """Scores of a network, or (``plain=True``) those of Group Fisher: x in the place of r, and no ½."""
+
+    def __init__(self, model: nn.Module, graph: ifso.ChannelGraph, damping: float) -> None:
+        named = dict(model.named_parameters())
+        self.model, self.graph, self.damping = model, graph, damping
+        self.owners = {key: owner for key, owner in mask_places(graph).items() if named[key[0]].dim() > 1}
+        self.names = {id(tensor): name for name, tensor in named.items()}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[Visit]]:
+        """Layers are replaced, one function after the other."""
+        visits: list[Visit] = []
+        with contextlib.ExitStack() as stack:
+            for kind in DIMS:
+                stack.enter_context(mock.patch.object(F, kind, self._layer(kind, getattr(F, kind), visits)))
+            yield visits
+
+    def _layer(self, kind: str, function: Callable[..., Tensor], visits: list[Visit]) -> Callable[..., Tensor]:
+        reads = 0 if "transpose" in kind else 1
+
+        def visited(place: Place, x: Tensor, groups: int) -> Tensor:
+            if place not in self.owners:
+                return x
+            dim, delta = x.dim() - DIMS[kind] - 1, torch.zeros_like(x, requires_grad=True)
+            visits.append(Visit(place, x.detach().movedim(dim, -1).flatten(0, -2), delta, dim, groups))
+            return x + delta
+
+        def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any) -> Tensor:
+            name = self.names.get(id(weight), "")
+            x = visited((name, reads), x, options[3] if options else 1)
+            return visited((name, 1 - reads), function(x, weight, bias, *options), 1)
+
+        return call
+
+    def _units(self, place: Place, groups: int) -> Tensor:
+        """The unit of each channel."""
+        owner = self.owners[place]
+        if place[1] == 0 or owner.dim() == 1:
+            return owner if place[1] == 0 else owner.repeat(groups)
+        return torch.cat([rows[0] for rows in owner.chunk(groups)])
+
+    def regressions(self, visits: list[Visit]) -> dict[Place, list[Regression]]:
+        found: dict[Place, list[Regression]] = {}
+        for place, groups in {visit.place: visit.groups for visit in visits}.items():
+            x, units = torch.cat([visit.rows for visit in visits if visit.place == place]), self._units(place, groups)
+            variance = x.var(0, correction=0)
+            alive = variance > 1e-12 * x.square().mean(0)
+            lam = self.damping * (variance[alive].mean() if bool(alive.any()) else variance.new_ones(()))
+            found[place] = []
+            for channels in torch.arange(len(units)).chunk(groups):
+                for unit in units[channels][units[channels] >= 0].unique().tolist():
+                    own, others = channels[units[channels] == unit], channels[units[channels] != unit]
+                    found[place].append(_regression(unit, own, others, x, lam))
+        return found
+
+    def scores(self, batches: list[Any], objective: Objective, plain: bool = False) -> dict[str, Tensor]:
+        """½ E_n (Σ ⟨∂ objective/∂x, r⟩)²: the mean over the samples of each batch, then over batches."""
+        with self.watching() as visits:
+            for batch in batches:
+                run(self.model, batch)
+        regressions = self.regressions(visits)
+        total = torch.zeros(self.graph.num_units, dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            samples = samples_of(batch)
+            for place, sample in enumerate(samples):
+                change = self._change(
+                    regressions, lambda n=number, p=place, x=sample: objective(self.model, n, p, x), plain
+                )
+                total += change**2 / (1 if plain else 2 * len(samples) * len(batches))
+        return {group.name: total[group.units] for group in self.graph.groups}
+
+    def _change(self, regressions: dict[Place, list[Regression]], value: Callable[[], Tensor], plain: bool) -> Tensor:
+        change = torch.zeros(self.graph.num_units, dtype=torch.float64)
+        with self.watching() as visits:
+            loss = value()
+        grads = torch.autograd.grad(loss, [visit.delta for visit in visits], allow_unused=True)
+        for visit, grad in zip(visits, grads, strict=True):
+            back = torch.zeros_like(visit.rows) if grad is None else grad.movedim(visit.dim, -1).flatten(0, -2)
+            for one in regressions[visit.place]:
+                r = visit.rows[:, one.own] if plain else one.residual(visit.rows)
+                change[one.unit] += (back[:, one.own] * r).sum()
+        return change
+
+
+def _regression(unit: int, own: Tensor, others: Tensor, x: Tensor, lam: Tensor) -> Regression:
+    centred = (x - x.mean(0)) / len(x) ** 0.5
+    left = torch.cat([centred[:, others], lam.sqrt() * torch.eye(len(others), dtype=x.dtype)])
+    right = torch.cat([centred[:, own], x.new_zeros(len(others), len(own))])
+    return Regression(unit, own, others, torch.linalg.lstsq(left, right, driver="gelsd").solution, x.mean(0))
