@@ -23,7 +23,7 @@ from ifso.surgery.recipe import digest_of
 
 TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
 ALIKE = ("scores", "steps", "finetune", "uncounted", "digits", "spare")
-DONE = (*ALIKE, "eval")
+DONE = (*ALIKE, "staged", "eval")
 ROUNDING = 2e-6
 """Largest difference of weights and scores from those of one process, over their largest."""
 
@@ -39,6 +39,7 @@ def commands(folder: Path, ranks: int) -> list[tuple[str, list[str]]]:
     return [
         ("scores", [*prune, "--data", f"{TASK}:dealt", *scores, "--out", f"{folder}/scores"]),
         ("steps", [*prune, "--data", f"{TASK}:joint", *steps, "--out", f"{folder}/steps"]),
+        ("staged", [*prune, "--data", f"{TASK}:joint", "--out", f"{folder}/staged"]),
         ("finetune", [*tune, "--out", f"{folder}/finetune"]),
         ("uncounted", [*tune, "--data", f"{TASK}:uncounted", "--out", f"{folder}/uncounted"]),
         ("digits", [*train, "--data", "digits", "--out", f"{folder}/digits"]),
@@ -92,7 +93,7 @@ def test_every_rank_holds_the_same(world: World, name: str) -> None:
     assert [one["status"] for one in found] == [0] * world.ranks, found[0]["errors"]
     if name != "eval":
         assert len({one["weights"] for one in found}) == 1
-    if name in ("scores", "steps"):
+    if name in ("scores", "steps", "staged"):
         assert all(one["keep"] == found[0]["keep"] for one in found)
         assert any(0 in kept for kept in found[0]["keep"].values())
 

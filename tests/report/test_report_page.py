@@ -71,6 +71,15 @@ class Elements(HTMLParser):
             self.text += data
 
 
+def test_a_staged_run_shows_what_each_stage_left(tmp_path):
+    prune(tmp_path / "staged", schedule="staged")
+    text = Elements(page_of(tmp_path / "staged")).text
+    assert "What each stage left" in text
+    stages = json.loads((tmp_path / "staged" / "summary.json").read_text())["stages"]
+    assert len(stages) == 10
+    assert all(f"{stage['shares']['macs']:.1%}" in text for stage in stages)
+
+
 class TestNumbers:
     def test_units_and_when_they_went_are_those_of_the_run(self, finished):
         (run,), lines = data_of(page_of(finished))["runs"], _lines(finished)

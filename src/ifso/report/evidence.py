@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ifso.pruning.result import LABELS
 from ifso.report.commands import finetune_command, prune_command
 from ifso.report.markup import Markup, element, joined, table
 from ifso.report.parts import folded, said, section
 from ifso.report.record import RunRecord
 from ifso.report.structure import Group
-from ifso.report.values import mapping, objects, text
+from ifso.report.values import mapping, numbers, objects, text
 
 FLAGS = "Flagged groups feed functions for which a masked unit is not the same as a removed one."
 
@@ -60,6 +61,8 @@ def trust(run: RunRecord, number: int) -> Markup:
         inside.append(said("No checks were recorded." if run.finished else "Checks come at the end of a run."))
     if run.measures:
         inside.append(_measures(run))
+    if run.stages:
+        inside.append(folded("Stage by stage", _stages(run), len(run.stages)))
     if run.notes:
         inside += [element("h3", "What the run said"), element("ul", *(element("li", note) for note in run.notes))]
     return section("trust", number, "Can it be trusted?", *inside)
@@ -75,6 +78,23 @@ def _measures(run: RunRecord) -> Markup:
     rows = ((stage, *(f"{values[n]:.4g}" if n in values else "" for n in names)) for stage, values in run.measures)
     headings = ("stage", *(name.replace("_", " ") for name in names))
     return table(headings, rows, caption="Measured between the stages", class_="numbers")
+
+
+def _stages(run: RunRecord) -> Markup:
+    """What each stage of a staged run left of the costs asked for, and of the measures."""
+    costs = list(mapping(mapping(run.summary).get("targets"))) or ["macs"]
+    worth = [numbers(stage.get("values")) for stage in run.stages]
+    names = list(dict.fromkeys(name for values in worth for name in values))
+    headings = ("stage", *(f"{LABELS.get(cost, cost)} kept" for cost in costs), "units removed", *names, "seconds")
+    rows = []
+    for stage, values in zip(run.stages, worth, strict=True):
+        shares = numbers(stage.get("shares"))
+        plain = numbers(stage)
+        kept = (f"{shares[cost]:.1%}" if cost in shares else "" for cost in costs)
+        found = (f"{values[name]:.4g}" if name in values else "" for name in names)
+        units, seconds = plain.get("units", 0), plain.get("seconds", 0)
+        rows.append((f"{plain.get('stage', 0):g}", *kept, f"{units:g}", *found, f"{seconds:.1f}"))
+    return table(headings, rows, caption="What each stage left", class_="numbers")
 
 
 def setup(run: RunRecord, number: int) -> Markup:

@@ -122,6 +122,11 @@ class RunRecord:
         return [note for note in self.notes if note.startswith(RESUMED)]
 
     @property
+    def stages(self) -> list[Mapping[str, Any]]:
+        """The stages of a staged run so far: what each left, and what the network was worth after it."""
+        return list(objects((self.summary or self.state).get("stages")))
+
+    @property
     def measures(self) -> list[tuple[str, dict[str, float]]]:
         """What the network was worth, by stage."""
         if self.summary is not None:
