@@ -261,7 +261,7 @@ def test_interrupted_after_any_stage_it_ends_with_the_same_bits(name, tmp_path, 
         return prune(**{"budget": ifso.Budget(macs=0.85), "checkpoint_every": 0.0, **RUNS[name](), **options})
 
     whole = again(out=tmp_path / "whole")
-    for stage in (1, 2, 3) if name in ("plain", "shrunk") else (2,):
+    for stage in (1, 2, 3) if name in ("plain", "path", "shrunk") else (2,):
         folder = tmp_path / f"stopped after {stage}"
         with pytest.raises(KeyboardInterrupt):
             again(out=folder, listener=StopAfter(stage))
