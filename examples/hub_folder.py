@@ -17,8 +17,7 @@ def write(folder, model="ifso:resnet8-digits"):
     batches = [(torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,)))]  # yours: trained weights, real data
     network, half = ifso.create_model(model), ifso.Budget(macs=0.5)
     loss_fn = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
-    options = {"example_inputs": batches[0][0][:1], "schedule": "one-shot", "accumulate": 1}
-    result = ifso.prune(network, batches, loss_fn, budget=half, **options)
+    result = ifso.prune(network, batches, loss_fn, budget=half, example_inputs=batches[0][0][:1])
     ifso.save(network, folder)
     Path(folder, "network.json").write_text(json.dumps({"model": model}))
     Path(folder, "README.md").write_text(CARD.format(model=model, kept=result.shares["macs"]))

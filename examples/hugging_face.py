@@ -22,8 +22,6 @@ def main(folder="runs/hugging_face"):
         loss_fn,
         budget=ifso.Budget(macs=0.5),
         example_inputs={"pixel_values": images[:1]},
-        schedule="one-shot",
-        accumulate=1,
     )
     print(result)
     ifso.save(model, folder)  # the weights that are left, and the recipe of their shapes

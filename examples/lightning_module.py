@@ -24,8 +24,8 @@ class Classifier(pl.LightningModule):
 
     def on_train_epoch_end(self):
         if self.current_epoch == 0:
-            options = {"budget": ifso.Budget(macs=0.5), "example_inputs": torch.zeros(1, 1, 8, 8), "accumulate": 1}
-            ifso.prune(self, self.trainer.train_dataloader, Classifier.training_step, schedule="one-shot", **options)
+            options = {"budget": ifso.Budget(macs=0.5), "example_inputs": torch.zeros(1, 1, 8, 8)}
+            ifso.prune(self, self.trainer.train_dataloader, Classifier.training_step, **options)
             self.optimizers().optimizer.state.clear()  # momentum has the old shapes; parameters are the same objects
 
 

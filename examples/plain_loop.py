@@ -27,8 +27,7 @@ def main(folder="runs/plain", epochs=2):
     loader = DataLoader(TensorDataset(data.x_train, data.y_train), batch_size=64, shuffle=True)
     model = ifso.create_model("ifso:resnet8-digits")
     train(model, loader, epochs)
-    options = {"budget": ifso.Budget(macs=0.5), "example_inputs": data.x_test[:1], "accumulate": 1}
-    print(ifso.prune(model, loader, loss_fn, schedule="one-shot", **options))
+    print(ifso.prune(model, loader, loss_fn, budget=ifso.Budget(macs=0.5), example_inputs=data.x_test[:1]))
     train(model, loader, epochs)  # a new optimizer: the one from before holds momentum of the old shapes
     ifso.save(model, folder)
     smaller = ifso.load(folder, ifso.create_model("ifso:resnet8-digits")).eval()

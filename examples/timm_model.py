@@ -16,9 +16,7 @@ def loss_fn(model, batch):
 def main(folder="runs/timm", name=NAME, size=64):
     batches = [(torch.randn(8, 3, size, size), torch.randint(0, 10, (8,)))]  # yours: a DataLoader
     model, half = ifso.create_model(name), ifso.Budget(macs=0.5)
-    result = ifso.prune(
-        model, batches, loss_fn, budget=half, example_inputs=batches[0][0][:1], schedule="one-shot", accumulate=1
-    )
+    result = ifso.prune(model, batches, loss_fn, budget=half, example_inputs=batches[0][0][:1])
     print(result)
     ifso.save(model, folder)
     return model, ifso.load(folder, ifso.create_model(name))

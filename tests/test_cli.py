@@ -270,7 +270,7 @@ class TestInspect:
 
 
 class TestDemo:
-    QUICK = Effort(train_epochs=6, finetune_epochs=3, accumulate=1, units_per_step=12)
+    QUICK = Effort(train_epochs=6, finetune_epochs=3, calibration=256)
 
     @pytest.fixture
     def quick(self, monkeypatch):
@@ -290,7 +290,10 @@ class TestDemo:
         assert document == json.loads((tmp_path / "run" / "demo.json").read_text())
         assert "demo: training ifso:resnet8-digits on digits, 6 epochs" in captured.err
         assert "demo: removing half of the MACs with magnitude" in captured.err
-        assert [row["name"] for row in document["rows"]] == ["unpruned", "ifso", "magnitude", "random"]
+        for run in ("true-loss", "magnitude", "random-3"):
+            settings = json.loads((tmp_path / "run" / run / "config.json").read_text())["settings"]
+            assert (settings["schedule"], settings["update"], settings["normalize"]) == ("staged", True, "macs")
+        assert [row["name"] for row in document["rows"]] == ["unpruned", "true-loss", "magnitude", "random"]
         assert all(0.45 < row["macs"] <= 0.5 for row in document["rows"][1:])
         pruned = ifso.load(tmp_path / "run" / "finetuned", ifso.create_model(MODEL))
         test = open_data("digits").test_batches()
@@ -333,16 +336,17 @@ class TestDemo:
         cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
         assert cells == [
             ["unpruned", "100.0%", "100.0%", "99.00 %", "99.00 %", "0.0200", "5.0", ""],
-            ["ifso", "49.9%", "40.0%", "97.00 %", "98.50 %", "0.0300", "20.0", "2.0"],
+            ["true-loss", "49.9%", "40.0%", "97.00 %", "98.50 %", "0.0300", "20.0", "2.0"],
             ["random, mean of 3", "50.0%", "40.0%", "90.00 %", "98.00 %", "0.0400", "3.0", "2.0"],
         ]
         assert [line for line in lines if line.startswith("ok: ")] == [
             "ok: every pruned network keeps at most 50% of the MACs",
-            "ok: accuracy with ifso after fine-tuning is at least 98.00 %",
+            "ok: accuracy with true-loss after fine-tuning is at least 98.00 %",
             "ok: the saved network, loaded into a fresh one, gives the same bits",
         ]
         assert any(
-            line.startswith("run folder: some/where (runs ifso, magnitude, random-1 to random-3;") for line in lines
+            line.startswith("run folder: some/where (runs true-loss, magnitude, random-1 to random-3;")
+            for line in lines
         )
 
     @pytest.mark.parametrize(
@@ -371,15 +375,18 @@ class TestDemo:
         assert time.monotonic() - start < 90
         document = json.loads(capsys.readouterr().out)
         rows = {row["name"]: row for row in document["rows"]}
-        assert rows["ifso"]["after"] >= rows["unpruned"]["after"] - 1
-        assert rows["ifso"]["before"] >= rows["random"]["before"]
-        assert rows["ifso"]["after"] >= rows["random"]["after"] - 100 / document["test_images"]
+        image = 100 / document["test_images"]
+        assert rows["true-loss"]["after"] >= rows["unpruned"]["after"] - 1
+        assert rows["true-loss"]["before"] >= rows["unpruned"]["before"] - 1
+        assert rows["true-loss"]["before"] > rows["magnitude"]["before"]
+        assert rows["true-loss"]["before"] >= rows["random"]["before"] - image
+        assert rows["true-loss"]["after"] >= rows["random"]["after"] - 2 * image
 
 
 def outcome(after=98.5, macs=0.499, same_again=True):
     rows = (
         Row("unpruned", 1.0, 1.0, 99.0, 99.0, 0.02, seconds=5.0, finetune_seconds=0.0),
-        Row("ifso", macs, 0.4, 97.0, after, 0.03, seconds=20.0, finetune_seconds=2.0),
+        Row("true-loss", macs, 0.4, 97.0, after, 0.03, seconds=20.0, finetune_seconds=2.0),
         Row("random", 0.5, 0.4, 90.0, 98.0, 0.04, seconds=3.0, finetune_seconds=2.0, runs=3),
     )
     return Outcome(rows, Path("some/where"), 60.0, 400, _checks(rows, same_again))

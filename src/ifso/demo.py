@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ifso.demo_study import CRITERIA, DATA, KEPT, MODEL, Effort, Row, Study, write_json
+from ifso.demo_study import CRITERIA, DATA, KEPT, MODEL, OURS, Effort, Row, Study, write_json
 from ifso.errors import RunError
 from ifso.pruning.events import Listener
 from ifso.report import write_report
@@ -82,8 +82,8 @@ def _compare(folder: Path, study: Study, listener: Listener) -> tuple[list[Row],
         found = [study.pruned(unpruned, name, number, place, listener) for number, place in places.items()]
         rows.append(_mean([row for _, row in found]))
         models[name] = found[0][0]
-    save(models["ifso"], folder / FINAL)
-    return rows, _checks(rows, study.same_again(models["ifso"], folder / FINAL))
+    save(models[OURS], folder / FINAL)
+    return rows, _checks(rows, study.same_again(models[OURS], folder / FINAL))
 
 
 def run_names() -> list[str]:

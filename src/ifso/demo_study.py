@@ -35,24 +35,24 @@ from ifso.training.settings import TrainSettings
 
 MODEL, DATA = "ifso:resnet8-digits", "digits"
 KEPT = 0.5
-CRITERIA = {"ifso": 1, "magnitude": 1, "random": 3}
-"""What is compared, and how often it is done: chance deserves more than one try."""
+OURS = "true-loss"
+CRITERIA = {OURS: 1, "magnitude": 1, "random": 3}
+"""What is compared, and how often it is done: chance deserves more than one try.
 
-NORMALIZED = ("ifso",)
-"""Criteria whose scores are divided by √ΔMem, as in the paper; the others are what their name says and no more."""
+All else is the default of ``ifso.prune`` for each of them: stages without training, weights fitted in closed form.
+"""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long things are done. Pruning adds up ``accumulate`` scores, with a step of SGD after each, per removal."""
+    """How long things are done. Pruning looks at ``calibration`` training images in each of its stages."""
 
     train_epochs: int = 20
     train_rate: float = 0.1
     finetune_epochs: int = 10
     finetune_rate: float = 0.05
     batch_size: int = 64
-    accumulate: int = 5
-    units_per_step: int = 3
+    calibration: int = 1024
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,7 @@ class Study:
             budget=Budget(macs=KEPT),
             example_inputs=self._data.example_inputs(),
             criterion=self._criterion(name, number),
-            normalize="sqrt-memory" if name in NORMALIZED else "none",
-            accumulate=effort.accumulate,
-            units_per_step=effort.units_per_step,
+            calibration=effort.calibration,
             seed=self._seed,
             listener=listener,
             evaluate=self._accuracy,

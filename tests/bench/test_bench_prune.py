@@ -88,6 +88,26 @@ def test_runs_are_counted(argv, capsys):
         assert 0 <= row["accuracy"] <= 100
 
 
+def test_the_default_is_measured_beside_algorithm_2(argv, capsys):
+    assert main([*argv, "--accumulate", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert list(result["methods"]) == ["ifso, incremental", "ifso, one-shot", "true-loss, staged"]
+    row = result["methods"]["true-loss, staged"]
+    batches, stages = 1024 // 16, 4
+    assert (row["macs"] <= 0.8, row["rounds"]) == (True, batches * stages)
+    assert row["timings"].keys() >= {"scores", "update"}
+    assert row["scores_per_second"] == pytest.approx(row["rounds"] / row["timings"]["scores"])
+    assert "update" not in result["methods"]["ifso, incremental"]["timings"]
+
+
+def test_a_staged_run_is_told_nothing_of_algorithm_2():
+    setup = Setup(accumulate=3, batches_per_score=4)
+    assert Method.default().options(setup) == {"criterion": "true-loss", "schedule": "staged"}
+    told = {"accumulate": 3, "batches_per_score": 4, "schedule": "one-shot"}
+    assert Method("taylor", "one-shot").options(setup) == {**told, "preset": "paper", "criterion": "taylor"}
+    assert Method.of_preset("authors", "one-shot").options(setup) == {**told, "preset": "authors"}
+
+
 def test_weights_and_streams_are_those_of_the_result(net):
     workbench = Workbench(Setup(net, macs=0.5, data="digits", batch=16, accumulate=1, batches_per_score=1))
     row = workbench.run(Method("magnitude", "one-shot"))

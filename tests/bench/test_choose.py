@@ -90,6 +90,12 @@ def bench(net):
     return Workbench(Setup(net, "digits", calibration=48, measured=100, batch=16))
 
 
+def only_row(bench, name, target):
+    ((found, row),) = bench.rows(name, [target])
+    assert found == target
+    return row
+
+
 def rows(path):
     return {(row["method"], row["target"]): row for row in json.loads(path.read_text())["rows"]}
 
@@ -120,7 +126,7 @@ def test_rows_and_what_is_said_of_the_run(argv, tmp_path, capsys):
 
 def test_a_row_is_one_call_of_prune_on_a_copy(bench):
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
-    row = bench.row("taylor-one-shot", 0.7)
+    row = only_row(bench, "taylor-one-shot", 0.7)
     assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
     model = ifso.create_model(bench.setup.model)
     model.load_state_dict(before)
@@ -131,6 +137,16 @@ def test_a_row_is_one_call_of_prune_on_a_copy(bench):
     assert row["macs"] == result.after.macs / result.before.macs
     assert row["params"] == result.after.params / result.before.params
     assert row["top1"] == choose.evaluate(result.model, bench.measured).top1
+
+
+def test_a_staged_run_passes_through_all_targets(bench):
+    found = dict(bench.rows("default", [0.6, 0.8]))
+    assert list(found) == [0.8, 0.6]
+    for target, row in found.items():
+        assert target - 0.15 < row["macs"] <= target
+    assert found[0.8]["seconds"] < found[0.6]["seconds"]
+    alone = only_row(bench, "default", 0.8)
+    assert (alone["macs"], alone["top1"]) == (found[0.8]["macs"], found[0.8]["top1"])
 
 
 def test_a_method_says_only_what_is_set():
@@ -155,15 +171,15 @@ def test_images_are_the_same_for_all_and_as_many_as_asked(bench):
 @pytest.mark.usefixtures("absent")
 def test_a_run_goes_on_where_it_was_stopped(argv, tmp_path, monkeypatch, capsys):
     out, asked = tmp_path / "out.json", []
-    row = Workbench.row
+    made = Workbench.rows
 
-    def counted(bench, name, target):
-        asked.append((name, target))
+    def counted(bench, name, targets):
+        asked.append((name, *targets))
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return row(bench, name, target)
+        return made(bench, name, targets)
 
-    monkeypatch.setattr(Workbench, "row", counted)
+    monkeypatch.setattr(Workbench, "rows", counted)
     argv = [*argv, "--methods", *OURS, "--json", str(out)]
     assert main(argv) == 130
     assert list(rows(out)) == [("magnitude-one-shot", 0.7)]
@@ -209,7 +225,7 @@ def test_a_method_that_fails_keeps_its_reason(argv, tmp_path, fake, capsys):
 
 class TestRivals:
     def test_the_ratio_that_meets_the_target(self, bench, fake):
-        row = bench.row("tp-magnitude", 0.7)
+        row = only_row(bench, "tp-magnitude", 0.7)
         shares = {kept: self.share(bench, kept) for kept in range(1, 9)}
         assert row["macs"] == max(share for share in shares.values() if share <= 0.7)
         assert all(pruner.told["global_pruning"] for pruner in fake.pruners)
@@ -246,12 +262,12 @@ class TestRivals:
         found = bench.rivals.gradients(squared=True)
         for name in names:
             torch.testing.assert_close(found[name], each[name].square().mean(0), rtol=1e-4, atol=1e-7)
-        assert bench.row("tp-hessian", 0.7)["form"].startswith("bug mended")
+        assert only_row(bench, "tp-hessian", 0.7)["form"].startswith("bug mended")
 
     def test_the_real_one(self, bench):
         pytest.importorskip("torch_pruning")
         for name in RIVALS:
-            row = bench.row(name, 0.6)
+            row = only_row(bench, name, 0.6)
             assert 0.4 < row["macs"] <= 0.6
             assert row["pruning_ratio"] > 0
 

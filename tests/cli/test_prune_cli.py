@@ -1,4 +1,4 @@
-"""``ifso prune``: what it passes on, prints, writes and refuses."""
+"""``ifso prune``: what it passes on, prints, writes and refuses. ``QUICK`` asks for Algorithm 2."""
 
 import json
 import os
@@ -16,11 +16,14 @@ from ifso.cli.main import main
 from ifso.criteria.authors import Authors
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import names
+from ifso.criteria.true_loss import TrueLoss
+from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
 from ifso.pruning.checking import Check
 from ifso.pruning.normalizing import NORMALIZERS
 from ifso.pruning.presets import PRESETS
+from ifso.training.evaluation import evaluate
 from ifso.training.precision import SCORE_PRECISIONS
 
 NET = """
@@ -199,6 +202,121 @@ def interrupt_after(monkeypatch, removals):
     monkeypatch.setattr(progress.PlainProgress, "removed", removed)
 
 
+def interrupt_after_stages(monkeypatch, stages):
+    original = progress.PlainProgress.staged
+
+    def staged(self, stage):
+        original(self, stage)
+        if stage.number >= stages:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress.PlainProgress, "staged", staged)
+
+
+class TestStages:
+    """The default run."""
+
+    FEW = ("--calibration", "256", "--batch", "64")
+
+    def test_no_optimizer_takes_a_step(self, command, out, monkeypatch, capsys):
+        monkeypatch.setattr(torch.optim.SGD, "step", lambda *_: pytest.fail("a step was made"))
+        assert main([*command, "--macs", "0.6", *self.FEW]) == 0
+        settings = json.loads((out / "config.json").read_text())["settings"]
+        told = ("schedule", "normalize", "update", "min_share", "calibration")
+        assert {name: settings[name] for name in told} == {
+            "schedule": "staged", "normalize": "macs", "update": True, "min_share": 0.1, "calibration": 256,
+        }  # fmt: skip
+        assert settings["criterion"]["name"] == "true-loss"
+        printed = capsys.readouterr().out
+        assert "ok     budget met" in printed
+        assert "a network for each budget" not in printed
+
+    def test_a_network_for_each_share(self, command, net, out, capsys):
+        assert main([*command, "--macs", "0.8", "0.6", *self.FEW]) == 0
+        printed = capsys.readouterr().out
+        lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "│" in line]
+        assert [line[0] for line in lines] == ["unpruned", "networks/macs-0.8", "."]
+        assert [line[2] for line in lines] == ["", "80.0%", "60.0%"]
+        x, data = torch.zeros(1, 1, 8, 8), open_data("digits")
+        whole = ifso.cost(fresh(net), ifso.trace(fresh(net), x)).macs
+        for place, kept, asked, accuracy, _ in lines[1:]:
+            model = ifso.load(out / place, fresh(net))
+            share = ifso.cost(model, ifso.trace(model, x)).macs / whole
+            assert share <= float(asked.rstrip("%")) / 100
+            assert f"{share:.1%}" == kept
+            assert f"{evaluate(model, data.test_batches()).top1:.4g}" == accuracy
+
+    def test_the_path_as_json_also_when_opened_again(self, command, out, capsys):
+        command = [*command, "--params", "0.9", "0.7", "0.5", "--macs", "0.9", *self.FEW, "--json"]
+        assert main(command) == 0
+        document = json.loads(capsys.readouterr().out)
+        asked = [step["asked"] for step in document["path"]]
+        assert asked == [{}, *({"macs": 0.9, "params": share} for share in (0.9, 0.7, 0.5))]
+        assert [step["folder"] for step in document["path"]] == [
+            None, "networks/macs-0.9-params-0.9", "networks/macs-0.9-params-0.7", ".",
+        ]  # fmt: skip
+        assert document["path"][0]["values"]["accuracy"] == document["measures"][0]["accuracy"]
+        assert document["path"][-1]["values"]["accuracy"] == document["measures"][-1]["accuracy"]
+        assert document["path"][-1]["shares"] == document["shares"]
+        assert main(["prune", "--resume", "--out", str(out), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["path"] == document["path"]
+
+    def test_interrupted_and_resumed_to_the_same_bits(self, command, out, monkeypatch, capsys):
+        command = [*command, "--macs", "0.8", "0.5", *self.FEW, "--recover", "2"]
+        assert main(command) == 0
+        whole = out.rename(out.with_name("whole"))
+        interrupt_after_stages(monkeypatch, 6)
+        assert main(command) == 130
+        assert not (out / "summary.json").exists()
+        monkeypatch.undo()
+        assert main(["prune", "--resume", "--out", str(out)]) == 0
+        for place in ("", "networks/macs-0.8"):
+            files = [folder / place / "model.safetensors" for folder in (out, whole)]
+            assert files[0].read_bytes() == files[1].read_bytes()
+
+    def test_other_shares_are_refused(self, command, out, monkeypatch, capsys):
+        interrupt_after_stages(monkeypatch, 1)
+        assert main([*command, "--macs", "0.8", "0.5", *self.FEW]) == 130
+        monkeypatch.undo()
+        capsys.readouterr()
+        assert main(["prune", "--resume", "--out", str(out), "--macs", "0.5", "--no-update"]) == 2
+        assert capsys.readouterr().err == (
+            f"ifso: error: other settings than the run in {out}: "
+            "macs is 0.5 and was [0.8, 0.5]; update is False and was not set\n"
+        )
+
+    def test_an_early_end_keeps_the_last_network_that_held(self, command, net, out, capsys):
+        trained = ["--epochs", "6", "--lr", "0.1", "--batch", "64", "--out", str(out.with_name("base"))]
+        assert main(["train", "--model", net, "--data", "digits", *trained]) == 0
+        command = [*command[:-1], str(out), "--weights", str(out.with_name("base") / "model.safetensors")]
+        capsys.readouterr()
+        assert main([*command, "--macs", "0.3", *self.FEW, "--stop", "10", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert 0.3 < document["shares"]["macs"] < 1
+        assert any("by more than stop=10" in note for note in document["notes"])
+        first = document["measures"][0]["accuracy"]
+        assert document["stages"]
+        assert all(stage["values"]["accuracy"] >= first - 10 for stage in document["stages"])
+        assert document["path"][-1]["values"]["accuracy"] >= first - 10
+        model = ifso.load(out, fresh(net))
+        assert ifso.cost(model, ifso.trace(model, torch.zeros(1, 1, 8, 8))).macs == document["after"]["macs"]
+        command[command.index(str(out))] = str(out.with_name("far"))
+        assert main([*command, "--macs", "0.3", *self.FEW, "--stop", "100"]) == 0
+        summary = json.loads((out.with_name("far") / "summary.json").read_text())
+        assert summary["shares"]["macs"] <= 0.3
+
+    def test_an_old_run_of_algorithm_2_goes_on_as_it_began(self, command, out, monkeypatch, capsys):
+        """It went without saying then: no option of its own, no preset."""
+        interrupt_after(monkeypatch, 1)
+        assert main([*command, "--macs", "0.9", "--preset", "paper", "--batch", "32"]) == 130
+        monkeypatch.undo()
+        config = json.loads((out / "config.json").read_text())
+        del config["about"]["arguments"]["preset"]
+        (out / "config.json").write_text(json.dumps(config))
+        assert main(["prune", "--resume", "--out", str(out)]) == 0
+        assert json.loads((out / "summary.json").read_text())["stages"] == []
+
+
 class TestPassedOn:
     def test_what_is_not_given_is_left_to_the_library(self, command, out, passed_on):
         seen = passed_on([*command, "--macs", "0.5"])
@@ -240,6 +358,25 @@ class TestPassedOn:
         assert len(next(iter(seen["train_batches"]))[1]) == 16
         (group,) = seen["optimizer"](list(seen["model"].parameters())).param_groups
         assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.05, 0.9, 1e-4)
+
+    def test_options_of_stages_reach_it(self, command, passed_on):
+        options = (
+            "--macs 0.8 0.5 --params 0.9 --schedule staged --no-update --recover 9 --stop 0.5 --calibration 64 "
+            "--min-share 0.2 --criterion true-loss"
+        )
+        seen = passed_on([*command, *options.split()])
+        assert seen["budget"] == ifso.Budget(macs=(0.8, 0.5), params=0.9)
+        plain = {
+            "schedule": "staged", "update": False, "recover": 9, "stop": 0.5, "calibration": 64, "min_share": 0.2,
+        }  # fmt: skip
+        assert {name: seen[name] for name in plain} == plain
+        assert isinstance(seen["criterion"], TrueLoss)
+        assert "optimizer" not in seen
+        assert passed_on([*command, "--macs", "0.5", "--update"])["update"] is True
+
+    def test_options_are_for_the_criterion_of_algorithm_2(self, command, passed_on):
+        seen = passed_on([*command, "--macs", "0.5", "--lr", "0.1", "--criterion-option", "inverse=neumann"])
+        assert seen["criterion"] == Ifso(inverse="neumann")
 
     def test_options_are_for_the_criterion_of_the_preset(self, command, passed_on):
         argv = ["--macs", "0.5", "--preset", "authors", "--criterion-option", "step=0.1"]
@@ -294,6 +431,10 @@ class TestRefused:
             ("--macs 0.5 --model ifso:resnet21", 2, "no model 'ifso:resnet21'"),
             ("--macs 0.5 --model ifso:resnet20", 2, "channels"),
             ("--macs 0.5 --lr 1e30", 2, "no longer finite"),
+            ("--macs 0.8 0.5", 2, "several shares need schedule='staged'"),
+            ("--macs 0.5 --stop 1", 2, "stop=1.0 needs schedule='staged'"),
+            ("--macs 0.5 --update", 2, "update=True needs schedule='staged'"),
+            ("--macs 0.5 --recover 2", 2, "recover=2 needs schedule='staged'"),
             ("--macs 0.5 --lr 1e30 --accumulate 3", 2, "no longer finite"),
         ],
     )
@@ -306,6 +447,32 @@ class TestRefused:
         assert len(errors) == 1
         assert errors[0].startswith("ifso: error: ")
         assert message in errors[0]
+
+    @pytest.mark.parametrize(
+        ("options", "status", "message"),
+        [
+            ("--macs 0.5 0.8", 2, "macs=(0.5, 0.8) must fall: give the largest share first"),
+            ("--macs 0.8 5", 2, "macs=(0.8, 5.0) must hold shares between 0 and 1"),
+            ("--macs 0.8 0.5 --params 0.8 0.7 0.6", 2, "tuples of shares must have the same length"),
+            ("--macs 0.8 0.0001", 3, ""),
+            ("--macs 0.5 --min-share 1.5", 2, "min_share"),
+            ("--macs 0.1 --min-share 0.9", 3, "min_share"),
+            ("--macs 0.5 --stop -1", 2, "stop must be how far the measure may fall"),
+            ("--macs 0.5 --recover -1", 2, "recover=-1 will not do"),
+            ("--macs 0.5 --calibration 0", 2, "calibration=0 will not do"),
+            ("--macs 0.8 0.5 --preset paper", 2, "several shares need schedule='staged'"),
+            ("--macs 0.5 --data NET:Nan", 2, "NaN"),
+        ],
+    )
+    def test_bad_input_of_a_staged_run_too(self, options, status, message, command, net, out, capsys):
+        words = options.replace("NET", net.removesuffix(":make")).split()
+        assert main([*command, *words]) == status
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if not line.startswith("prune: ")]
+        assert (captured.out, len(errors)) == ("", 1)
+        assert errors[0].startswith("ifso: error: ")
+        assert message in errors[0]
+        assert not out.exists()
 
     @pytest.mark.parametrize("missing", ["--model", "--data"])
     def test_something_is_missing(self, missing, command, capsys):

@@ -90,6 +90,41 @@ def test_a_resumed_run_ends_where_it_would_have(tmp_path):
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
+def test_in_stages_and_resumed(tmp_path):
+    """The default: no steps, weights fitted in closed form; a resumed run ends with the same bits."""
+
+    class Stopped(Silent):
+        def staged(self, stage):
+            if stage.number == 5:
+                raise KeyboardInterrupt
+
+    def staged(**options):
+        torch.manual_seed(0)
+        example = (batches()[0][0][:1],)
+        budget = ifso.Budget(macs=(0.8, 0.5))
+        return ifso.prune(
+            MiniRetina(), batches(), detection_loss, example_inputs=example, budget=budget, progress=False, **options
+        )
+
+    straight = staged()
+    assert all(check.passed for check in straight.checks)
+    assert [network.targets["macs"] for network in straight.networks] == [0.8, 0.5]
+    assert all(network.shares["macs"] <= network.targets["macs"] for network in straight.networks)
+    with pytest.raises(KeyboardInterrupt):
+        staged(out=tmp_path / "r", listener=Stopped())
+    resumed = staged(resume=tmp_path / "r")
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    between = ifso.load(resumed.networks[0].folder, MiniRetina())
+    images = scene(seed=9)[0]
+    assert (
+        relative_error(
+            seeded(lambda: straight.networks[0].model.eval()(images)), seeded(lambda: between.eval()(images))
+        )
+        == 0
+    )
+
+
 class Sparse(nn.Module):
     """A second stage looks at the places that the first one finds worth it, in eval mode; at all in train mode."""
 
@@ -268,6 +303,48 @@ class TestCommand:
         assert config["settings"]["train_mode"] is False
         graph = ifso.trace(MiniRetina().eval(), ([torch.rand(3, 64, 80) for _ in range(2)],))
         assert summary["before"]["macs"] == ifso.cost(MiniRetina(), graph).macs
+
+    def test_in_stages_by_default(self, folder, tmp_path, capsys):
+        """No step is made, so that the rate of steps with boxes has no say; one network for each share."""
+        task = ["--model", f"{folder}/net.py:make", "--data", f"coco:{folder}"]
+        assert main(["prune", *task, "--macs", "0.8", "0.6", "--out", str(tmp_path / "r"), "--json"]) == 0
+        path = json.loads(capsys.readouterr().out)["path"]
+        assert [step["asked"].get("macs") for step in path] == [None, 0.8, 0.6]
+        assert all("map" in step["values"] for step in path)
+        config = json.loads((tmp_path / "r" / "config.json").read_text())
+        assert (config["settings"]["schedule"], config["settings"]["update"]) == ("staged", True)
+        assert "lr" not in config["about"]["arguments"]
+        images = scene(seed=9)[0]
+        for step in path[1:]:
+            loaded = ifso.load(tmp_path / "r" / step["folder"], MiniRetina())
+            assert ifso.cost(loaded, ifso.trace(loaded.eval(), (images[:1],))).macs > 0
+            share = step["shares"]["macs"]
+            assert step["asked"]["macs"] - 0.2 < share <= step["asked"]["macs"]
+
+    @pytest.mark.parametrize(
+        ("options", "rate"),
+        [
+            (["--preset", "paper"], 0.001),
+            (["--accumulate", "1"], 0.001),
+            (["--schedule", "mixed:0.5"], 0.001),
+            (["--preset", "authors"], 0.1),
+            (["--lr", "0.02"], 0.02),
+        ],
+    )
+    def test_the_rate_of_algorithm_2_with_boxes(self, folder, tmp_path, options, rate, monkeypatch):
+        class Nothing(Exception):
+            pass
+
+        def record(*args, **told):
+            rates.append(told["optimizer"].keywords["learning_rate"] if "optimizer" in told else 0.1)
+            raise Nothing
+
+        rates = []
+        monkeypatch.setattr(ifso, "prune", record)
+        task = ["--model", f"{folder}/net.py:make", "--data", f"coco:{folder}", "--macs", "0.6"]
+        with pytest.raises(Nothing):
+            main(["prune", *task, "--out", str(tmp_path / "r"), *options])
+        assert rates == [rate]
 
     @pytest.mark.parametrize(
         ("model", "options", "message"),

@@ -83,7 +83,9 @@ def test_every_shipped_job_is_one_that_prune_and_training_take(name):
             continue
         keywords = job.prune_keywords()
         assert keywords.pop("optimizer").keywords == {"learning_rate": job.prune["lr"]}
+        assert (keywords.pop("preset"), keywords["schedule"] != "staged") == ("paper", True)
         checked = Settings(**keywords)
+        assert (checked.update, checked.min_share, checked.stop, checked.recover) == (False, 0, None, 0)
         assert checked.budget.macs == pytest.approx(1 - row.removed)
         assert checked.criterion.name == job.criterion
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +24,8 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.table import layers
 from ifso.models import default_inputs
 from ifso.pruning.events import Removal, Silent
-from ifso.pruning.presets import preset_of
+from ifso.pruning.presets import STAGED, usual
+from ifso.pruning.settings import CALIBRATION
 from ifso.training.evaluation import evaluate
 from ifso.training.losses import cross_entropy
 from ifso.training.precision import tensor_cores
@@ -57,7 +59,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Method:
-    """A criterion, or a preset that names one, and a schedule."""
+    """A criterion, or a preset that names one, and a schedule: ``"staged"``, or one of Algorithm 2."""
 
     criterion: str
     schedule: str
@@ -66,17 +68,30 @@ class Method:
     @classmethod
     def of_preset(cls, preset: str, schedule: str) -> Method:
         """What a preset says."""
-        return cls(preset_of(preset)["criterion"], schedule, preset)
+        return cls(usual(preset, {})["criterion"], schedule, preset)
+
+    @classmethod
+    def default(cls) -> Method:
+        """What ``ifso.prune`` does if it is told nothing."""
+        return cls(STAGED["criterion"], STAGED["schedule"])
+
+    @property
+    def staged(self) -> bool:
+        """Does it go in stages, without steps of an optimizer?"""
+        return self.schedule == STAGED["schedule"]
 
     @property
     def name(self) -> str:
         """As it stands in the table."""
         return f"{f'preset {self.preset}' if self.preset else self.criterion}, {self.schedule}"
 
-    def options(self) -> dict[str, Any]:
+    def options(self, setup: Setup) -> dict[str, Any]:
         """What ``ifso.prune`` is told."""
-        chosen = {"preset": self.preset} if self.preset else {"criterion": self.criterion}
-        return {**chosen, "schedule": self.schedule}
+        if self.staged:
+            return {"criterion": self.criterion, "schedule": self.schedule}
+        rounds = {"accumulate": setup.accumulate, "batches_per_score": setup.batches_per_score}
+        chosen = {"preset": self.preset} if self.preset else {"preset": "paper", "criterion": self.criterion}
+        return {**rounds, **chosen, "schedule": self.schedule}
 
 
 class Workbench:
@@ -142,34 +157,34 @@ class Workbench:
         """One whole run: what it took and what is left."""
         model, counter = copy.deepcopy(self.model), _Counter()
         setup, batches, loss_fn = self.setup, self.train_batches(), self.loss_fn
-        options: dict[str, Any] = {
-            "accumulate": setup.accumulate,
-            "batches_per_score": setup.batches_per_score,
-            **method.options(),
-        }
         start = time.perf_counter()
         result = ifso.prune(
             model, batches, loss_fn, budget=ifso.Budget(macs=setup.macs), example_inputs=self.example,
-            seed=setup.seed, listener=counter, **options,
+            seed=setup.seed, listener=counter, **method.options(setup),
         )  # fmt: skip
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        rounds = self._rounds(method, counter.steps)
-        spent = result.timings["rounds"]
+        rounds = len(result.stages) * self._calibration if method.staged else self._rounds(method, counter.steps)
+        spent = result.timings["scores" if method.staged else "rounds"]
         return {
             "seconds": seconds,
             "timings": dict(result.timings),
             "removals": counter.removals,
             "rounds": rounds,
             "round_seconds": spent / rounds,
-            "scores_per_second": rounds * setup.batches_per_score / spent,
+            "scores_per_second": rounds * (1 if method.staged else setup.batches_per_score) / spent,
             "macs": result.after.macs / result.before.macs,
             "params": result.after.params / result.before.params,
             "weights": _weights(result.model) / _weights(self.model),
             "stream_units_removed": stream_units_removed(self.graph, result.keep),
             "accuracy": self._accuracy(result.model),
         }
+
+    @property
+    def _calibration(self) -> int:
+        """Batches that a staged run looks at in each stage."""
+        return min(math.ceil(CALIBRATION / self.setup.batch), sum(1 for _ in self.train_batches()))
 
     def _rounds(self, method: Method, steps: int) -> int:
         """How often batches were scored; weights alone need be looked at only once where nothing changes them."""

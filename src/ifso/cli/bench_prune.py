@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 CAPTION = (
     "s: the whole run, from tracing to verification; the first one also pays for kernels that are compiled. "
-    "× step: seconds of a round (scores of its batches and, unless in one shot, a step) over those of a plain training "
-    "step of the whole network in the same process, on a GPU as a CUDA graph. Weights: entries of kernels and matrices "
-    "left. Streams: units removed that several layers make together, such as a residual stream's. "
+    "× step: seconds of a round (scores of its batches and, unless in one shot, a step; in a staged run the score of "
+    "one batch) over those of a plain training step of the whole network in the same process, on a GPU as a CUDA "
+    "graph. Weights: entries of kernels and matrices left. "
+    "Streams: units removed that several layers make together, such as a residual stream's. "
     "Seconds on a CPU say nothing about a GPU; compare ratios."
 )
 
@@ -29,10 +30,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     parser.add_argument("--data", metavar="DATA", help="as for ifso prune (random images otherwise)")
     parser.add_argument("--macs", type=float, default=0.6, metavar="SHARE", help="share kept (%(default)s)")
-    parser.add_argument("--criteria", nargs="+", default=["ifso"], metavar="NAME", help="one run each (ifso)")
+    parser.add_argument("--criteria", nargs="+", metavar="NAME", help="one run each (ifso; and true-loss, staged)")
     parser.add_argument(
-        "--schedules", nargs="+", default=["incremental", "one-shot"], metavar="NAME",
-        help="with each of these (incremental one-shot)",
+        "--schedules", nargs="+", metavar="NAME",
+        help="with each of these: incremental, one-shot (both by default) or staged, without training",
     )  # fmt: skip
     parser.add_argument("--presets", nargs="+", default=[], metavar="NAME", help="and presets, such as authors")
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="samples in a batch (%(default)s)")
@@ -55,8 +56,11 @@ def run(args: argparse.Namespace) -> int:
         accumulate=args.accumulate, batches_per_score=args.batches_per_score, device=args.device,
         precision=args.precision, channels_last=args.channels_last, seed=args.seed,
     )  # fmt: skip
-    methods = [Method(criterion, schedule) for criterion in args.criteria for schedule in args.schedules]
-    methods += [Method.of_preset(preset, schedule) for preset in args.presets for schedule in args.schedules]
+    schedules = args.schedules or ["incremental", "one-shot"]
+    methods = [Method(criterion, schedule) for criterion in args.criteria or ["ifso"] for schedule in schedules]
+    methods += [Method.of_preset(preset, schedule) for preset in args.presets for schedule in schedules]
+    if args.criteria is None and args.schedules is None:
+        methods.append(Method.default())
     with chatter_to_stderr():
         result = measure(setup, methods, say)
     if args.json:

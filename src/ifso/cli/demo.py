@@ -19,6 +19,11 @@ COLUMNS = (
     "criterion", "MACs kept", "parameters kept", "accuracy", "after fine-tuning", "test loss", "seconds", "fine-tuning",
 )  # fmt: skip
 
+SAME = (
+    "The first accuracy is measured right after pruning, before any training. Only the criterion differs between the "
+    "runs: each removes units in stages and fits the remaining weights in closed form."
+)
+
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
@@ -84,6 +89,7 @@ def _remarks(outcome: Outcome) -> list[str]:
     runs = ", ".join(name if count == 1 else f"{name}-1 to {name}-{count}" for name, count in CRITERIA.items())
     checks = [f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks]
     return [
+        SAME,
         f"One of the {outcome.test_images} test images is {100 / outcome.test_images:.2f} points of accuracy.",
         *checks,
         f"run folder: {outcome.folder} (runs {runs}; the fine-tuned network in {FINAL}, the numbers in {SUMMARY})",

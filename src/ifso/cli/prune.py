@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.inspect import images_of, shape, words_of
 from ifso.cli.late_help import add_help
-from ifso.cli.output import chatter_to_stderr, print_json
-from ifso.cli.prune_settings import COSTS, PASSED_ON, criterion_of, gather, schedule_of
+from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.prune_path import path_of, path_table
+from ifso.cli.prune_settings import COSTS, PASSED_ON, STAGED, criterion_of, gather, schedule_of, usual_of
 from ifso.cli.ranks import Place, joined, leave
 from ifso.errors import IfsoError
 from ifso.pruning.progress import progress
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
     from ifso.data.sets import Data
 
-DESCRIPTION = "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half."
+DESCRIPTION = (
+    "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half, --macs 0.8 0.65 0.5 "
+    "leaves a network for each share. By default units go in stages and the weights that are left are fitted in closed "
+    "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
+)
 DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 BATCH, BOXES_BATCH = 128, 2
 """Samples in a batch, and images with boxes."""
@@ -41,6 +46,8 @@ def add_parser(commands: Any) -> None:
     _add_task(parser.add_argument_group("what is pruned"))
     _add_budget(parser.add_argument_group("budget, one or more"))
     _add_method(parser.add_argument_group("how units are chosen"))
+    _add_stages(parser.add_argument_group("the staged run, which is the default"))
+    _add_algorithm_2(parser.add_argument_group("Algorithm 2 of the paper; each of these asks for it"))
     _add_running(parser.add_argument_group("where and how it runs"))
     parser.set_defaults(run=run)
 
@@ -69,33 +76,63 @@ def _add_budget(group: Any) -> None:
         "latency": "measured seconds of one forward pass",
     }
     for cost in COSTS:
-        option = f"--{cost.replace('_', '-')}"
-        group.add_argument(option, type=float, metavar="SHARE", help=f"kept of the {words[cost]}")
+        option, several = f"--{cost.replace('_', '-')}", {} if cost == "latency" else {"nargs": "+"}
+        group.add_argument(option, type=float, metavar="SHARE", help=f"kept of the {words[cost]}", **several)
 
 
 def _add_method(group: Any) -> None:
-    group.add_argument("--criterion", metavar="NAME", help="what scores the units (ifso)")
+    group.add_argument("--criterion", metavar="NAME", help="what scores the units (true-loss; ifso in Algorithm 2)")
     group.add_argument(
         "--criterion-option", action="append", metavar="KEY=VALUE", help="for example inverse=neumann; repeat it"
     )
-    group.add_argument("--preset", metavar="NAME", help="settings of the paper, or of its authors' program (paper)")
-    group.add_argument("--schedule", metavar="NAME", help="incremental, one-shot or mixed:SHARE (incremental)")
-    group.add_argument("--normalize", metavar="NAME", help="what scores are divided by (sqrt-memory)")
+    group.add_argument(
+        "--preset", metavar="NAME", help="Algorithm 2: paper as the paper has it, authors as its authors' program does"
+    )
+    group.add_argument("--schedule", metavar="NAME", help="staged, incremental, one-shot or mixed:SHARE (staged)")
+    group.add_argument(
+        "--normalize", metavar="NAME",
+        help="what scores are divided by (what the budget counts; sqrt-memory in Algorithm 2)",
+    )  # fmt: skip
+    group.add_argument("--round-to", type=int, metavar="N", help="channels of pruned layers are a multiple of this")
+    group.add_argument("--min-units", type=int, metavar="N", help="units that stay in every layer (1)")
+    group.add_argument(
+        "--min-share", type=float, metavar="X", help="share of its units that every layer keeps (0.1; 0 in Algorithm 2)"
+    )
+    group.add_argument(
+        "--eval-mode", action="store_const", const=False, dest="train_mode",
+        help="score (and step) with the running statistics of batch norms and without dropout",
+    )  # fmt: skip
+    group.add_argument(
+        "--recalibrate", type=int, metavar="N",
+        help="batches to renew batch-norm statistics with (20; all calibration batches in a staged run); 0: none",
+    )  # fmt: skip
+    group.add_argument("--weight-update", type=int, metavar="N", help="batches for ΔW of Proposition 1 (0: none)")
+
+
+def _add_stages(group: Any) -> None:
+    group.add_argument(
+        "--update", action=argparse.BooleanOptionalAction, help="fit the weights that are left in each stage (yes)"
+    )
+    group.add_argument(
+        "--recover", type=int, metavar="N",
+        help="steps of distillation from the unpruned network at the end, undone if they do harm (0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--stop", type=float, metavar="X",
+        help="end with the last network that lost at most X points on the test set (accuracy, or mAP with boxes)",
+    )  # fmt: skip
+    group.add_argument("--calibration", type=int, metavar="N", help="training samples it looks at (1024)")
+
+
+def _add_algorithm_2(group: Any) -> None:
     group.add_argument("--accumulate", type=int, metavar="K", help="scores and steps before a removal (10)")
     group.add_argument("--accumulation", metavar="NAME", help="sum of these scores, or last: only the K-th (sum)")
     group.add_argument("--batches-per-score", type=int, metavar="N", help="batches of one score (2)")
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (1)")
-    group.add_argument("--round-to", type=int, metavar="N", help="channels of pruned layers are a multiple of this")
-    group.add_argument("--min-units", type=int, metavar="N", help="units that stay in every layer (1)")
     group.add_argument(
-        "--eval-mode", action="store_const", const=False, dest="train_mode",
-        help="score and step with the running statistics of batch norms and without dropout",
+        "--lr", type=float, metavar="RATE",
+        help=f"learning rate between removals (0.01; 0.1 with --preset authors; {BOXES_RATE:g} with boxes)",
     )  # fmt: skip
-    group.add_argument(
-        "--lr", type=float, metavar="RATE", help=f"learning rate between removals (0.01; {BOXES_RATE:g} with boxes)"
-    )
-    group.add_argument("--recalibrate", type=int, metavar="N", help="batches to renew batch-norm statistics with (20)")
-    group.add_argument("--weight-update", type=int, metavar="N", help="batches for ΔW of Proposition 1 (0: none)")
 
 
 def _add_running(group: Any) -> None:
@@ -115,9 +152,11 @@ def run(args: argparse.Namespace) -> int:
     with joined(settings.get("device", "cpu")) as place:
         result = _watched(settings, args, place)
     if place.speaks and args.json:
-        print_json(result.summary())
+        print_json({**result.summary(), "path": [step.as_json() for step in path_of(result)]})
     elif place.speaks:
         print(result)
+        if any(isinstance(settings.get(cost), list) for cost in COSTS):
+            console().print("", path_table(path_of(result)), sep="\n")
         print(f"run folder: {args.out}")
     return leave(0)
 
@@ -162,7 +201,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             download=args.download,
         )
         tell_notes(data, listener.said)
-        if detects(data) and not settings.keys() & {"lr", "preset"}:
+        if detects(data) and not args.resume and _steps_as_usual(settings):
             settings = {**settings, "lr": BOXES_RATE}
             options = _options(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
@@ -186,12 +225,11 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
 
 def _options(settings: dict[str, Any]) -> dict[str, Any]:
     """What ``ifso.prune`` is told beside the task: only what was asked for."""
-    from ifso.pruning.presets import preset_of
     from ifso.pruning.settings import sgd
 
     options = {name: settings[name] for name in PASSED_ON if name in settings}
     if "criterion" in settings or "criterion_option" in settings:
-        name = settings.get("criterion", preset_of(settings.get("preset"))["criterion"])
+        name = settings.get("criterion", usual_of(settings)["criterion"])
         options["criterion"] = criterion_of(name, settings.get("criterion_option", ()))
     if "schedule" in settings:
         options["schedule"] = schedule_of(settings["schedule"])
@@ -200,6 +238,16 @@ def _options(settings: dict[str, Any]) -> dict[str, Any]:
             raise IfsoError(f"--lr {settings['lr']}: give a learning rate above 0")
         options["optimizer"] = functools.partial(sgd, learning_rate=settings["lr"])
     return options
+
+
+def _steps_as_usual(settings: dict[str, Any]) -> bool:
+    """Are there steps of an optimizer, whose rate nobody chose?
+
+    >>> [_steps_as_usual(given) for given in ({}, {"preset": "paper"}, {"preset": "authors"}, {"lr": 0.1})]
+    [False, True, False, False]
+    """
+    chosen = "lr" in settings or settings.get("preset") == "authors"
+    return not chosen and settings.get("schedule", usual_of(settings)["schedule"]) != STAGED
 
 
 def _check_fits(model: nn.Module, data: Data) -> None:

@@ -15,10 +15,16 @@ from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
 PASSED_ON = (
-    "preset", "normalize", "accumulate", "accumulation", "batches_per_score", "units_per_step", "round_to", "min_units",
-    "ignore", "seed", "recalibrate", "weight_update", "train_mode",
+    "preset", "normalize", "update", "recover", "stop", "calibration", "accumulate", "accumulation",
+    "batches_per_score", "units_per_step", "round_to", "min_units", "min_share", "ignore", "seed", "recalibrate",
+    "weight_update", "train_mode",
 )  # fmt: skip
 """Options that ``ifso.prune`` has under the same name."""
+
+OF_ALGORITHM_2 = ("accumulate", "accumulation", "batches_per_score", "units_per_step", "lr")
+"""Options that only Algorithm 2 has: one of them asks for it."""
+
+STAGED = "staged"
 
 MAY_CHANGE = ("device",)
 """Options that a resumed run may have others of."""
@@ -37,8 +43,8 @@ CONSTANTS = {"true": True, "false": False, "none": None}
 def gather(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, as JSON values, with those of the run in ``--out`` if that is resumed."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) not in (None, [])}
-    given = json.loads(json.dumps(given))
-    stored = stored_options(args.out, OPTIONS, "ifso prune") if args.resume else {}
+    given = json.loads(json.dumps({name: _one(value) if name in COSTS else value for name, value in given.items()}))
+    stored = _of_the_run(args.out) if args.resume else {}
     if stored:
         refuse_others(given, stored, args.out)
     settings = {**stored, **given}
@@ -49,6 +55,38 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
         named = ", ".join(f"--{cost.replace('_', '-')}" for cost in COSTS)
         raise BudgetError(f"no budget; give the share KEPT of one of {named}: --macs 0.5 keeps half")
     return settings
+
+
+def _one(shares: Any) -> Any:
+    """A single share as a number, several as they are.
+
+    >>> _one([0.5]), _one([0.8, 0.5]), _one(0.5)
+    (0.5, [0.8, 0.5], 0.5)
+    """
+    return shares[0] if isinstance(shares, list) and len(shares) == 1 else shares
+
+
+def usual_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What stands for options that were not given: those of the staged run or, if that was asked for, of Algorithm 2.
+
+    >>> usual_of({"lr": 0.1})["schedule"], usual_of({"schedule": "staged", "stop": 1})["criterion"]
+    ('incremental', 'true-loss')
+    """
+    from ifso.pruning.presets import usual
+
+    other = settings.get("schedule", STAGED)
+    asked = {name: settings.get(name) for name in OF_ALGORITHM_2}
+    return usual(settings.get("preset"), {**asked, "schedule": None if other == STAGED else other})
+
+
+def _of_the_run(run: Path) -> dict[str, Any]:
+    """The options that a run was started with. Where Algorithm 2 went without saying, it is said now."""
+    from ifso.pruning.folder import read_config
+
+    stored = stored_options(run, OPTIONS, "ifso prune")
+    schedule = read_config(run / "config.json")["settings"].get("schedule", STAGED)
+    earlier = schedule != STAGED and usual_of(stored)["schedule"] == STAGED
+    return {"preset": "paper", **stored} if earlier else stored
 
 
 def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Criterion(ABC):
         """Must it see data?"""
         return self.needs not in ("nothing", "weights")
 
-    def prepare(self, task: Task, batches: Iterable[Any]) -> None:
+    def prepare(self, task: Task, batches: Iterable[Any]) -> None:  # noqa: B027 (most need not)
         """Look at all batches that will be scored; only where it ``prepares``."""
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import nn
@@ -29,7 +30,7 @@ from ifso.pruning.distillation import distil_, is_better
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.ranks import average_over_ranks_, copy_from_first_, from_first, together
-from ifso.pruning.result import Network, PruneResult
+from ifso.pruning.result import UNDONE, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
 from ifso.pruning.schedule import phases
 from ifso.pruning.selection import TOLERANCE, Target, smallest_shares
@@ -94,9 +95,13 @@ class Finisher:
     def measure(self, stage: str) -> dict[str, float]:
         """What the network is worth now."""
         values = self._values(self._run.network.model)
+        self._tell(stage, values)
+        return values
+
+    def _tell(self, stage: str, values: dict[str, float]) -> None:
+        """Put a measure on record."""
         self._run.progress.measures.append({"stage": stage, "values": values})
         self._run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
-        return values
 
     def finish(self) -> PruneResult:
         """Surgery, recovery, checks, files."""
@@ -109,15 +114,16 @@ class Finisher:
         self._check()
         self.measure("pruned")
         self._recover()
+        measures = tuple(Measure(one["stage"], one["values"]) for one in run.progress.measures)
         result = PruneResult(
             model=network.model, graph=network.original, keep=network.keep, recipe=recipe,
             before=count(network.original, network.original.kept(None)), after=count(network.original, network.kept),
             targets=run.settings.budget.targets, shares=run.ledger.shares(), removals=run.progress.removals,
             seconds=run.seconds, timings=dict(run.progress.timings), checks=tuple(run.checks),
-            measures=tuple(Measure(one["stage"], one["values"]) for one in run.progress.measures),
+            measures=measures,
             notes=tuple(run.progress.notes), latency=self._latency(),
             scores=network.by_group(run.scores, network.original), metrics=tuple(run.metrics), config=dict(self._about),
-            folder=None if run.folder is None else run.folder.path, networks=self._all_networks(),
+            folder=None if run.folder is None else run.folder.path, networks=self._all_networks(measures),
             stages=tuple(run.progress.stages), floors=run.moves.at_floor(network.kept),
         )  # fmt: skip
         if run.folder is not None:
@@ -127,23 +133,15 @@ class Finisher:
         refuse_failed(result.checks)
         return result
 
-    def _all_networks(self) -> tuple[Network, ...]:
-        """Those for all budgets, the ones from before a resume too."""
+    def _all_networks(self, measures: tuple[Measure, ...]) -> tuple[Network, ...]:
+        """Those for all budgets, the ones from before a resume too; with models where there is no folder."""
         run = self._run
-        known = {tuple(network.targets.items()): network for network in self._networks}
-        found = []
-        for stage in run.progress.stages:
-            if "budget" in stage:
-                key = tuple(stage["budget"].items())
-                folder = None if run.folder is None else run.folder.network(stage["network"])
-                usual = Network(stage["budget"], stage["shares"], stage["values"], folder)
-                found.append(known.get(key, usual))
-        if found and not run.progress.stopped:
-            values = run.progress.measures[-1]["values"]
-            folder = None if run.folder is None else run.folder.path
-            model = run.network.model if folder is None else None
-            found[-1] = Network(found[-1].targets, run.ledger.shares(), values, folder, model)
-        return tuple(found)
+        folder = None if run.folder is None else run.folder.path
+        found = networks_of(run.progress.stages, folder, measures, run.ledger.shares())
+        if folder is not None:
+            return found
+        models = [*(network.model for network in self._networks), run.network.model]
+        return tuple(replace(network, model=model) for network, model in zip(found, models, strict=False))
 
     def _check(self) -> None:
         """The cost of the smaller network, traced and counted anew, and the budget."""
@@ -170,6 +168,8 @@ class Finisher:
         staged = bool(run.calibration)
         batches = max(run.settings.recalibrate if norms_of(model) and not staged else 0, run.settings.weight_update)
         data = together(lambda: [self._next() for _ in range(batches)])
+        if staged and not run.progress.removals:
+            return  # every stage was undone: the network stays as it was
         if staged and run.settings.recalibrate and norms_of(model):
             self._recalibrate(model)
             self.measure("batch norms recalibrated")
@@ -211,7 +211,7 @@ class Finisher:
             run.say(f"ΔW could not be computed: {error}")
             return
         after = self._loss(model)["loss"]
-        self.measure(f"weights updated by ΔW{'' if after < before else ' (undone)'}")
+        self.measure(f"weights updated by ΔW{'' if after < before else UNDONE}")
         if not after < before:
             undo()
             run.say(
@@ -227,8 +227,10 @@ class Finisher:
         with run.progress.timed("recovery"):
             distil_(model, run.teacher, run.loss_fn, run.calibration, run.settings.recover, run.settings.seed)
         self._recalibrate(model)
-        after = self.measure(f"{run.settings.recover} steps of distillation")
-        if not is_better(after, before):
+        after = self._values(model)
+        good = is_better(after, before)
+        self._tell(f"{run.settings.recover} steps of distillation{'' if good else UNDONE}", after)
+        if not good:
             undo()
             run.say(f"{run.settings.recover} steps of distillation were undone: they did harm")
 

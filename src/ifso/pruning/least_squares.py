@@ -83,8 +83,8 @@ class Call:
             return rows.reshape(1, -1, rows.shape[-1])
         x = self.x if self.x.dim() == dims + 2 else self.x.unsqueeze(0)
         x, stride = self._padded(x)
-        for dim, (taps, step, gap) in enumerate(zip(self.weight.shape[2:], stride, self.dilation, strict=True)):
-            x = x.unfold(2 + dim, gap * (taps - 1) + 1, step)[..., ::gap]
+        for dim, (length, step, gap) in enumerate(zip(self.weight.shape[2:], stride, self.dilation, strict=True)):
+            x = x.unfold(2 + dim, gap * (length - 1) + 1, step)[..., ::gap]
         size = tuple(x.shape[2 : 2 + dims])
         chosen = _chosen(math.prod(size), most, generator)
         flat = torch.arange(math.prod(size), device="cpu") if chosen is None else chosen

@@ -154,7 +154,7 @@ def prune(
     other = schedule if schedule != "staged" else None
     chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
     if schedule == "staged":
-        chosen = {**chosen, **{name: STAGED[name] for name in ("update", "min_share")}}
+        chosen = STAGED if preset is None else {**chosen, "update": True, "min_share": STAGED["min_share"]}
     given: dict[str, Any] = {"schedule": schedule, "update": update, "min_share": min_share}
     settings = Settings(
         budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
@@ -345,6 +345,7 @@ class _Start:
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
     ) -> Run:
         """The run at its beginning, or where a checkpoint says."""
+        teacher = copy.deepcopy(self._model) if self._settings.recover else None
         network = ShrinkingNetwork(self._model, graph, self._ignore)
         position = (0, 0)
         if found is not None:
@@ -364,7 +365,7 @@ class _Start:
             network, worker, self._settings, BatchStream(self._batches, self._settings.seed, position), examples,
             worker.loss_fn, moves, progress, self._listener, checkpoint_every=self._checkpoint_every,
             shrink=self._shrink, calibration=dealt_again(batches, self._settings.seed) if staged else (),
-            teacher=copy.deepcopy(self._model) if self._settings.recover and found is None else None,
+            teacher=teacher,
         )  # fmt: skip
         if found is not None:
             run.go_on_(tensors, state)

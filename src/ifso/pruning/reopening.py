@@ -17,7 +17,7 @@ from ifso.pruning.afterwards import Measure
 from ifso.pruning.checking import Check, refuse_failed
 from ifso.pruning.checkpoint import located, parsed, read_tensor_file
 from ifso.pruning.folder import SCORES, SUMMARY, RunFolder
-from ifso.pruning.result import PruneResult
+from ifso.pruning.result import PruneResult, networks_of
 from ifso.surgery.compact import compact_
 from ifso.surgery.files import one_line
 from ifso.surgery.recipe import Round, remember
@@ -32,12 +32,14 @@ def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) ->
     compact_(model, graph, keep)
     _fill_(model, folder)
     remember(model, recipe)
+    measures = tuple(_measure(dict(one)) for one in summary["measures"])
     result = PruneResult(
         model=model, graph=graph, keep=keep, recipe=recipe, before=count(graph, graph.kept(None)),
         after=count(graph, graph.kept(keep)), targets=summary["targets"], shares=summary["shares"],
         removals=summary["removals"], seconds=summary["seconds"], timings=summary["timings"],
         checks=tuple(Check(**check) for check in summary["checks"]),
-        measures=tuple(_measure(dict(one)) for one in summary["measures"]),
+        measures=measures,
+        networks=networks_of(summary.get("stages", ()), folder.path, measures, summary["shares"]),
         notes=(*summary["notes"], "the run had already come to its end"), latency=summary["latency"],
         scores=scores, metrics=tuple(folder.metrics()[0]), config=folder.config, folder=folder.path,
         stages=tuple(summary.get("stages", ())), floors=tuple(summary.get("floors", ())),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from ifso.costs.counting import Cost
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.afterwards import Measure
 from ifso.pruning.checking import Check
-from ifso.pruning.folder import STRUCTURE, RunFolder
+from ifso.pruning.folder import NETWORKS, STRUCTURE, RunFolder
 from ifso.pruning.structure import structure_of
 from ifso.surgery.recipe import Recipe
 
+UNDONE = " (undone)"
+"""How the name of a measure ends that was taken of a network which is no more."""
 LABELS = {
     "macs": "MACs",
     "conv_macs": "MACs of convolutions",
@@ -39,6 +41,29 @@ class Network:
     values: Mapping[str, float]
     folder: Path | None = None
     model: nn.Module | None = field(default=None, repr=False)
+
+
+def networks_of(
+    stages: Iterable[Mapping[str, Any]], folder: Path | None, measures: Sequence[Measure], shares: Mapping[str, float]
+) -> tuple[Network, ...]:
+    """The networks for the budgets that stages have reached; the last is the one in ``folder`` itself.
+
+    It is worth what the last measure says that was not undone, and keeps ``shares``.
+    """
+    reached = [stage for stage in stages if "budget" in stage]
+    found = [
+        Network(
+            stage["budget"],
+            stage["shares"],
+            stage["values"],
+            None if folder is None else folder / NETWORKS / stage["network"],
+        )
+        for stage in reached
+    ]
+    if found and dict(found[-1].shares) == dict(shares):
+        values = next(one.values for one in reversed(measures) if not one.stage.endswith(UNDONE))
+        found[-1] = replace(found[-1], values=values, folder=folder)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -297,6 +297,7 @@ class Run:
         return {name: tuple(sorted(places)) for name, places in found.items()}
 
     def shrink_if_it_pays(self) -> None:
+        """Take out for real what is zero, if that saves enough of the work to come."""
         kind = "cuda" if self.network.device.type == "cuda" else "cpu"
         multiple = MULTIPLE[kind]
         if self.ledger.costs()["macs"] > (1 - SHRINK_AT[kind]) * self._shrunk_at or not self.network.can_shrink:

@@ -80,11 +80,13 @@ class Settings:
             raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
         if self.schedule == "staged":
             return
-        asked = {"update=True": self.update, "stop=": self.stop is not None, "recover=": self.recover > 0,
-                 "a budget of several shares": len(self.budget.path) > 1}  # fmt: skip
-        for words, given in asked.items():
-            if given:
-                raise BudgetError(f"{words} needs schedule='staged', got {self.schedule!r}")
+        if len(self.budget.path) > 1:
+            raise BudgetError(
+                f"several shares need schedule='staged', got schedule={self.schedule!r} with {self.budget}"
+            )
+        for name, usual in (("update", False), ("stop", None), ("recover", 0)):
+            if getattr(self, name) != usual:
+                raise BudgetError(f"{name}={getattr(self, name)!r} needs schedule='staged', got {self.schedule!r}")
 
     @property
     def needs_latency(self) -> bool:

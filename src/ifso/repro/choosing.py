@@ -155,6 +155,7 @@ def _halved(base: nn.Module, data: ImageData, effort: Effort, say: Say) -> nn.Mo
         data.loss_fn,
         budget=Budget(macs=KEPT),
         example_inputs=data.example_inputs(),
+        preset="paper",
         schedule="one-shot",
         batches_per_score=effort.scored,
     )

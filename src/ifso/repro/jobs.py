@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 OURS_TO_USE = ("lr", "batch")
 """Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
 
+PRESET = "paper"
+"""What stands for options of pruning that a row does not name."""
+
 MIXED = "mixed:"
 DETECTORS_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "detection": ("detection", {}),
@@ -85,7 +88,7 @@ class Job:
         return tuple(option for option in self.prune if option not in known)
 
     def prune_keywords(self) -> dict[str, Any]:
-        """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
+        """What :func:`ifso.prune` is called with, beside the network, its data and where to write: Algorithm 2."""
         from ifso.criteria.registry import create
         from ifso.pruning.budget import Budget
         from ifso.pruning.settings import sgd
@@ -99,7 +102,7 @@ class Job:
         budget = Budget(macs=round(1 - self.row.removed, 12))
         chance = {"seed": self.seed} if self.criterion == "random" else {}
         criterion = create(self.criterion, **self.criterion_options, **chance)
-        return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
+        return {"preset": PRESET, **keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""

@@ -22,7 +22,7 @@ from ifso.pruning.prune import prune
 from ifso.pruning.settings import Settings
 from ifso.repro import detectors, kept, remains
 from ifso.repro.identity import identity
-from ifso.repro.jobs import Job, method_name
+from ifso.repro.jobs import PRESET, Job, method_name
 from ifso.repro.plans import Row
 from ifso.repro.smoke import SMOKE, SMOKE_PRUNE, few_removals, smoke_data
 from ifso.surgery.files import replacing, storable, write_tensors
@@ -289,4 +289,4 @@ def _plain(job: Job) -> dict[str, Any]:
     """The settings of a pruning as ``config.json`` has them, and the rate of its optimizer."""
     keywords, known = job.prune_keywords(), {entry.name for entry in fields(Settings)}
     settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()
-    return {**json.loads(json.dumps(settings)), "lr": job.prune.get("lr", PRESETS["paper"]["learning_rate"])}
+    return {**json.loads(json.dumps(settings)), "lr": job.prune.get("lr", PRESETS[PRESET]["learning_rate"])}
