@@ -327,5 +327,5 @@ def test_scores_that_are_all_alike_still_meet_the_budget():
 
 @pytest.mark.parametrize("options", [{"preset": "paper"}, {"accumulate": 2}, {"schedule": "one-shot"}])
 def test_several_shares_are_refused_outside_stages(options):
-    with pytest.raises(BudgetError, match="several shares needs? schedule='staged'"):
+    with pytest.raises(BudgetError, match=r"several shares needs? schedule='staged'"):
         prune(budget=ifso.Budget(macs=(0.8, 0.6)), **options)
