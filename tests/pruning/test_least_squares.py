@@ -13,7 +13,7 @@ from layer_truth import truth
 from torch import Tensor, nn
 
 import ifso
-from ifso.curvature.weights import readers
+from ifso.curvature.weights import Reader, readers
 from ifso.errors import ScoreError
 from ifso.pruning import least_squares as fitting
 from ifso.pruning.least_squares import Update, least_squares
@@ -164,6 +164,35 @@ def test_a_channel_that_others_can_say_is_not_missed(case):
     updated(model, case.graph(), {"first": ~gone}, batches, damping=1e-10).apply_(model)
     ifso.compact_(model, case.graph(), {"first": ~gone})
     assert difference(before, [out for batch in batches for out in outputs(model, batch)]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["weight-standardised", "einsum", "cross-attention"])
+def test_weights_with_another_use_are_left_alone_with_a_reason(name):
+    case = CASES[name]
+    found = updated(case.model(), case.graph(), random_keep(case.graph(), seed=2), batches_of(case))
+    assert found.left_alone
+    assert all(LEFT_ALONE[name] in reason for reason in found.left_alone.values())
+    assert not found.tensors.keys() & found.left_alone.keys()
+
+
+def test_a_matrix_shared_by_embedding_and_decoder_is_left_alone():
+    case = CASES["tied-weights"]
+    model, kept = case.model(), torch.arange(9) != 3
+    reader = Reader("embed.weight", 1, torch.arange(8))
+    found = least_squares(model, [reader], kept, lambda: passes(model, batches_of(case)))
+    assert found.left_alone == {"embed.weight": "its weight is also used by embedding"}
+    assert not found.tensors
+
+
+def test_with_the_statistics_of_batches_the_running_mean_moves_too():
+    """In train mode a batch norm takes every shift away, but is left with one when it is in eval mode again."""
+    case = LAYERS["no bias, batch norm"]
+    model, keep, batches = case.model(), {"first": torch.arange(8) < 5}, batches_of(case)
+    wanted = updated(model, case.graph(), keep, batches).tensors
+    model.norm.track_running_stats = False
+    found = updated(model.train(), case.graph(), keep, batches).tensors
+    assert found.keys() == wanted.keys() == {"second.weight", "norm.running_mean"}
+    torch.testing.assert_close(found["norm.running_mean"], wanted["norm.running_mean"])
 
 
 def test_an_output_that_also_goes_elsewhere_keeps_its_mean():

@@ -173,9 +173,9 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
 class LayerCalls(TorchFunctionMode):
     """Within it ``see(name, call)`` hears of each call of a layer whose weight is one of ``weights``.
 
-    ``normed`` are the names of weights whose outputs went straight into a batch norm, and nowhere else; ``means`` has
-    the running means that were taken from them there. ``other_uses`` has the weights that something else than such a
-    layer made use of, and what that was.
+    ``normed`` are the names of weights whose outputs went straight into a batch norm, and nowhere else; ``norms`` has
+    the gains and running means of those. ``other_uses`` has the weights that something else than such a layer made use
+    of, and what that was.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Call], None]) -> None:
@@ -184,7 +184,7 @@ class LayerCalls(TorchFunctionMode):
         self._see = see
         self._outputs: dict[str, int] = {}
         self._into_norms: dict[str, int] = {}
-        self.means: dict[str, dict[int, Tensor]] = {}
+        self.norms: dict[str, list[Tensor]] = {}
         self.other_uses: dict[str, str] = {}
 
     @property
@@ -212,18 +212,17 @@ class LayerCalls(TorchFunctionMode):
             self._outputs[name] = self._outputs.get(name, 0) + 1
             setattr(result, _READER, name)
         elif func is F.batch_norm:
-            mean, training = _given(args, kwargs, "running_mean", 1, None), _given(args, kwargs, "training", 5, False)
-            self._into_norm(argument(args, kwargs, "input"), None if training else mean)
+            known = _given(args, kwargs, "running_mean", 1, None), _given(args, kwargs, "weight", 3, None)
+            self._into_norm(argument(args, kwargs, "input"), known)
         elif next(tensors_in(result), None) is not None:
             self._elsewhere(func, (args, kwargs))
         return result
 
-    def _into_norm(self, x: Tensor, mean: Tensor | None) -> None:
+    def _into_norm(self, x: Tensor, known: Sequence[Tensor | None]) -> None:
         name = getattr(x, _READER, None)
         if name is not None:
             self._into_norms[name] = self._into_norms.get(name, 0) + 1
-            if mean is not None:
-                self.means.setdefault(name, {})[id(mean)] = mean
+            self.norms.setdefault(name, []).extend(tensor for tensor in known if tensor is not None)
 
     def _elsewhere(self, func: Any, arguments: Any) -> None:
         for tensor in tensors_in(arguments):
@@ -272,8 +271,7 @@ def least_squares(
 ) -> Update:
     """The weights (and biases) of all layers that lose inputs when units go. The model is not changed.
 
-    Of a layer without a bias in front of a batch norm, the running mean takes the bias's place (in eval mode; of the
-    statistics of a batch nothing need be told).
+    Of a layer without a bias in front of a batch norm, the running mean takes the bias's place.
 
     Args:
         model: as it is before the units go.
@@ -301,9 +299,9 @@ def least_squares(
             elif name not in calls.ran:
                 update.left_alone[name] = "its weight is not that of a conv or linear layer that ran"
             elif name in seen:
-                means = calls.means.get(name, {}) if name in calls.normed else {}
+                norms = calls.norms.get(name, []) if name in calls.normed else []
                 found = _fit(tensors[name].detach(), seen[name], name in calls.normed, tensors, kept, damping, reduce)
-                _add_to(update, name, *found, seen[name].bias, means, tensors)
+                _add_to(update, name, *found, seen[name].bias, norms, tensors)
     return update
 
 
@@ -322,7 +320,7 @@ def _fit(
 
 
 def _add_to(
-    update: Update, name: str, weight: Tensor, shift: Tensor, bias: str, means: Mapping[int, Tensor],
+    update: Update, name: str, weight: Tensor, shift: Tensor, bias: str, norms: Sequence[Tensor],
     tensors: Mapping[str, Tensor],
 ) -> None:  # fmt: skip
     """The shift goes into the bias or, without one, out of the running means of the batch norms behind."""
@@ -331,9 +329,11 @@ def _add_to(
         old = tensors[bias].detach()
         update.tensors[bias] = (old.double() + shift).to(old.dtype)
         return
-    for other, tensor in tensors.items():
-        if id(tensor) in means:
-            update.tensors[other] = (tensor.double() - shift).to(tensor.dtype)
+    known = {id(tensor) for tensor in norms}
+    for module in {other.rpartition(".")[0] for other, tensor in tensors.items() if id(tensor) in known}:
+        mean = tensors.get(f"{module}.running_mean")
+        if mean is not None:
+            update.tensors[f"{module}.running_mean"] = (mean.double() - shift).to(mean.dtype)
 
 
 def _columns_kept(reader: Reader, seen: _Seen, kept: Tensor, columns: int) -> Tensor:
