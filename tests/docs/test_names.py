@@ -102,7 +102,7 @@ def test_tables_have_every_criterion_solver_normalizer_and_recipe():
     assert criteria == set(registry.names())
     inverses = {row[0].strip("`") for row in rows("scores.md", "Criteria") if len(row) == 2} - {"inverse"}
     assert inverses == set(SOLVERS) - {"jacobian"}
-    normalizers = re.findall(r'"([a-z-]+)"', " ".join(row[0] for row in rows("pruning.md", "What happens in a run")))
+    normalizers = re.findall(r'"([a-z-]+)"', " ".join(row[0] for row in rows("pruning.md", "Algorithm 2")))
     assert set(NORMALIZERS) <= set(normalizers)
     assert all(f"`{name}`" in (DOCS / "training.md").read_text() for name in RECIPES)
 
