@@ -121,7 +121,9 @@ def _add_stages(group: Any) -> None:
         "--stop", type=float, metavar="X",
         help="end with the last network that lost at most X points on the test set (accuracy, or mAP with boxes)",
     )  # fmt: skip
-    group.add_argument("--calibration", type=int, metavar="N", help="training samples it looks at (1024)")
+    group.add_argument(
+        "--calibration", type=int, metavar="N", help="training samples it looks at (1024; fewer for large networks)"
+    )
 
 
 def _add_algorithm_2(group: Any) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ifso.costs.counting import count
 from ifso.criteria.base import Criterion
+from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
@@ -37,7 +39,7 @@ from ifso.pruning.result import PruneResult
 from ifso.pruning.run import RESUMED, Progress, Run
 from ifso.pruning.schedule import Schedule
 from ifso.pruning.selection import Target, check_reachable
-from ifso.pruning.settings import CALIBRATION, Settings, criterion_of, describe, sgd
+from ifso.pruning.settings import Settings, criterion_of, describe, sgd
 from ifso.pruning.spoilt import refuse_spoilt_weights
 from ifso.pruning.state import shrink_to_
 from ifso.pruning.stream import BatchStream, dealt_again, first_batches, not_finite, on_device
@@ -62,7 +64,7 @@ def prune(
     update: bool | None = None,
     recover: int = 0,
     stop: float | None = None,
-    calibration: int = CALIBRATION,
+    calibration: int | None = None,
     accumulate: int | None = None,
     accumulation: str | None = None,
     batches_per_score: int | None = None,
@@ -114,7 +116,8 @@ def prune(
             do harm.
         stop: how far the first number of ``evaluate`` may fall (or, of a loss, rise) before a staged run ends with the
             last network that held.
-        calibration: samples of ``train_batches`` that a staged run looks at.
+        calibration: samples of ``train_batches`` that a staged run looks at: 1,024 by default, fewer for networks that
+            take more than 20 billion multiply-adds each.
         accumulate: k, scores (each followed by a step) before a removal.
         accumulation: ``"sum"`` adds the k scores up, with ``"last"`` only the k-th counts (Fig. 8 of the paper).
         batches_per_score: b, proxy batches for one score.
@@ -210,7 +213,7 @@ class _Start:
         together(lambda: refuse_other(config["settings"], first, "the first rank"))
         with progress.timed("trace"):
             graph, moves = together(lambda: self._trace(example_inputs, progress))
-        batches = together(self._first_batches)
+        batches = together(lambda: self._first_batches(graph))
         if resume is None:
             self._check_budget(graph, moves, progress)
         folder = together(lambda: self._open(config, resume, out) if rank() == 0 else None)
@@ -272,10 +275,11 @@ class _Start:
         self._model.train(mode)
         return graph
 
-    def _first_batches(self) -> list[Any]:
+    def _first_batches(self, graph: ChannelGraph) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
         refuse_spoilt_weights(self._model)
-        samples = self._settings.calibration if self._settings.schedule == "staged" else None
+        macs = count(graph, graph.kept(None)).macs / rough_count(graph.inputs)
+        samples = self._settings.samples(macs) if self._settings.schedule == "staged" else None
         batches = first_batches(self._batches, self._settings.seed, samples, LOSS_BATCHES)
         for number, batch in enumerate(batches):
             if bool(not_finite(batch)):

@@ -21,7 +21,14 @@ from ifso.pruning.schedule import Mixed, Schedule, phases
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
 CALIBRATION = 1024
-"""Samples that a staged run looks at in each stage, if it is given so many."""
+"""Samples that a staged run looks at in each stage, if it is given so many …"""
+
+MOST_MACS = 2e13
+"""… and so many of them are no more work than this, in multiply-adds of a forward pass: that of 5,000 images for a
+ResNet-50, of 100 for a detector of large ones …"""
+
+FEWEST = 64
+"""… but so many in any case."""
 ACCUMULATIONS = ("sum", "last")
 """What counts of the scores before a removal: all of them, or only the last."""
 
@@ -44,7 +51,7 @@ class Settings:
     update: bool = False
     recover: int = 0
     stop: float | None = None
-    calibration: int = CALIBRATION
+    calibration: int | None = None
     ignore: tuple[str, ...] = ()
     seed: int = 0
     train_mode: bool = True
@@ -78,6 +85,8 @@ class Settings:
                 raise BudgetError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.stop is not None and not (_is_number(self.stop) and self.stop >= 0):
             raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
+        if self.calibration is not None and not (type(self.calibration) is int and self.calibration > 0):
+            raise BudgetError(f"calibration must be a number of samples from 1 up, got {self.calibration!r}")
         if self.schedule == "staged":
             return
         if len(self.budget.path) > 1:
@@ -92,6 +101,16 @@ class Settings:
     def needs_latency(self) -> bool:
         """Must layers be timed?"""
         return self.budget.latency is not None or self.normalize == "latency"
+
+    def samples(self, macs: float) -> int:
+        """How many samples a staged run looks at, if one takes so many multiply-adds.
+
+        >>> Settings(Budget(macs=0.5), create("random")).samples(4e9)
+        1024
+        >>> Settings(Budget(macs=0.5), create("random")).samples(2e11)
+        100
+        """
+        return self.calibration or min(CALIBRATION, max(FEWEST, int(MOST_MACS / max(macs, 1))))
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for ``config.json``.
@@ -111,12 +130,12 @@ class Settings:
 
 _WHOLE_NUMBERS = {
     "accumulate": 1, "batches_per_score": 1, "units_per_step": 1, "seed": 0, "recalibrate": 0, "weight_update": 0,
-    "recover": 0, "calibration": 1,
+    "recover": 0,
 }  # fmt: skip
 """Options that are whole numbers, and the least that each can be."""
 
 _ADDED_LATER: Mapping[str, Any] = {
-    "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": CALIBRATION,
+    "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": None,
 }  # fmt: skip
 
 

@@ -127,8 +127,8 @@ def dealt_again(batches: list[Any], seed: int) -> list[Any]:
 
     Batches that are anything else than tensors with the samples along their first dim come back as they are.
 
-    >>> [batch.tolist() for batch in dealt_again([torch.tensor([0, 1]), torch.tensor([2, 3])], seed=0)]
-    [[2, 0], [1, 3]]
+    >>> [batch.tolist() for batch in dealt_again([torch.tensor([0, 1]), torch.tensor([2, 3])], seed=1)]
+    [[1, 3], [2, 0]]
     """
     flat = [tree_flatten(batch) for batch in batches]
     columns = list(zip(*(leaves for leaves, _ in flat), strict=False))
@@ -138,7 +138,7 @@ def dealt_again(batches: list[Any], seed: int) -> list[Any]:
         return batches
     counts = [size.pop() for size in sizes]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed), device="cpu")
-    joined = [torch.cat([leaf.cpu() for leaf in column])[order].split(counts) for column in columns]
+    joined = [torch.cat(column)[order.to(column[0].device)].split(counts) for column in columns]
     return [tree_unflatten(list(leaves), flat[0][1]) for leaves in zip(*joined, strict=True)]
 
 
@@ -146,7 +146,7 @@ def _can_be_joined(leaves: Sequence[Any]) -> bool:
     """Return whether they are tensors that differ in nothing but the length of their first dim."""
     if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         return False
-    return len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) == 1
+    return len({(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) == 1
 
 
 def _parts(batches: Any) -> list[Any]:
