@@ -213,7 +213,8 @@ class _Start:
         together(lambda: refuse_other(config["settings"], first, "the first rank"))
         with progress.timed("trace"):
             graph, moves = together(lambda: self._trace(example_inputs, progress))
-        batches = together(lambda: self._first_batches(graph))
+        looked_at = LOSS_BATCHES if evaluate is None or self._settings.weight_update > 0 else 1
+        batches = together(lambda: self._first_batches(graph, looked_at))
         if resume is None:
             self._check_budget(graph, moves, progress)
         folder = together(lambda: self._open(config, resume, out) if rank() == 0 else None)
@@ -275,12 +276,12 @@ class _Start:
         self._model.train(mode)
         return graph
 
-    def _first_batches(self, graph: ChannelGraph) -> list[Any]:
+    def _first_batches(self, graph: ChannelGraph, least: int) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
         refuse_spoilt_weights(self._model)
         macs = count(graph, graph.kept(None)).macs / rough_count(graph.inputs)
         samples = self._settings.samples(macs) if self._settings.schedule == "staged" else None
-        batches = first_batches(self._batches, self._settings.seed, samples, LOSS_BATCHES)
+        batches = first_batches(self._batches, self._settings.seed, samples, least)
         for number, batch in enumerate(batches):
             if bool(not_finite(batch)):
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
