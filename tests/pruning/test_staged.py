@@ -329,3 +329,13 @@ def test_scores_that_are_all_alike_still_meet_the_budget():
 def test_several_shares_are_refused_outside_stages(options):
     with pytest.raises(BudgetError, match=r"several shares needs? schedule='staged'"):
         prune(budget=ifso.Budget(macs=(0.8, 0.6)), **options)
+
+
+def test_a_layer_that_reads_far_more_channels_than_there_are_samples_is_told():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3))
+    few, enough = ([(torch.randn(count, 4), torch.arange(count) % 3)] for count in (8, 32))
+    options = {"budget": ifso.Budget(macs=0.9), "example_inputs": torch.zeros(1, 4)}
+    told = "2.weight reads 64 channels, and the calibration has only 8 samples"
+    assert any(note.startswith(told) for note in prune(model, few, **options).notes)
+    assert prune(model, enough, **options).notes == ()

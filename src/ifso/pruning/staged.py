@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import scalar, undisturbed
-from ifso.curvature.weights import readers
+from ifso.curvature.weights import Reader, readers
+from ifso.graph.slots import named_tensors
 from ifso.pruning.distillation import is_loss
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
@@ -20,6 +22,9 @@ from ifso.pruning.normalizing import normalized
 from ifso.pruning.ranks import sum_over_ranks, together
 from ifso.pruning.selection import Target, select
 from ifso.pruning.stream import seed_of
+
+FEW = 4
+"""A layer may read so many channels for each sample before a note says that samples are few."""
 
 if TYPE_CHECKING:
     from ifso.pruning.run import Run
@@ -93,6 +98,19 @@ def _fit_(run: Run, units: Sequence[int]) -> None:
     update.apply_(network.model)
     for name, reason in update.left_alone.items():
         run.say(f"{name} was not updated: {reason}")
+    _warn_of_few(run, losing)
+
+
+def _warn_of_few(run: Run, losing: Sequence[Reader]) -> None:
+    """Say so where a linear layer reads far more channels than there are samples: they fit together by chance."""
+    tensors, samples = named_tensors(run.network.model), sum(rough_count(batch) for batch in run.calibration)
+    for reader in losing:
+        channels = tensors[reader.parameter].shape[-1]
+        if tensors[reader.parameter].dim() == 2 and samples * FEW < channels:
+            run.say(
+                f"{reader.parameter} reads {channels} channels, and the calibration has only {samples} samples: scores "
+                "and weights are unsure; give more"
+            )
 
 
 def _loss(run: Run) -> float:
