@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.criteria.group_fisher import Tap, summed_by_sample
 from ifso.criteria.reading import Moments, ReadingLayers, in_rows, mean_size
-from ifso.curvature.losses import checked, undisturbed
+from ifso.curvature.losses import checked, outputs_of, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS
@@ -74,7 +73,7 @@ class TrueLoss(Criterion):
                 task.renew(_KEY, lambda: None)
         taps = _Residuals(task.memo(_KEY, lambda: None))
         with undisturbed(task.model), torch.enable_grad():
-            with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, _outputs_of(task.model) as caught:
+            with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
             taps.layers.refuse_unseen()
             objective = self._objective(loss, caught, task)
@@ -116,17 +115,6 @@ def _units_at_positions(task: Task) -> dict[str, Tensor]:
         for layer in term.distinct
         if layer.numel() == layer.shape[0] > 1
     }
-
-
-@contextmanager
-def _outputs_of(model: torch.nn.Module) -> Iterator[list[Any]]:
-    """What the model returns within the context, call after call."""
-    caught: list[Any] = []
-    handle = model.register_forward_hook(lambda _module, _args, output: caught.append(output))
-    try:
-        yield caught
-    finally:
-        handle.remove()
 
 
 @dataclass

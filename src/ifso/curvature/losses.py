@@ -84,6 +84,17 @@ def same_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextlib.contextmanager
+def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
+    """What the model returns within the context, call after call."""
+    caught: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _args, output: caught.append(output))
+    try:
+        yield caught
+    finally:
+        handle.remove()
+
+
 class WatchedLoss:
     """The user's loss, with one clear line where it fails or is not finite. ``where`` says on which batch."""
 

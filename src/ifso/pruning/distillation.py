@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ifso.curvature.losses import LossFn, same_modes
+from ifso.curvature.losses import LossFn, outputs_of, same_modes
 from ifso.errors import ScoreError
 from ifso.pruning.afterwards import norms_of
 from ifso.pruning.modes import steady_
@@ -98,23 +97,13 @@ def _order(batches: int, steps: int, seed: int) -> Iterator[int]:
 
 
 def _outputs(network: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
-    with _caught(network) as caught:
+    with outputs_of(network) as caught:
         loss_fn(network, batch)
     found = [leaf for leaf in tree_leaves(caught) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     found = [leaf for leaf in found if leaf.numel() > 1]
     if not found:
         raise ScoreError("recover needs a network that returns its outputs; this one returns nothing but its loss")
     return found
-
-
-@contextmanager
-def _caught(network: nn.Module) -> Iterator[list[Any]]:
-    caught: list[Any] = []
-    handle = network.register_forward_hook(lambda _module, _args, output: caught.append(output))
-    try:
-        yield caught
-    finally:
-        handle.remove()
 
 
 def _distance(found: Tensor, wanted: Tensor) -> Tensor:
