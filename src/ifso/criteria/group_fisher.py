@@ -41,7 +41,7 @@ class GroupFisher(Criterion):
         with undisturbed(task.model), torch.enable_grad():
             with ReadingLayers(task, taps.visit, everywhere=True) as taps.layers:
                 loss = checked(task.loss_fn(task.model, batch))
-            calls = taps.gradients(loss)
+            calls = mask_gradients(loss, taps.seen, self.name)
         samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1
         return (by_sample * scale).square().sum(0)
@@ -63,6 +63,14 @@ class Tap(NamedTuple):
         mask = torch.ones((), dtype=dtype, device=x.device).expand(rows).requires_grad_()
         regions = None if layers is None else layers.regions
         return cls(name, mask, owner, regions if regions is not None and len(regions) == rows[0] else None)
+
+
+def mask_gradients(loss: Tensor, taps: list[Tap], criterion: str) -> list[tuple[Tap, Tensor]]:
+    """Each call of a reading layer with ∂L/∂mask, zeros where the loss does not depend on it."""
+    if not taps:
+        raise ScoreError(f"criterion {criterion!r}: no layer that reads units ran; does loss_fn call the model?")
+    grads = torch.autograd.grad(loss, [tap.mask for tap in taps], allow_unused=True)
+    return [(tap, torch.zeros_like(tap.mask) if grad is None else grad) for tap, grad in zip(taps, grads, strict=True)]
 
 
 def summed_by_sample(calls: list[tuple[Tap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:
@@ -104,18 +112,6 @@ class _Taps:
         tap = Tap.at(name, x, dim, owner, self.layers)
         self.seen.append(tap)
         return _Masked.apply(x, tap.mask, dim)
-
-    def gradients(self, loss: Tensor) -> list[tuple[Tap, Tensor]]:
-        """Each call of a layer with ∂L/∂mask."""
-        if not self.seen:
-            raise ScoreError("criterion 'group-fisher': no layer that reads units ran; does loss_fn call the model?")
-        grads = torch.autograd.grad(loss, [call.mask for call in self.seen], allow_unused=True)
-        found = [
-            (call, torch.zeros_like(call.mask) if grad is None else grad)
-            for call, grad in zip(self.seen, grads, strict=True)
-        ]
-        self.seen.clear()
-        return found
 
 
 class _Masked(Function):

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_leaves
 
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.criteria.group_fisher import Tap, summed_by_sample
+from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
 from ifso.criteria.reading import Moments, ReadingLayers, in_rows, mean_size
-from ifso.curvature.losses import checked, outputs_of, undisturbed
+from ifso.curvature.losses import checked, output_tensors, outputs_of, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS
@@ -77,24 +76,14 @@ class TrueLoss(Criterion):
                 loss = checked(task.loss_fn(task.model, batch))
             taps.layers.refuse_unseen()
             objective = self._objective(loss, caught, task)
-            if not taps.seen:
-                raise ScoreError("criterion 'true-loss': no layer that reads units ran; does loss_fn call the model?")
-            grads = torch.autograd.grad(objective, [tap.mask for tap in taps.seen], allow_unused=True)
-        found = [
-            (tap, torch.zeros_like(tap.mask) if grad is None else grad)
-            for tap, grad in zip(taps.seen, grads, strict=True)
-        ]
+            found = mask_gradients(objective, taps.seen, self.name)
         samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
 
     def _objective(self, loss: Tensor, caught: list[Any], task: Task) -> Tensor:
         """What is differentiated: random directions of the outputs, or the loss itself."""
-        outputs = [
-            leaf
-            for leaf in tree_leaves(caught)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad and leaf.numel() > 1
-        ]
+        outputs = [output for output in output_tensors(caught) if output.requires_grad]
         if self.target == "loss" or not outputs:
             return loss
         number = task.count(_KEY)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
@@ -93,6 +94,12 @@ def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
         yield caught
     finally:
         handle.remove()
+
+
+def output_tensors(caught: list[Any]) -> list[Tensor]:
+    """The tensors of numbers among what a model returned, without single ones: those are losses."""
+    leaves = (leaf for leaf in tree_leaves(caught) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel() > 1]
 
 
 class WatchedLoss:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from ifso.curvature.losses import LossFn, outputs_of, same_modes
+from ifso.curvature.losses import LossFn, output_tensors, outputs_of, same_modes
 from ifso.errors import ScoreError
 from ifso.pruning.afterwards import norms_of
 from ifso.pruning.modes import steady_
@@ -99,8 +98,7 @@ def _order(batches: int, steps: int, seed: int) -> Iterator[int]:
 def _outputs(network: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
     with outputs_of(network) as caught:
         loss_fn(network, batch)
-    found = [leaf for leaf in tree_leaves(caught) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    found = [leaf for leaf in found if leaf.numel() > 1]
+    found = output_tensors(caught)
     if not found:
         raise ScoreError("recover needs a network that returns its outputs; this one returns nothing but its loss")
     return found

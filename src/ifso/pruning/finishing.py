@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -63,16 +63,17 @@ class Finisher:
     def _measure_here(self) -> dict[str, float]:
         """What the network of a staged run is worth now, units that are gone still in place as zeros."""
         run = self._run
-        self._recalibrate(run.network.model)
+        self._recalibrate(run.batches_here())
         with run.network.running():
             return self._values(run.network.model)
 
-    def _recalibrate(self, model: nn.Module) -> None:
-        run = self._run
+    def _recalibrate(self, batches: Iterable[Any]) -> None:
+        """New statistics for batch norms, the same on all ranks, if there are any and the user wants that."""
+        run, model = self._run, self._run.network.model
         if not run.settings.recalibrate or not norms_of(model):
             return
         with run.progress.timed("recovery"):
-            recalibrate_(model, run.loss_fn, run.batches_here())
+            recalibrate_(model, run.loss_fn, batches)
             average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
 
     def _reached(self, budget: Budget, values: Mapping[str, float]) -> dict[str, Any]:
@@ -170,13 +171,8 @@ class Finisher:
         data = together(lambda: [self._next() for _ in range(batches)])
         if staged and not run.progress.removals:
             return  # every stage was undone: the network stays as it was
-        if staged and run.settings.recalibrate and norms_of(model):
-            self._recalibrate(model)
-            self.measure("batch norms recalibrated")
-        elif run.settings.recalibrate and norms_of(model):
-            with run.progress.timed("recovery"):
-                recalibrate_(model, run.loss_fn, data[: run.settings.recalibrate])
-                average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
+        if run.settings.recalibrate and norms_of(model):
+            self._recalibrate(run.batches_here() if staged else data[: run.settings.recalibrate])
             self.measure("batch norms recalibrated")
         if run.settings.weight_update:
             self._update_weights(data[: run.settings.weight_update])
@@ -226,7 +222,7 @@ class Finisher:
         undo, before = Undo(model), run.progress.measures[-1]["values"]
         with run.progress.timed("recovery"):
             distil_(model, run.teacher, run.loss_fn, run.calibration, run.settings.recover, run.settings.seed)
-        self._recalibrate(model)
+        self._recalibrate(run.batches_here())
         after = self._values(model)
         good = is_better(after, before)
         self._tell(f"{run.settings.recover} steps of distillation{'' if good else UNDONE}", after)
