@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +22,8 @@ STARTING = 120.0
 class Worker:
     """A process for examinations, begun when it is first needed. It ends with the block it is used in."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, serve: Callable[[Connection, Setup], None] | None = None) -> None:
+        self._setup, self._serve = setup, serve or _serve
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -63,7 +64,7 @@ class Worker:
         if self._pipe is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs, self._setup), daemon=True)
+            self._process = context.Process(target=self._serve, args=(theirs, self._setup), daemon=True)
             self._process.start()
             theirs.close()
         return self._pipe
