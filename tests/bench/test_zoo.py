@@ -10,7 +10,7 @@ from zoo_servers import die, hang
 
 from ifso.bench import zoo, zoo_float64, zoo_page, zoo_record, zoo_run
 from ifso.bench.zoo import Setup, examine
-from ifso.bench.zoo_cases import logits_loss, native_case, on, small_case, still_
+from ifso.bench.zoo_cases import logits_loss, moved_, native_case, on, small_case, still_
 from ifso.bench.zoo_float64 import CRITERIA, Sample
 from ifso.bench.zoo_networks import Entry, matching, named, shard_of, timm_entries, torchvision_entries
 from ifso.bench.zoo_run import Limits, left
@@ -200,6 +200,12 @@ def test_the_loss_adds_up_all_heads():
 def test_nothing_is_drawn_by_lot_in_a_small_case():
     net = still_(nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))))
     assert [module.training for module in net.modules()] == [True, False, True, True, False]
+
+
+def test_tensors_that_a_module_keeps_go_along():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].places = torch.zeros(2)
+    assert moved_(net, "cpu", torch.float64)[0].places.dtype == torch.float64
 
 
 def test_a_detector_has_what_it_wants_to_know():

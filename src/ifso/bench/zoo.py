@@ -10,7 +10,7 @@ import gc
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import ifso
 from ifso.bench import zoo_float64
 from ifso.bench.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
-from ifso.bench.zoo_cases import SEED, Case, native_case, native_options, on, small_case, still_
+from ifso.bench.zoo_cases import SEED, Case, moved_, native_case, native_options, on, small_case, still_
 from ifso.bench.zoo_float64 import CRITERIA, Sample
 from ifso.bench.zoo_networks import Entry
 from ifso.criteria.base import Task
@@ -53,7 +53,8 @@ class Setup:
     """How networks are examined.
 
     ``float64`` compares ranks with scores in float64 on the CPU, those in the folder ``kept`` where they fit;
-    ``only_float64`` does nothing but fill that folder. ``replayed`` also times CUDA graphs.
+    ``only_float64`` does nothing but fill that folder. ``replayed`` also times CUDA graphs. ``processes`` share the
+    device; that is only told.
     """
 
     batch: int = 8
@@ -64,6 +65,7 @@ class Setup:
     kept: str | None = None
     only_float64: bool = False
     replayed: bool = False
+    processes: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -195,7 +197,7 @@ class _Exam:
         """Scores of the small batch in float32 on the device, and a copy for float64 if none are kept."""
         assert self.small is not None
         batch, copied = on(self.device, self.small.feed(SEED)), copy.deepcopy(self.small.model)
-        model = self.small.model.to(self.device)
+        model = moved_(self.small.model, self.device)
         graph = self._trace_small(batch)
         sample = Sample.of(graph)
         if self.setup.kept is not None:
@@ -219,10 +221,10 @@ class _Exam:
         assert self.small is not None
         assert self._small_graph is not None
         graph, sample = self._small_graph, Sample.of(self._small_graph)
-        exact, batch = still_(model.to("cpu", torch.float64)), on("cpu", self.small.feed(SEED), torch.float64)
-        scores = {
-            name: sample.taken(graph, ifso.score(exact, graph, self.small.loss_fn, [batch], name)) for name in CRITERIA
-        }
+        exact, batch = still_(moved_(model, "cpu", torch.float64)), on("cpu", self.small.feed(SEED), torch.float64)
+        loss_fn = self.small.loss_fn
+        with _float64_by_default():
+            scores = {name: sample.taken(graph, ifso.score(exact, graph, loss_fn, [batch], name)) for name in CRITERIA}
         if self.setup.kept is not None:
             path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
             zoo_float64.write(path, scores, self._sums, {**about("cpu"), "network": self.entry.key})
@@ -252,7 +254,7 @@ class _Exam:
         if self.small is not None and self.small.options == native_options(self.entry):
             made = self.small.model
         elif self.small is not None:
-            self.small.model.to("cpu")
+            moved_(self.small.model, "cpu")
         self.native = native_case(self.entry, self.setup.batch, self.device, made)
         params = sum(parameter.numel() for parameter in self.native.model.parameters())
         return {"input": self.native.words, "params": params}
@@ -353,6 +355,17 @@ class _Exam:
             "removed_units": result.removed_units, "seconds": result.seconds,
         }  # fmt: skip
         return {"pruned": pruned, "step_after": self._step()}
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Tensors that a network makes on its way, without saying of which dtype, are float64 as well."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _images(batch: Any) -> Tensor:

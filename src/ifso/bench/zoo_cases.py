@@ -57,7 +57,7 @@ def native_case(entry: Entry, batch: int, device: torch.device, model: nn.Module
     feed = _feed(entry, made, batch, None)
     if model is None:
         enliven_(made, feed, device)
-    return _case(made.to(device), feed, native_options(entry))
+    return _case(moved_(made, device), feed, native_options(entry))
 
 
 def small_case(entry: Entry) -> Case:
@@ -70,7 +70,8 @@ def small_case(entry: Entry) -> Case:
             feed = _feed(entry, model, SMALL_BATCH, size)
             enliven_(model, feed, torch.device("cpu"))
             case = _case(model, feed, options)
-            loss = case.loss_fn(still_(model), feed(SEED))
+            with torch.no_grad():
+                loss = case.loss_fn(still_(model), feed(SEED))
             if not bool(loss.isfinite()):
                 raise IfsoError("the loss is not finite")
         except Exception as error:  # whatever a network raises on a size that it does not accept
@@ -130,7 +131,7 @@ def still_(model: nn.Module) -> nn.Module:
 def enliven_(model: nn.Module, feed: Callable[[int], Any], device: torch.device) -> None:
     """Weights on which scores are not degenerate, see :mod:`ifso.bench.lively`; the model stays there, in eval mode."""
     perturb_(model.eval(), SEED)
-    model.to(device)
+    moved_(model, device)
     images = on(device, feed(SEED)[0])
 
     def run() -> Any:
@@ -149,6 +150,16 @@ def on(device: torch.device | str, batch: Any, dtype: torch.dtype | None = None)
         return leaf.to(device, dtype) if dtype is not None and leaf.is_floating_point() else leaf.to(device)
 
     return tree_map(moved, batch)
+
+
+def moved_(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model on a device and in a precision, with the tensors that its modules keep from run to run on their own."""
+    model.to(device, dtype)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                setattr(module, name, on(device, value, dtype))
+    return model
 
 
 def _built(entry: Entry, options: dict[str, Any], device: str) -> nn.Module:

@@ -125,7 +125,8 @@ def _places(rows: Rows) -> Iterator[str]:
 
 def _place(row: Mapping[str, Any]) -> str:
     versions = [f"{name} {version}" for name, version in row["about"].items() if name != "device_name"]
-    return ", ".join([row["about"]["device_name"], *versions, f"batch {row['batch']}"])
+    together = f"{row['processes']} processes at a time" if row.get("processes", 1) > 1 else "one process"
+    return ", ".join([row["about"]["device_name"], *versions, f"batch {row['batch']}", together])
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -36,7 +36,8 @@ def run(
                 break
             start = time.monotonic()
             found = worker.examine(entry, limits.seconds)
-            row = {"network": entry.key, "kind": entry.kind, "batch": setup.batch, **found}
+            told_before = {"batch": setup.batch, "processes": setup.processes}
+            row = {"network": entry.key, "kind": entry.kind, **told_before, **found}
             row["total_s"] = round(time.monotonic() - start, 1)
             if out is not None:
                 zoo_record.add(out, row)

@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     from ifso.bench.zoo_run import Limits, left
     from ifso.bench.zoo_run import run as go
 
+    chosen = _entries(args)
     setup = Setup(
         args.batch, "cpu" if args.float64_only else args.device, args.repeats, args.threads, not args.no_float64,
-        args.float64, args.float64_only, args.replayed,
+        args.float64, args.float64_only, args.replayed, 1 if args.shard is None else int(args.shard.partition("/")[2]),
     )  # fmt: skip
     out = None if args.float64_only else args.out
-    chosen = _entries(args)
     todo = left(chosen, setup, out, args.retry)
     say(f"{len(todo)} of {len(chosen)} networks are left")
     done, rest = go(todo, setup, out, Limits(args.limit, args.minutes), say)
