@@ -143,6 +143,8 @@ class _Exam:
     def __init__(self, entry: Entry, setup: Setup) -> None:
         self.entry, self.setup = entry, setup
         self.device = usable_device(setup.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
         self.small: Case | None = None
         self.native: Case | None = None
         self.graph: ChannelGraph | None = None
