@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from catalog import Entry
-from condition import calibrate_, perturb_
 from torch import Tensor, nn
 from values import finite
+
+from ifso.bench.lively import calibrate_, perturb_
 
 SEED = 0
 SIZES = (64, 96, 112, 128, 160, 192, 224, 256)

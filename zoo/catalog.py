@@ -6,61 +6,28 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from ifso.bench.zoo_networks import FAMILIES, Entry, timm_entries, torchvision_entries
+
 HERE = Path(__file__).resolve().parent
-FAMILIES = HERE / "timm_families.json"
-"""{timm.models module: {model, params, input_size}}, the smallest model of each module."""
 NAMES = HERE / "timm_names.json"
-"""The same by the first word of the model name: finer than modules, which may hold several architectures."""
+"""Like ``FAMILIES``, by the first word of the model name: finer than modules, which may hold several architectures."""
 
 SETS = ("torchvision", "timm", "timm-names", "all")
 TORCHVISION_KINDS = ("classification", "segmentation", "video", "detection", "optical_flow")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One network of the zoo. ``kind`` is the torchvision task or the timm family."""
-
-    source: str
-    kind: str
-    name: str
-
-    @property
-    def key(self) -> str:
-        """As the command line names it: ``torchvision:resnet18``."""
-        return f"{self.source}:{self.name}"
 
 
 def entries(which: str) -> list[Entry]:
     """The networks of a set in a fixed order; ``"all"`` is torchvision and the timm families."""
     found: list[Entry] = []
     if which in ("torchvision", "all"):
-        found += torchvision_entries()
+        found += torchvision_entries(TORCHVISION_KINDS)
     if which in ("timm", "all"):
         found += timm_entries(FAMILIES)
     if which == "timm-names":
         found += timm_entries(NAMES)
     return found
-
-
-def torchvision_entries() -> list[Entry]:
-    """Every builder that is not quantized."""
-    from torchvision import models
-
-    modules = {kind: getattr(models, kind, models) for kind in TORCHVISION_KINDS}
-    return [
-        Entry("torchvision", kind, name)
-        for kind, module in modules.items()
-        for name in sorted(models.list_models(module=module))
-    ]
-
-
-def timm_entries(file: Path) -> list[Entry]:
-    """The committed choice, one per family."""
-    families = json.loads(file.read_text())
-    return [Entry("timm", family, chosen["model"]) for family, chosen in sorted(families.items())]
 
 
 def write_timm_choices() -> str:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ifso.cli import bench_choose, bench_everyday, bench_export, bench_prune, bench_score, bench_trace, bench_train
+from ifso.cli import (
+    bench_choose,
+    bench_everyday,
+    bench_export,
+    bench_prune,
+    bench_score,
+    bench_trace,
+    bench_train,
+    bench_zoo,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -18,3 +27,4 @@ def add_parser(commands: Any) -> None:
     bench_train.add_parser(what)
     bench_export.add_parser(what)
     bench_everyday.add_parser(what)
+    bench_zoo.add_parser(what)

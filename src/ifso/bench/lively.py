@@ -1,4 +1,4 @@
-"""Give a freshly built network parameters on which a wrong removal shows.
+"""Give a freshly built network parameters on which a wrong removal or score shows.
 
 Fresh networks are degenerate: zero-initialised gains switch whole branches off, layer scales of 1e-6 hide them, biases
 and running means are zero. An error there would not reach the output.
