@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reading import ReadingLayers, in_rows
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.losses import checked, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
@@ -38,9 +39,10 @@ class GroupFisher(Criterion):
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores [units]."""
         taps = _Taps()
-        with undisturbed(task.model), torch.enable_grad():
+        with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
             with ReadingLayers(task, taps.visit, everywhere=True) as taps.layers:
                 loss = checked(task.loss_fn(task.model, batch))
+            taps.layers.refuse_unseen()
             calls = mask_gradients(loss, taps.seen, self.name)
         samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1

@@ -68,9 +68,9 @@ class ReadingLayers(TorchFunctionMode):
     """Within it ``visit`` is called with the input of every conv, transposed conv or linear layer that reads units.
 
     Units that no layer reads (queries and keys) are visited at the output of the layer that makes them.
-    ``everywhere=True`` refuses a reading parameter that is differentiated in any other use. Without it, weights that
-    are computed from such a parameter, number by number, are followed (weight norm, the parts of ``in_proj_weight``);
-    :meth:`refuse_unseen` refuses parameters that no layer ran with, though something else did.
+    ``everywhere=True`` refuses a reading parameter that is differentiated in any other use. Without it, and within
+    attention, weights that are computed from such a parameter, number by number, are followed (weight norm, the parts
+    of ``in_proj_weight``); :meth:`refuse_unseen` refuses parameters that no layer ran with, though something else did.
 
     ``regions`` holds, where regions were cut out of images since the last layer before (``roi_align``), the image that
     each comes from, in the order of the images; else it is None. Layers that see as many rows see these regions.
@@ -101,7 +101,7 @@ class ReadingLayers(TorchFunctionMode):
         if found:
             return self._layer(func, args, kwargs, found)
         result = func(*args, **kwargs)
-        if self._everywhere:
+        if self._everywhere and not self._samples:
             self._refuse_other_uses(func, (args, kwargs), result)
         else:
             self._follow(func, (args, kwargs), result)

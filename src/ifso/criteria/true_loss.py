@@ -13,6 +13,7 @@ from torch.autograd import Function
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
 from ifso.criteria.reading import Moments, ReadingLayers, in_rows, mean_size
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.losses import checked, output_tensors, outputs_of, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
@@ -71,7 +72,7 @@ class TrueLoss(Criterion):
             finally:
                 task.renew(_KEY, lambda: None)
         taps = _Residuals(task.memo(_KEY, lambda: None))
-        with undisturbed(task.model), torch.enable_grad():
+        with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
             with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
             taps.layers.refuse_unseen()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +12,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, below_other_modes
+from ifso.curvature.forward_rules import load_forward_mode
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.taps import Taps
 from ifso.errors import ScoreError
@@ -30,12 +29,13 @@ def dual_pass(
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
     """Run the loss forward and backward; the taps collect. The pass is made ``within`` a context of its own."""
-    _load_forward_mode()
+    load_forward_mode()
     with (
         explained(),
         undisturbed(model),
         torch.enable_grad(),
         sdpa_kernel(SDPBackend.MATH),
+        without_checkpoints(),
         forward_ad.dual_level(),
         within or contextlib.nullcontext(),
     ):
@@ -45,14 +45,6 @@ def dual_pass(
         for place, grad in zip(taps.inputs, grads, strict=True):
             taps.collect(place, grad)
     taps.plans.clear()  # they hold the taps, and with them all activations, until garbage is collected
-
-
-@cache
-def _load_forward_mode() -> None:
-    """Let torch load its formulas now: it warns of a deprecated function that it calls itself in doing so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        import_module("torch._decomp.decompositions_for_jvp")
 
 
 _SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch", "checkpoint")

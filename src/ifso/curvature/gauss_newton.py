@@ -20,8 +20,10 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
 from ifso.curvature.dual_pass import explained
+from ifso.curvature.forward_rules import load_forward_mode
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.weights import sum_of
 from ifso.errors import ScoreError
@@ -31,7 +33,8 @@ def gauss_newton_product(
     model: nn.Module, loss_fn: LossFn, batch: Any, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
-    with explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    load_forward_mode()
+    with explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
         with forward_ad.dual_level():
             cut = _Cut(tensors, dots)
             with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
