@@ -93,6 +93,10 @@ def _score_here(
     check_fits(model, graph)
     if not graph.num_units:
         raise ScoreError(f"nothing in {type(model).__name__} can be pruned, so there is no score; see graph.frozen")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ScoreError(
+            f"{type(model).__name__} is on the meta device, which holds no numbers; load its weights first"
+        )
     watched = WatchedLoss(loss_fn)
     task = Task(model, graph, watched, graph.kept(keep))
     check_keep(graph, task.kept)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ifso.curvature.checkpoints import not_reentrant
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
-from ifso.graph.running import forget_caches_of
+from ifso.graph.running import devices_apart, forget_caches_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
@@ -118,7 +118,8 @@ class WatchedLoss:
         except IfsoError:
             raise
         except Exception as error:
-            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {_hint(error)}") from error
+            hint = devices_apart(model, batch) or _hint(error)
+            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {hint}") from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
         return loss
 
