@@ -51,8 +51,8 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer step by step, not in one kernel for all steps."""
+def in_plain_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without cuDNN and oneDNN: a recurrent layer runs step by step, not in one kernel for all steps."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _switched_off(torch.backends.cudnn), _switched_off(torch.backends.mkldnn):
@@ -125,7 +125,10 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     F.group_norm: group_norm,
     torch._weight_norm: weight_norm,
     F.scaled_dot_product_attention: attention,
-    **{function: recurrent(function) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **{
+        function: in_plain_kernels(function)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.grid_sample)
+    },
     F.mse_loss: mse_loss,
     F.huber_loss: huber_loss,
     F.soft_margin_loss: soft_margin_loss,
