@@ -73,11 +73,12 @@ class TrueLoss(Criterion):
                 task.renew(_KEY, lambda: None)
         taps = _Residuals(task.memo(_KEY, lambda: None))
         with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
-            with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, outputs_of(task.model) as caught:
+            layers = ReadingLayers(task, taps.visit, everywhere=False, in_rows=True)
+            with layers as taps.layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
-            taps.layers.refuse_unseen()
+            layers.refuse_unseen()
             objective = self._objective(loss, caught, task)
-            found = mask_gradients(objective, taps.seen, self.name)
+            found = mask_gradients(objective, taps.seen, self.name, layers.samples)
         samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
