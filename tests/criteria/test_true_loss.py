@@ -27,7 +27,7 @@ NOT_HERE = (
     "weight-standardised", "weight-standardised-batch-norm", "cross-attention", "nested-inputs", "in-place-shape",
     "group-norm", "multihead-sequence-first",
 )  # fmt: skip
-"""The truth knows no weights that are computed, no lists of images, no samples but along the first dim, no constant network."""
+"""The truth knows no weights that are computed, no lists, no samples but along the first dim, no constant network."""
 NETS = [name for name in CASES if CASES[name].prunable and name not in OTHERWISE and name not in NOT_HERE]
 
 
