@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._decomp.decompositions import grid_sampler_2d
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -61,6 +62,13 @@ def _multi_margin(x: Tensor, target: Tensor, **_: Any) -> Tensor:
     return ((1 - right + x).clamp(min=0) * others).mean()
 
 
+def _grid_sample(
+    x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool = False
+) -> Tensor:
+    modes = ("bilinear", "nearest", "bicubic").index(mode), ("zeros", "border", "reflection").index(padding_mode)
+    return grid_sampler_2d(x, grid, *modes, align_corners)
+
+
 class _WrittenOut(TorchFunctionMode):
     """Formulas for functions whose second derivative PyTorch lacks or, for weight norm on a CPU, has wrong."""
 
@@ -68,6 +76,7 @@ class _WrittenOut(TorchFunctionMode):
         torch._weight_norm: _weight_norm,
         F.hardsigmoid: lambda x, inplace=False: (x / 6 + 0.5).clamp(0, 1),
         F.multi_margin_loss: _multi_margin,
+        F.grid_sample: _grid_sample,
     }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,6 +75,36 @@ class TestBenchScore:
         assert "S, exact" in out
         assert "taylor" not in out
 
+    def test_a_method_that_fails_leaves_its_reason_and_the_others(self, capsys, monkeypatch):
+        def fail(self):
+            raise NotImplementedError("forward AD with\nnative_dropout_backward")
+
+        monkeypatch.setattr("ifso.bench.score.Workbench._double_backward", fail)
+        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
+        argv += ["--methods", "ifso", "double backward", "taylor"]
+        assert main([*argv, "--json"]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["results"]
+        methods = result["methods"]
+        reason = "NotImplementedError: forward AD with native_dropout_backward"
+        assert methods["double backward"] == {"error": reason}
+        assert all(methods[name]["seconds"] > 0 for name in ("gradient", "ifso", "taylor"))
+        assert methods["ifso"]["fidelity"] > 0.9
+        assert main(argv) == 0
+        assert f"double backward failed: {reason}" in capsys.readouterr().out.replace("\n", " ")
+
+    def test_ranks_are_of_few_samples_or_left_out(self, capsys, monkeypatch):
+        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "3", "--size", "8", "--repeats", "1"]
+        argv += ["--methods", "ifso", "--json"]
+        monkeypatch.setattr("ifso.bench.score.RANK_MACS", 1.0)
+        assert main(argv) == 0
+        (few,) = json.loads(capsys.readouterr().out)["results"]
+        assert few["rank_samples"] == 2
+        assert few["methods"]["ifso"]["fidelity"] > 0.99
+        monkeypatch.setattr("ifso.bench.score.Workbench.fidelity", lambda *_: pytest.fail("ranks were computed"))
+        assert main([*argv, "--no-ranks"]) == 0
+        (none,) = json.loads(capsys.readouterr().out)["results"]
+        assert (none["rank_samples"], none["methods"]["ifso"]["fidelity"]) == (0, None)
+
     @pytest.mark.parametrize(
         ("more", "words"),
         [

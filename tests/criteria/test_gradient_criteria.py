@@ -125,6 +125,66 @@ def test_group_fisher_with_windows_of_samples():
     assert_close(found, {name: sum(part[name] ** 2 for part in parts) for name in found})
 
 
+def test_group_fisher_of_cross_attention():
+    """Its weight is split for queries and memory; samples do not meet, so each has the first order of its own."""
+
+    def loss_fn(model, inputs):
+        return model(*inputs)[0].sin().mean()
+
+    case = CASES["cross-attention"]
+    model, inputs = case.model(), case.inputs()
+    found = score(model, case.graph(), loss_fn, [inputs], "group-fisher")
+    samples = [tuple(part[n : n + 1] for part in inputs) for n in range(len(inputs[0]))]
+    parts = [score(model, case.graph(), loss_fn, [sample], "taylor") for sample in samples]
+    assert len(samples) > 1
+    assert_close(found, {name: sum(part[name] ** 2 for part in parts) for name in found})
+
+
+class TokensFirst(nn.Module):
+    """Samples come first, go second through attention that takes tokens first, and are first again in the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embed(x).transpose(0, 1)).transpose(0, 1).tanh())
+
+
+@pytest.mark.parametrize("tokens", [6, 5, 3])
+def test_group_fisher_where_attention_takes_tokens_first(tokens):
+    """Also where tokens are a multiple of the samples, here 3."""
+    torch.manual_seed(0)
+    model, batch = TokensFirst().double(), torch.randn(3, tokens, 5, dtype=torch.float64)
+    graph = ifso.trace(model, batch)
+    if tokens == len(batch):
+        for criterion in ("group-fisher", "true-loss"):
+            with pytest.raises(ScoreError, match="sees 3 of each; give batches of another size"):
+                score(model, graph, mean_loss, [batch], criterion)
+        return
+    found = score(model, graph, mean_loss, [batch], "group-fisher")
+    parts = [score(model, graph, mean_loss, [sample[None]], "taylor") for sample in batch]
+    assert_close(found, {name: sum(part[name] ** 2 for part in parts) for name in found})
+
+
+def test_true_loss_where_attention_takes_tokens_first():
+    """The same network with samples first all the way."""
+    torch.manual_seed(0)
+    first, batch = TokensFirst().double(), torch.randn(4, 6, 5, dtype=torch.float64)
+    plain = nn.Sequential(first.embed, nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0, batch_first=True).double())
+    plain.append(nn.Tanh()).append(first.head)
+    plain[1].load_state_dict(first.layer.state_dict())
+    graphs = [ifso.trace(model, batch) for model in (first, plain)]
+    found, wanted = (
+        score(model, graph, mean_loss, [batch], "true-loss")
+        for model, graph in zip((first, plain), graphs, strict=True)
+    )
+    for one, other in zip(found.values(), wanted.values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_group_fisher_reads_the_input_of_a_grouped_transposed_convolution():
     model, graph, batch = CASES["transposed-grouped"].model(), CASES["transposed-grouped"].graph(), batch_of("grouped")
     net = {"stem.conv": places(8, "up")}
@@ -172,7 +232,6 @@ def test_group_fisher_without_a_batch_dim():
     ("name", "parameter", "function"),
     [
         ("einsum", "weight", "einsum"),
-        ("cross-attention", r"attn\.in_proj_weight", "split"),
         ("weight-standardised", r"body\.weight", "mean"),
     ],
 )

@@ -17,7 +17,7 @@ from ifso.criteria.base import Criterion
 from ifso.criteria.magnitude import Magnitude
 from ifso.criteria.scoring import score
 from ifso.criteria.taylor import Taylor
-from ifso.errors import KeepError, ScoreError, StaleGraphError
+from ifso.errors import KeepError, ScoreError, StaleGraphError, TraceError
 
 
 def loss_fn(model, batch):
@@ -364,3 +364,36 @@ def test_a_network_in_which_nothing_reads_a_unit_but_a_module_without_weights():
     mask = torch.ones(4, dtype=torch.float64, requires_grad=True)
     net[3](features * mask[:, None, None]).sin().mean().backward()
     torch.testing.assert_close(values, mask.grad.abs())
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("criterion", ["ifso", "taylor", "group-fisher", "true-loss", "hrank"])
+def test_a_batch_on_another_device_is_said_in_one_line(model, graph, criterion):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y = batches(1)[0]
+    with pytest.raises(ScoreError, match="the model is on cpu, what it is given on cpu and meta; move one") as caught:
+        score(model, graph, loss_fn, [(x.to("meta"), y)], criterion)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_loss_that_moves_its_batch_may_find_it_anywhere(model, graph):
+    x, y = batches(1)[0]
+    found = score(model, graph, lambda model, batch: loss_fn(model, (x, batch[1])), [(x.to("meta"), y)])
+    torch.testing.assert_close(found, score(model, graph, loss_fn, [(x, y)]))
+
+
+def test_a_model_without_numbers_is_refused(graph):
+    with pytest.raises(ScoreError, match="is on the meta device, which holds no numbers"):
+        score(CASES["plain"].model().to("meta"), graph, loss_fn, batches(1))
+
+
+def test_the_other_functions_say_it_too(model, graph):
+    x, y = batches(1)[0]
+    keep = {group.name: torch.arange(group.size) > 0 for group in graph.groups}
+    with pytest.raises(ScoreError, match="what it is given on cpu and meta"):
+        ifso.true_loss_change(model, graph, keep, loss_fn, [(x.to("meta"), y)])
+    with pytest.raises(TraceError, match="the model is on cpu, what it is given on meta"):
+        ifso.trace(model, x.to("meta"))

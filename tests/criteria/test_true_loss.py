@@ -19,16 +19,15 @@ from ifso.errors import ScoreError
 DAMPING = 0.02
 
 OTHERWISE = {
-    "multihead-sequence-first": "samples along the first dim",
     "data-dependent": "samples along the first dim",
     "einsum": "used by einsum, not as the weight",
 }
 """Networks that it refuses, and what it says."""
 NOT_HERE = (
     "weight-standardised", "weight-standardised-batch-norm", "cross-attention", "nested-inputs", "in-place-shape",
-    "group-norm",
+    "group-norm", "multihead-sequence-first",
 )  # fmt: skip
-"""The truth knows no weights that are computed, no lists of images, no tokens for samples, no constant network."""
+"""The truth knows no weights that are computed, no lists, no samples but along the first dim, no constant network."""
 NETS = [name for name in CASES if CASES[name].prunable and name not in OTHERWISE and name not in NOT_HERE]
 
 

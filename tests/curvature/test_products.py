@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from cases import ALL, CASES, enliven_, random_keep, run, tensors
 from reference import Reference, layer_weights
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import ifso
 from ifso.curvature.primal import LayerPrimal, is_careful
@@ -214,6 +213,30 @@ def test_cases_over_all_parameters(case):
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
+
+class FusedDropout(nn.Module):
+    """What ``F.dropout`` calls on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, 0.4, self.training)[0]
+
+
+class Sampled(nn.Module):
+    """Images read at places between the pixels and outside, which follow from two channels if they are ``moving``."""
+
+    def __init__(self, moving: bool = False, align_corners: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.moving, self.options = moving, {"align_corners": align_corners, **options}
+        random = torch.Generator().manual_seed(3)
+        self.register_buffer("grid", 2.5 * torch.rand(1, 4, 3, 2, generator=random, dtype=torch.float64) - 1.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = self.grid.to(x.dtype).expand(len(x), -1, -1, -1)
+        if self.moving:
+            grid = grid + 0.1 * x[:, :2, :4, :3].movedim(1, -1).tanh()
+        return F.grid_sample(x, grid, **self.options)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "strided": lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1),
     "stride of two numbers": lambda: nn.Conv2d(4, 4, (3, 1), stride=(2, 1), padding=(1, 0)),
@@ -250,6 +273,11 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "reflection": lambda: nn.ReflectionPad2d(1),
     "replication": lambda: nn.ReplicationPad2d(1),
     "dropout": lambda: nn.Dropout(0.4),
+    "dropout as on a GPU": FusedDropout,
+    "sampled at a grid": Sampled,
+    "sampled where channels say": lambda: Sampled(moving=True),
+    "sampled by cubics": lambda: Sampled(moving=True, mode="bicubic", padding_mode="border"),
+    "sampled, nearest, mirrored": lambda: Sampled(mode="nearest", padding_mode="reflection", align_corners=True),
     "dropout of channels": lambda: nn.Dropout2d(0.4),
     "alpha dropout": lambda: nn.AlphaDropout(0.4),
     "relu in place": lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
@@ -677,42 +705,6 @@ def test_bad_losses(name, fused):
         with pytest.raises(ScoreError, match=words) as caught:
             call(x)
         assert "\n" not in str(caught.value)
-
-
-class _OneWay(torch.autograd.Function):
-    """Has a backward pass but no derivative for forward mode."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def _plain(net: Any, x: Tensor) -> Tensor:
-    return net.b(torch.tanh(net.a(x)))
-
-
-REFUSABLE: dict[str, tuple[Callable[[Any, Tensor], Tensor], LossFn]] = {
-    "custom function": (lambda net, x: net.b(_OneWay.apply(torch.tanh(net.a(x)))), squares),
-    "checkpointed producer": (lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False).tanh()), squares),
-    "checkpointed reader": (lambda net, x: checkpoint(net.b, net.a(x).tanh(), use_reentrant=False), squares),
-    "vmap": (lambda net, x: torch.vmap(lambda row: _plain(net, row))(x), squares),
-    "loss without second derivatives": (_plain, lambda model, x: F.multi_margin_loss(model(x), LABELS)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSABLE)
-def test_right_or_refused_in_one_line(name):
-    function, loss_fn = REFUSABLE[name]
-    model, refusal = build(lambda: Called(function, a=nn.Linear(5, 4), b=nn.Linear(4, 3))), ""
-    try:
-        compare(model, images(3, 5), loss_fn)
-    except ScoreError as caught:
-        refusal = str(caught)
-    assert "\n" not in refusal
 
 
 def test_unknown_weights():

@@ -7,6 +7,7 @@ import torch
 from coco_folders import SIZES, pixels_of, write_folder, write_images, write_json
 
 from ifso.data import open_data
+from ifso.data.coco_boxes import to_device
 from ifso.data.generated_boxes import generated_boxes
 from ifso.errors import DataError
 from ifso.training.detection import detection_loss
@@ -139,6 +140,14 @@ class TestEpochs:
             assert same(first, second)
         assert same(held.test_batches(4), decoded.test_batches(4))
         assert same([held.first_batch()], [decoded.first_batch()])
+
+    @pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+    def test_pixels_are_divided_and_not_multiplied(self, device):
+        values = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+        (found,), _ = to_device([values], [], torch.device(device))
+        exact = np.arange(256, dtype=np.float32) / np.float32(255)
+        assert np.array_equal(found[0, 0].cpu().numpy(), exact)
+        assert not np.array_equal(np.arange(256, dtype=np.float32) * np.float32(1 / 255), exact)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
     @pytest.mark.parametrize("hold", [True, False])

@@ -293,6 +293,21 @@ def test_micro_batches_give_the_same(criterion):
     assert max(short.sizes) == 2
 
 
+def test_scores_that_go_another_way_are_told_once():
+    """A loss that forward mode cannot differentiate, beside one that says the same."""
+    case, said = CASES["plain"], []
+    worker, plain = worker_on(case, "ifso"), worker_on(case, "ifso")
+    worker.tell = said.append
+    worker.loss_fn._loss_fn = lambda model, batch: torch.cdist(model(batch), torch.zeros(1, 5).double()).mean()
+    plain.loss_fn._loss_fn = lambda model, batch: model(batch).square().sum(1).sqrt().mean()
+    for one in (worker, plain):
+        one.round([case.inputs()], train=False)
+        one.round([case.inputs()], train=False)
+    assert close(plain.collect()[0], worker.collect()[0], 1e-6)
+    assert [line for line in said if "_cdist_forward" in line] == said
+    assert len(said) == 1
+
+
 def test_a_single_sample_that_does_not_fit_is_an_error():
     worker = worker_on(CASES["residual"], "ifso")
     worker.loss_fn._loss_fn = Short(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ifso.bench.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.costs.counting import count
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
-from ifso.curvature.losses import undisturbed
+from ifso.curvature.losses import one_line, undisturbed
+from ifso.curvature.memory import let_go_of
 from ifso.curvature.primal import conv_settings
 from ifso.curvature.weights import readers, weight_space
 from ifso.data.arrays import read_npz
@@ -70,6 +72,9 @@ PHOTOGRAPH = (480, 640)
 
 SCORES = ("ifso", "authors")
 """Methods that approximate the exact score, so that it can be said how well: names begin with one of these."""
+
+RANK_MACS = 2e10
+"""Ranks are compared on as many samples of the batch as have so many MACs: in float64 they are slow."""
 
 
 class Workbench:
@@ -149,20 +154,26 @@ class Workbench:
             del found["ifso, all in TF32"], found["ifso, full primal"]
         return found
 
-    def fidelity(self, scores: Mapping[str, Tensor]) -> dict[str, float | None]:
-        """Spearman's correlation of scores with the exact ones in float64, on the CPU.
-
-        Those of the authors' program are compared with exact ones that treat coupled layers as it does. Not of a
-        detector, for which that would take many minutes.
-        """
+    @property
+    def rank_samples(self) -> int:
+        """How many samples of the batch ranks are compared on; none of a detector, which would take many minutes."""
         if self.detects:
-            return {}
-        model = copy.deepcopy(self.model).to("cpu", torch.float64)
-        batch = self.batch[0].to("cpu", torch.float64), self.batch[1].cpu()
+            return 0
+        each = count(self.graph, self.graph.kept(None)).macs
+        return min(self.setup.batch, max(2, int(RANK_MACS / each)))
+
+    def fidelity(self, scores: Mapping[str, _Scores]) -> dict[str, float | None]:
+        """Spearman's correlation of scores with the exact ones in float64, on the same samples.
+
+        Those of the authors' program are compared with exact ones that treat coupled layers as it does.
+        """
+        images, labels = (part[: self.rank_samples] for part in self.batch)
+        model = copy.deepcopy(self.model).double()
         task = Task(model, self.graph, cross_entropy, self.graph.kept(None))
-        signed = Ifso().signed(task, batch)
+        signed = Ifso().signed(task, (images.double(), labels))
         exact = {False: signed.sum(0).abs().tolist(), True: signed.abs().sum(0).tolist()}
-        return {name: spearman(found.tolist(), exact[name == "authors"]) for name, found in scores.items()}
+        found = {name: replace(score, batch=(images, labels))() for name, score in scores.items()}
+        return {name: spearman(values.tolist(), exact[name == "authors"]) for name, values in found.items()}
 
     def _gradient(self) -> Any:
         return torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters()))
@@ -203,6 +214,11 @@ class _Scores:
         """Did the last call replay parts of the network?"""
         return isinstance(self.criterion, Ifso) and bool(self.criterion.products(self.task).cut.replayed)
 
+    @property
+    def note(self) -> str:
+        """How the scores were computed, if not as usual."""
+        return self.criterion.note(self.task)
+
 
 def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
     """The first training images of an .npz (x_train, y_train), normalised as in the authors' program."""
@@ -240,10 +256,116 @@ def _warm(function: Callable[[], Any], device: torch.device) -> Ready:
     return Ready(function, function, device, captured=isinstance(function, _Scores) and function.replayed)
 
 
+@dataclass
+class _Trials:
+    """The methods of a workbench one after another; one that fails leaves its reason, and the others go on."""
+
+    bench: Workbench
+    say: Callable[[str], None]
+    ready: dict[str, Ready] = field(default_factory=dict)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scores: dict[str, _Scores] = field(default_factory=dict)
+
+    def take(self, name: str, function: Callable[[], Any]) -> None:
+        """Run a method, see how much memory it takes, and make it ready to be timed."""
+        self.say(f"{self.bench.setup.model}: {name}")
+        device = self.bench.device
+        try:
+            function()
+            row: dict[str, Any] = {"peak_bytes": peak_bytes(function, device)}
+            self.ready[name] = _warm(function, device) if self.bench.detects else make_ready(function, device)
+        except Exception as error:
+            if name == "gradient":
+                raise
+            self.fail(name, error)
+            return
+        self.rows[name] = row
+        if isinstance(function, _Scores):
+            row["note"] = function.note
+            if name.startswith(SCORES):
+                self.scores[name] = function
+
+    def time(self, repeats: int) -> dict[str, list[float]]:
+        """Seconds in rounds of all that are ready."""
+        found: dict[str, list[float]] = {name: [] for name in self.ready}
+        for _ in range(repeats):
+            for name, ready in list(self.ready.items()):
+                try:
+                    found[name] += in_turns({name: ready}, 1)[name]
+                except Exception as error:
+                    if name == "gradient":
+                        raise
+                    self.fail(name, error)
+        return {name: found[name] for name in self.ready}
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Note why a method is left out."""
+        let_go_of(error)
+        self.ready.pop(name, None)
+        self.scores.pop(name, None)
+        self.rows[name] = {"error": str(error) if isinstance(error, IfsoError) else one_line(error)}
+        self.say(f"{self.bench.setup.model}: {name} failed: {self.rows[name]['error']}")
+
+    def ranks(self) -> dict[str, float | None]:
+        """How well scores agree with exact ones; nothing, with a word about it, if these cannot be computed."""
+        samples = self.bench.rank_samples
+        if not samples:
+            return {}
+        self.say(f"{self.bench.setup.model}: {samples} samples in float64, for the ranks")
+        try:
+            return self.bench.fidelity(self.scores)
+        except Exception as error:
+            let_go_of(error)
+            self.say(f"{self.bench.setup.model}: no ranks: {one_line(error)}")
+            return {}
+
+
 def measure(
-    setup: Setup, repeats: int, say: Callable[[str], None], methods: Sequence[str] | None = None
+    setup: Setup,
+    repeats: int,
+    say: Callable[[str], None],
+    methods: Sequence[str] | None = None,
+    *,
+    ranks: bool = True,
 ) -> dict[str, Any]:
-    """Seconds and peak memory of the methods (of all, if None), and as multiples of the gradient's."""
+    """Seconds and peak memory of the methods (of all, if None), and as multiples of the gradient's.
+
+    A method that fails has its ``error`` in the place of numbers. ``ranks=False`` leaves float64 out.
+    """
+    _check(setup, methods)
+    conv, cudnn = conv_settings(), torch.backends.cudnn
+    before = conv.fp32_precision, cudnn.benchmark
+    conv.fp32_precision, cudnn.benchmark = "tf32" if setup.precision == "tf32" else "ieee", True
+    try:
+        bench = Workbench(setup)
+        trials = _Trials(bench, say)
+        for name, function in bench.methods().items():
+            if methods is None or name in {"gradient", *methods}:
+                trials.take(name, function)
+        say(f"{setup.model}: {repeats} rounds of all")
+        seconds = trials.time(repeats)
+        fidelity = trials.ranks() if ranks else {}
+    finally:
+        conv.fp32_precision, cudnn.benchmark = before
+    rows = trials.rows
+    for name, row in rows.items():
+        if "error" in row:
+            continue
+        row["seconds"], row["spread"] = middle(seconds[name])
+        row["times"], _ = middle([own / one for own, one in zip(seconds[name], seconds["gradient"], strict=True)])
+        row["memory"] = row["peak_bytes"] / rows["gradient"]["peak_bytes"]
+        row["captured"], row["fidelity"] = trials.ready[name].captured, fidelity.get(name)
+    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
+    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("images", setup.images))}
+    compared = bench.rank_samples if fidelity else 0
+    return {
+        **asdict(setup), **names, **about, "units": bench.graph.num_units, "rank_samples": compared, "methods": rows,
+    }  # fmt: skip
+
+
+def _check(setup: Setup, methods: Sequence[str] | None) -> None:
+    """Refuse what cannot be measured."""
     unknown = set(methods or ()) - set(METHODS)
     if unknown:
         raise IfsoError(f"no method {min(unknown)!r}; choose among {', '.join(METHODS)}")
@@ -253,35 +375,3 @@ def measure(
         raise IfsoError(f"--device {setup.device!r} is unknown; give cpu or cuda")
     if setup.device.startswith("cuda") and not torch.cuda.is_available():
         raise IfsoError("no CUDA device was found; use --device cpu")
-    conv, cudnn = conv_settings(), torch.backends.cudnn
-    before = conv.fp32_precision, cudnn.benchmark
-    conv.fp32_precision, cudnn.benchmark = "tf32" if setup.precision == "tf32" else "ieee", True
-    try:
-        bench = Workbench(setup)
-        rows: dict[str, dict[str, Any]] = {}
-        ready, scores = {}, {}
-        for name, function in bench.methods().items():
-            if methods is not None and name not in {"gradient", *methods}:
-                continue
-            say(f"{setup.model}: {name}")
-            found = function()
-            if name.startswith(SCORES):
-                scores[name] = found.cpu()
-            rows[name] = {"peak_bytes": peak_bytes(function, bench.device)}
-            ready[name] = _warm(function, bench.device) if bench.detects else make_ready(function, bench.device)
-        say(f"{setup.model}: {repeats} rounds of all")
-        seconds = in_turns(ready, repeats)
-        if not bench.detects:
-            say(f"{setup.model}: the same in float64, for the ranks")
-        fidelity = bench.fidelity(scores)
-    finally:
-        conv.fp32_precision, cudnn.benchmark = before
-    for name, row in rows.items():
-        row["seconds"], row["spread"] = middle(seconds[name])
-        row["times"], _ = middle([own / one for own, one in zip(seconds[name], seconds["gradient"], strict=True)])
-        row["memory"] = row["peak_bytes"] / rows["gradient"]["peak_bytes"]
-        row["captured"], row["fidelity"] = ready[name].captured, fidelity.get(name)
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
-    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
-    names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("images", setup.images))}
-    return {**asdict(setup), **names, **about, "units": bench.graph.num_units, "methods": rows}

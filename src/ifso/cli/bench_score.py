@@ -12,10 +12,11 @@ from ifso.errors import IfsoError
 if TYPE_CHECKING:
     from rich.table import Table
 
+RANKS = "Rank: Spearman's correlation with the exact score in float64, on {samples} samples. "
 MODELS = ("ifso:resnet32",)
 CAPTION = (
     "Median over rounds of time / the gradient's in the same round, and peak tensor memory / the gradient's. "
-    "Rank: Spearman's correlation with the exact score in float64. "
+    "{ranks}"
     "On a GPU all are replayed as CUDA graphs, scores of a detector up to its loss; * marks what cannot be captured."
 )
 
@@ -30,6 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     parser.add_argument("--images", metavar="FILE.npz", help="CIFAR images x_train, y_train (random ones otherwise)")
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
+    parser.add_argument("--no-ranks", action="store_true", help="do not compare with scores in float64")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds (%(default)s)")
     add_machine(parser)
     parser.set_defaults(run=run)
@@ -61,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
             name, args.batch, args.device, args.precision, args.channels_last, size_of(args.size),
             args.weights, args.images, args.eval,
         )  # fmt: skip
-        results.append(measure(setup, args.repeats, say, args.methods))
+        results.append(measure(setup, args.repeats, say, args.methods, ranks=not args.no_ranks))
     if args.json:
         print_json({"bench": "score", "results": results})
     else:
         for result in results:
             console().print(_table(result))
+            for line in _remarks(result):
+                console().print(line, markup=False, highlight=False)
     return 0
 
 
@@ -78,10 +82,15 @@ def _table(result: dict[str, Any]) -> Table:
     layout = "channels last" if result["channels_last"] else "channels first"
     where = f"{result['device_name']}, {result['precision']}, {layout}, torch {result['torch']}"
     title = f"ifso bench score: {result['model']}, batch {result['batch']}, {where}"
-    table = Table(title=title, caption=CAPTION, title_justify="left", caption_justify="left")
+    samples = result["rank_samples"]
+    caption = CAPTION.format(ranks=RANKS.format(samples=samples) if samples else "")
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for heading in ("method", "what", "ms", "± ms", "× time", "MiB", "× memory", "rank"):
         table.add_column(heading, justify="left" if heading in ("method", "what") else "right")
     for name, row in result["methods"].items():
+        if "error" in row:
+            table.add_row(name, METHODS[name], "failed")
+            continue
         mark = "" if row["captured"] or result["device"] == "cpu" else " *"
         table.add_row(
             name,
@@ -94,3 +103,10 @@ def _table(result: dict[str, Any]) -> Table:
             "" if row["fidelity"] is None else f"{row['fidelity']:.4f}",
         )
     return table
+
+
+def _remarks(result: dict[str, Any]) -> list[str]:
+    """Why methods failed, and how those were computed that went another way."""
+    rows = result["methods"].items()
+    failed = [f"{name} failed: {row['error']}" for name, row in rows if "error" in row]
+    return failed + [f"{name}: {row['note']}" for name, row in rows if row.get("note")]

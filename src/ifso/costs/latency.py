@@ -166,7 +166,7 @@ def _ready(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> Iterato
         try:
             call_model(model, copies)
         except Exception as error:
-            raise explain(error, model) from error
+            raise explain(error, model, copies) from error
         marks.append(("", _now(device)))
         _wait(device)
         return [(name, _between(start, end)) for (name, start), (_, end) in pairwise(marks)]

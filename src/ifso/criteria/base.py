@@ -130,6 +130,10 @@ class Criterion(ABC):
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:  # noqa: B027 (most need not)
         """Look at all batches that will be scored; only where it ``prepares``."""
 
+    def note(self, task: Task) -> str:  # noqa: ARG002 (most have nothing to say)
+        """How scores of the task were computed, if not as usual; else empty."""
+        return ""
+
     @abstractmethod
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores ≥ 0 of all units [units] on one batch; entries of units that are not kept do not count.

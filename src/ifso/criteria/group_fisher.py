@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reading import ReadingLayers, in_rows
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.losses import checked, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
@@ -27,7 +28,8 @@ class GroupFisher(Criterion):
 
     Samples lie along the first dim of every reading layer's input. N is the smallest such dim; where it is k·N
     (windows, tokens), k rows after each other belong to one sample. After regions were cut out of images, as for the
-    second stage of a detector, rows that are as many belong to the image they were cut out of.
+    second stage of a detector, rows that are as many belong to the image they were cut out of. Where attention takes
+    tokens first, it says how many samples there are, and layers that see [tokens, N, features] have them second.
     """
 
     name = "group-fisher"
@@ -38,22 +40,27 @@ class GroupFisher(Criterion):
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores [units]."""
         taps = _Taps()
-        with undisturbed(task.model), torch.enable_grad():
-            with ReadingLayers(task, taps.visit, everywhere=True) as taps.layers:
+        with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
+            with ReadingLayers(task, taps.visit, everywhere=True, in_rows=True) as taps.layers:
                 loss = checked(task.loss_fn(task.model, batch))
-            calls = mask_gradients(loss, taps.seen, self.name)
+            taps.layers.refuse_unseen()
+            calls = mask_gradients(loss, taps.seen, self.name, taps.layers.samples)
         samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1
         return (by_sample * scale).square().sum(0)
 
 
 class Tap(NamedTuple):
-    """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each."""
+    """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each.
+
+    ``grid``: rows are tokens and samples, as in :class:`~ifso.criteria.reading.ReadingLayers`.
+    """
 
     name: str
     mask: Tensor
     owner: Tensor
     images: Tensor | None
+    grid: tuple[int, int] | None = None
 
     @classmethod
     def at(cls, name: str, x: Tensor, dim: int, owner: Tensor, layers: ReadingLayers | None) -> Tap:
@@ -62,15 +69,34 @@ class Tap(NamedTuple):
         rows = in_rows(x, dim).shape[:2]
         mask = torch.ones((), dtype=dtype, device=x.device).expand(rows).requires_grad_()
         regions = None if layers is None else layers.regions
-        return cls(name, mask, owner, regions if regions is not None and len(regions) == rows[0] else None)
+        images = regions if regions is not None and len(regions) == rows[0] else None
+        return cls(name, mask, owner, images, None if layers is None else layers.grid)
 
 
-def mask_gradients(loss: Tensor, taps: list[Tap], criterion: str) -> list[tuple[Tap, Tensor]]:
-    """Each call of a reading layer with ∂L/∂mask, zeros where the loss does not depend on it."""
+def mask_gradients(loss: Tensor, taps: list[Tap], criterion: str, samples: int) -> list[tuple[Tap, Tensor]]:
+    """Each call of a reading layer with ∂L/∂mask, zeros where the loss does not depend on it.
+
+    ``samples`` is how many attention has seen, which tells samples from tokens.
+    """
     if not taps:
         raise ScoreError(f"criterion {criterion!r}: no layer that reads units ran; does loss_fn call the model?")
     grads = torch.autograd.grad(loss, [tap.mask for tap in taps], allow_unused=True)
-    return [(tap, torch.zeros_like(tap.mask) if grad is None else grad) for tap, grad in zip(taps, grads, strict=True)]
+    return [
+        (tap, _without_tokens(tap, torch.zeros_like(tap.mask) if grad is None else grad, samples, criterion))
+        for tap, grad in zip(taps, grads, strict=True)
+    ]
+
+
+def _without_tokens(tap: Tap, grad: Tensor, samples: int, criterion: str) -> Tensor:
+    """Rows of tokens and samples added up over the tokens."""
+    if tap.grid is None:
+        return grad
+    if tap.grid == (samples, samples):
+        raise ScoreError(
+            f"criterion {criterion!r} cannot tell samples from tokens: the layer of {tap.name} sees {samples} of each; "
+            "give batches of another size"
+        )
+    return grad.unflatten(0, tap.grid).sum(0 if tap.grid[1] == samples else 1)
 
 
 def summed_by_sample(calls: list[tuple[Tap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:

@@ -33,7 +33,9 @@ class Ifso(Criterion):
     * ``careful``: compute the network itself in full float32 even where TF32 is allowed; tangents may be rounded. None
       does so for layers of at most 64 channels, where it costs next to nothing.
 
-    Batch norm is in train or eval mode as the model is.
+    Batch norm is in train or eval mode as the model is. Layers that draw random numbers draw the same in all passes
+    over a batch. What forward mode cannot differentiate is scored another way (:mod:`ifso.curvature.fallbacks`), which
+    :meth:`note` tells.
     """
 
     name: ClassVar[str] = "ifso"
@@ -76,6 +78,10 @@ class Ifso(Criterion):
                 task.model, task.graph, task.loss_fn, kept=task.kept, weights=self.weights, careful=self.careful
             ),
         )
+
+    def note(self, task: Task) -> str:
+        """Why, and how, scores were not computed on dual numbers."""
+        return self.products(task).note
 
     def _parts(self, batch: Any) -> Iterator[tuple[Any, float]]:
         """The micro-batches and their shares of the samples."""

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ifso.criteria.base import Task
@@ -68,18 +68,25 @@ class ReadingLayers(TorchFunctionMode):
     """Within it ``visit`` is called with the input of every conv, transposed conv or linear layer that reads units.
 
     Units that no layer reads (queries and keys) are visited at the output of the layer that makes them.
-    ``everywhere=True`` refuses a reading parameter that is differentiated in any other use. Without it, weights that
-    are computed from such a parameter, number by number, are followed (weight norm, the parts of ``in_proj_weight``);
-    :meth:`refuse_unseen` refuses parameters that no layer ran with, though something else did.
+    ``everywhere=True`` refuses a reading parameter that is differentiated in any other use. Without it, and within
+    attention, weights that are computed from such a parameter, number by number, are followed (weight norm, the parts
+    of ``in_proj_weight``); :meth:`refuse_unseen` refuses parameters that no layer ran with, though something else did.
 
     ``regions`` holds, where regions were cut out of images since the last layer before (``roi_align``), the image that
     each comes from, in the order of the images; else it is None. Layers that see as many rows see these regions.
     While ``visit`` runs, ``reader`` and ``groups`` are those of the layer.
+
+    A model whose attention takes tokens first has layers that see [tokens, samples, features], and others that see
+    samples first. With ``in_rows`` they are visited in rows [tokens · samples, features], and ``grid`` is the shape
+    [tokens, samples], or the other way round. ``samples`` is how many attention has seen.
     """
 
-    def __init__(self, task: Task, visit: Visit, everywhere: bool) -> None:
+    def __init__(self, task: Task, visit: Visit, everywhere: bool, in_rows: bool = False) -> None:
         super().__init__()
         self._visit, self._everywhere = visit, everywhere
+        self._in_rows = in_rows and any(_takes_tokens_first(module) for module in task.model.modules())
+        self.grid: tuple[int, int] | None = None
+        self.samples = 0
         self.regions: Tensor | None = None
         self.reader: Reader | None = None
         self.groups = 1
@@ -101,7 +108,7 @@ class ReadingLayers(TorchFunctionMode):
         if found:
             return self._layer(func, args, kwargs, found)
         result = func(*args, **kwargs)
-        if self._everywhere:
+        if self._everywhere and not self._samples:
             self._refuse_other_uses(func, (args, kwargs), result)
         else:
             self._follow(func, (args, kwargs), result)
@@ -136,6 +143,7 @@ class ReadingLayers(TorchFunctionMode):
         """Attention has [tokens, samples, features] within: what is visited has the samples first."""
         query = args[0] if args else kwargs["query"]
         before, self._samples = self._samples, query.shape[1] if query.dim() == 3 else 1
+        self.samples = self._samples
         try:
             return inside_of(self, func, args, kwargs)
         finally:
@@ -172,6 +180,11 @@ class ReadingLayers(TorchFunctionMode):
         self._seen.add(reader.parameter)
         with torch._C.DisableTorchFunction():
             owner = reader.owner if reader.dim == 0 else reader.channels(groups)
+            if not self._samples and self._in_rows and func is F.linear and x.dim() == 3:
+                self.grid = (x.shape[0], x.shape[1])
+                rows = self._visit(reader.parameter, x.flatten(0, 1), 1, owner)
+                self.grid = None
+                return rows.view(x.shape)
             if not self._samples:
                 return self._visit(reader.parameter, x, x.dim() - LAYERS[func] - 1, owner)
             tokens = x.unflatten(0, (-1, self._samples)) if x.dim() == 2 else x
@@ -183,6 +196,10 @@ class ReadingLayers(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if used and any(tensor.requires_grad for tensor in tensors_in(result)):
                 raise _used_otherwise(used[0].parameter, getattr(func, "__name__", str(func)))
+
+
+def _takes_tokens_first(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) and not module.batch_first
 
 
 def _used_otherwise(parameter: str, use: str) -> ScoreError:

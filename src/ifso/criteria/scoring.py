@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
 
 
+class ScoreWarning(UserWarning):
+    """Scores were computed in another way than usual; the message says which, why, and how exact it is."""
+
+
 def score(
     model: nn.Module,
     graph: ChannelGraph,
@@ -37,6 +42,9 @@ def score(
     ``loss_fn(model, batch)`` gives the mean loss of a batch. ``batches`` is gone through once; criteria that need no
     data take None. ``criterion`` is a name, with its ``options``, or an object. With ``keep`` the model is scored as it
     is without the units that ``keep`` drops; those score 0. The model is left as it was.
+
+    Where the model or the loss uses what PyTorch's forward mode cannot differentiate, ``ifso`` goes another way, and a
+    :class:`ScoreWarning` says which, why and how exact it is.
 
     When ``torch.distributed`` is initialised, the mean runs over the batches of all ranks and is the same on each.
 
@@ -85,6 +93,10 @@ def _score_here(
     check_fits(model, graph)
     if not graph.num_units:
         raise ScoreError(f"nothing in {type(model).__name__} can be pruned, so there is no score; see graph.frozen")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ScoreError(
+            f"{type(model).__name__} is on the meta device, which holds no numbers; load its weights first"
+        )
     watched = WatchedLoss(loss_fn)
     task = Task(model, graph, watched, graph.kept(keep))
     check_keep(graph, task.kept)
@@ -101,6 +113,9 @@ def _score_here(
             count += 1
             watched.where = f" on batch {count}"
             total += _on_batch(criterion, task, batch, watched)
+        note = criterion.note(task) if count else ""
+        if note:
+            warnings.warn(f"criterion {criterion.name!r}: {note}", ScoreWarning, stacklevel=3)
         return Sum(total, count)
 
 

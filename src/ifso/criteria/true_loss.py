@@ -13,6 +13,7 @@ from torch.autograd import Function
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
 from ifso.criteria.reading import Halves, Moments, ReadingLayers, in_first_half, in_rows, mean_size
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.losses import checked, output_tensors, outputs_of, undisturbed
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
@@ -74,12 +75,13 @@ class TrueLoss(Criterion):
             finally:
                 task.renew(_KEY, lambda: None)
         taps = _Residuals(task.memo(_KEY, lambda: None), task.count(_KEY))
-        with undisturbed(task.model), torch.enable_grad():
-            with ReadingLayers(task, taps.visit, everywhere=False) as taps.layers, outputs_of(task.model) as caught:
+        with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
+            layers = ReadingLayers(task, taps.visit, everywhere=False, in_rows=True)
+            with layers as taps.layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
-            taps.layers.refuse_unseen()
+            layers.refuse_unseen()
             objective = self._objective(loss, caught, taps.number)
-            found = mask_gradients(objective, taps.seen, self.name)
+            found = mask_gradients(objective, taps.seen, self.name, layers.samples)
         samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
+from torch.autograd.function import once_differentiable
 
 LINEAR_IN_INPUT = frozenset({"torchvision.roi_align", "torchvision.ps_roi_align"})
 """Names of operators that are linear in their first argument; they have no gradient for the others (boxes)."""
@@ -49,11 +50,32 @@ class _DualLinear(Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """``Aᵀλ`` and its tangent."""
         (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, _Transposed.apply(ctx.function, x, grad), None
         lam, lam_dot = unpack_dual(grad)
-        with torch.enable_grad():
-            leaf = torch.zeros_like(x).requires_grad_()
-            y = ctx.function(leaf)
-        back, *more = (
-            torch.autograd.grad(y, leaf, one, retain_graph=True)[0] for one in (lam, lam_dot) if one is not None
-        )
+        back, *more = _pulled_back(ctx.function, x, [one for one in (lam, lam_dot) if one is not None])
         return None, make_dual(back, more[0]) if more else back, None
+
+
+class _Transposed(Function):
+    """``Aᵀλ`` for double backward: its own derivative is ``A``."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, lam: Tensor) -> Tensor:
+        """``Aᵀλ``; of ``x`` only the shape is looked at."""
+        ctx.function = function
+        return _pulled_back(function, x, [lam])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``A`` times what comes back."""
+        return None, None, ctx.function(grad)
+
+
+def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, lams: Sequence[Tensor]) -> list[Tensor]:
+    """``Aᵀλ`` of every ``λ``."""
+    with torch.enable_grad():
+        leaf = torch.zeros_like(x).requires_grad_()
+        y = function(leaf)
+    return [torch.autograd.grad(y, leaf, lam, retain_graph=True)[0] for lam in lams]

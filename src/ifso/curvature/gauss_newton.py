@@ -10,7 +10,8 @@ G is exact in everything but the second derivative of f, and positive semidefini
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.dual_pass import explained
+from ifso.curvature.forward_rules import load_forward_mode
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.weights import sum_of
 from ifso.errors import ScoreError
@@ -31,7 +33,8 @@ def gauss_newton_product(
     model: nn.Module, loss_fn: LossFn, batch: Any, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
-    with explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    load_forward_mode()
+    with _explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
         with forward_ad.dual_level():
             cut = _Cut(tensors, dots)
             with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
@@ -56,6 +59,25 @@ def gauss_newton_product(
         name: sum_of(through.get(id(cut.inside.get(name))), beside.get(name))
         for name in tensors
     }  # fmt: skip
+
+
+_SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What forward mode cannot differentiate is refused in one line, with what can; other errors pass."""
+    try:
+        yield
+    except (RuntimeError, ScoreError) as error:
+        cause = error.__cause__ if isinstance(error, ScoreError) and error.__cause__ is not None else error
+        text = " ".join(str(cause).split())
+        if not any(sign in text for sign in _SIGNS):
+            raise
+        raise ScoreError(
+            "the Gauss-Newton matrix takes forward mode, by which the model or loss cannot be differentiated: "
+            f"{text[:200]}; choose curvature='hessian', or write that operation out in plain tensor operations"
+        ) from error
 
 
 def _pull_back(back: list[tuple[Tensor, Tensor]], inside: list[Tensor]) -> dict[int, Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ifso.curvature.losses import LossFn
+from ifso.curvature.losses import LossFn, WatchedLoss
 from ifso.curvature.objective import Objective, System
 from ifso.curvature.path import Effort, Follower, Point
 from ifso.curvature.products import Products
@@ -107,7 +107,7 @@ def true_loss_change(
         raise ScoreError(f"path_steps={path_steps}; give 1 (Proposition 1) or more")
     if not damping > 0:
         raise ScoreError(f"damping={damping}; it must be above 0")
-    products = Products(model, graph, loss_fn, weights=weights)
+    products = Products(model, graph, WatchedLoss(loss_fn), weights=weights)
     objective = Objective(products, batches, curvature_batches=curvature_batches)
     removal = Removal(products, graph, keep)
     system = System(objective, curvature, removal.support)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ifso.curvature.checkpoints import not_reentrant
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
-from ifso.graph.running import forget_caches_of
+from ifso.graph.running import devices_apart, forget_caches_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
@@ -44,7 +45,7 @@ def checked(loss: Any) -> Tensor:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave running statistics, other buffers, cached tensors and the random state as they were.
 
-    So two passes in a row also see the same dropout.
+    So two passes in a row also see the same dropout. Checkpoints of the reentrant kind are made passable.
     """
     modules = list(model.modules())
     norms = [
@@ -63,7 +64,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         for module in norms:
             module.track_running_stats = False
-        with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing):
+        with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing), not_reentrant():
             yield
     finally:
         forget_caches_of(modules)
@@ -117,7 +118,8 @@ class WatchedLoss:
         except IfsoError:
             raise
         except Exception as error:
-            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {_hint(error)}") from error
+            hint = devices_apart(model, batch) or _hint(error)
+            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {hint}") from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
         return loss
 
@@ -130,7 +132,7 @@ class WatchedLoss:
             )
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error's kind and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 

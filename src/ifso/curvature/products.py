@@ -8,7 +8,8 @@ With U = M ⊙ W, and everything at M = 1:
 :meth:`hessian`         H u = ∂²L/∂W∂W u         tangent of ∂L/∂W as the weights move along u
 ======================  =======================  ==========================================
 
-Each is one forward and one backward pass on dual numbers.
+Each is one forward and one backward pass on dual numbers. A loss that forward mode cannot differentiate goes another
+way (:mod:`ifso.curvature.fallbacks`), from then on, and ``note`` says so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ifso.curvature.cutting import cut_of
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.dual_pass import dual_pass
+from ifso.curvature.fallbacks import Masked, WayAround, may_go_around
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.memory import out_of_memory
 from ifso.curvature.primal import Primal
@@ -72,6 +74,12 @@ class Products:
         self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
         self._whole, self._factors = self._where_all_move(), self._all_factors()
         self.cut = cut_of(model, graph, set(self._tensors))
+        self._way: WayAround | None = None
+
+    @property
+    def note(self) -> str:
+        """Which way is taken where forward mode cannot be, why, and how exact it is; empty in general."""
+        return "" if self._way is None else self._way.note
 
     def gradient(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss and its gradient over ``W``."""
@@ -82,24 +90,51 @@ class Products:
 
     def mixed(self, batch: Any, primal: Primal | None = None) -> Tensor:
         """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``. Passes over one batch may share a ``primal``."""
+        v = self._found(lambda: self._mixed(batch, primal), lambda way: way.mixed(batch))
+        return v if self.surviving is None else v * self.surviving
+
+    def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
+        """H·vector over ``W``."""
+        return self._found(lambda: self._hessian(batch, vector, primal), lambda way: way.hessian(batch, vector))
+
+    def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
+        """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
+        return self._found(lambda: self._sensitivity(batch, vector, primal), lambda way: way.sensitivity(batch, vector))
+
+    def _found(self, pass_: Callable[[], Tensor], otherwise: Callable[[WayAround], Tensor]) -> Tensor:
+        """What the pass gives, or another way if it fails and that does not."""
+        if self._way is not None:
+            return otherwise(self._way)
+        try:
+            return pass_()
+        except Exception as error:
+            if not may_go_around(error):
+                raise
+            masked = Masked(self.model, self.loss_fn, self._tensors, self.space, self.readers, self._moving[:STAYS])
+            way = WayAround(masked, error)
+            try:
+                found = otherwise(way)
+            except Exception as other:
+                raise (other if out_of_memory(other) else error) from None  # there is no gradient either
+        self._way = way
+        return found
+
+    def _mixed(self, batch: Any, primal: Primal | None) -> Tensor:
         taps = self._collect(Course("mixed", self._plan_mixed), batch, primal)
         parts = {}
         for name in self.space.tensors:
             elsewhere, factor = taps.elsewhere(name), self._factors.get(name)
             scaled = elsewhere.grad * factor if elsewhere.grad is not None and factor is not None else None
             parts[name] = sum_of(taps.weight_tangent(name), elsewhere.tangent, scaled)
-        v = self.space.flat(parts)
-        return v if self.surviving is None else v * self.surviving
+        return self.space.flat(parts)
 
-    def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
-        """H·vector over ``W``."""
+    def _hessian(self, batch: Any, vector: Tensor, primal: Primal | None) -> Tensor:
         taps = self._collect(Course("hessian", self._plan_hessian, vector), batch, primal)
         return self.space.flat(
             {name: sum_of(taps.weight_tangent(name), taps.elsewhere(name).tangent) for name in self.space.tensors}
         )
 
-    def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
-        """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
+    def _sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None) -> Tensor:
         taps = self._collect(Course("sensitivity", self._plan_sensitivity, vector), batch, primal)
         dots = self.space.split(vector)
         total = vector.new_zeros(len(self.readers), self.num_units)

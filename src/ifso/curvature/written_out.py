@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -41,6 +43,31 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """g · v / ‖v‖, the norm over all dims but one (or over all, dim −1)."""
     rest = [axis for axis in range(v.dim()) if axis != dim]
     return v * (g / v.square().sum(rest, keepdim=True).sqrt())
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Scaled dot products in plain matrix products, whichever kernel the model asks for."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def in_plain_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without cuDNN and oneDNN: a recurrent layer runs step by step, not in one kernel for all steps."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _switched_off(torch.backends.cudnn), _switched_off(torch.backends.mkldnn):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _switched_off(backend: Any) -> Iterator[None]:
+    before, backend.enabled = backend.enabled, False
+    try:
+        yield
+    finally:
+        backend.enabled = before
 
 
 def mse_loss(
@@ -91,12 +118,17 @@ def _reduced(loss: Tensor, mean: Tensor, reduction: str) -> Tensor:
     return {"mean": mean, "sum": loss.sum(), "none": loss}[reduction]
 
 
-WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     F.silu: silu,
     F.mish: mish,
     F.hardsigmoid: hardsigmoid,
     F.group_norm: group_norm,
     torch._weight_norm: weight_norm,
+    F.scaled_dot_product_attention: attention,
+    **{
+        function: in_plain_kernels(function)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.grid_sample)
+    },
     F.mse_loss: mse_loss,
     F.huber_loss: huber_loss,
     F.soft_margin_loss: soft_margin_loss,

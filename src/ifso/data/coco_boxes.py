@@ -126,9 +126,9 @@ def to_device(images: Any, targets: list[Target], device: torch.device) -> tuple
     The tensors of all targets travel together, and nothing waits for the device.
     """
     if isinstance(images, Tensor):
-        pixels = list(images.to(device, non_blocking=True).float().div_(255))
+        pixels = list(_from_0_to_1(images.to(device, non_blocking=True)))
     else:
-        pixels = [image.to(device, non_blocking=True).float().div_(255) for image in images]
+        pixels = [_from_0_to_1(image.to(device, non_blocking=True)) for image in images]
     if device.type == "cpu" or not targets:
         return pixels, targets
     counts = [len(target["labels"]) for target in targets]
@@ -139,3 +139,8 @@ def to_device(images: Any, targets: list[Target], device: torch.device) -> tuple
     ids = torch.stack([target["image_id"] for target in targets]).to(device, non_blocking=True)
     parts = zip(boxes, labels, ids, strict=True)
     return pixels, [{"boxes": box, "labels": label, "image_id": number} for box, label, number in parts]
+
+
+def _from_0_to_1(pixels: Tensor) -> Tensor:
+    """The same numbers on every device: a GPU would multiply by 1/255, which is off in the last place."""
+    return pixels.float().div_(torch.full((), 255.0, device=pixels.device))

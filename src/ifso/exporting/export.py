@@ -170,7 +170,7 @@ def _outputs(model: nn.Module, sample: Sample, checks: Sequence[Sample]) -> tupl
     try:
         names = list(_names(_called(model, sample)))
     except Exception as error:
-        raise explain(error, model) from error
+        raise explain(error, model, (sample.args, sample.kwargs)) from error
     results = []
     for check in checks:
         try:

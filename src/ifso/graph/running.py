@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from ifso.errors import TraceError, TraceMemoryError
 from ifso.graph.tape import Recorder, map_tensors
@@ -140,12 +141,28 @@ class GuardedRecorder(Recorder):
         self._live -= size
 
 
-def explain(error: Exception, model: nn.Module) -> TraceError:
+def devices_apart(model: nn.Module, inputs: Any) -> str:
+    """Where a model and what it is called with are, and what to do, if they are not on one device; else empty.
+
+    >>> devices_apart(nn.Linear(2, 2), (torch.zeros(2), torch.zeros(2, device="meta")))
+    'the model is on cpu, what it is given on cpu and meta; move one to the device of the other'
+    """
+    mine = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    theirs = {str(leaf.device) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    if not mine or not theirs or mine == theirs:
+        return ""
+    here, there = (" and ".join(sorted(places)) for places in (mine, theirs))
+    return f"the model is on {here}, what it is given on {there}; move one to the device of the other"
+
+
+def explain(error: Exception, model: nn.Module, inputs: Any) -> TraceError:
     """A model that does not run on its example inputs, as one line."""
     if isinstance(error, TraceError):
         return error
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    return TraceError(
-        f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {text}; "
+    hint = devices_apart(model, inputs) or (
         "check that model(example_inputs) works (a tensor; a tuple of positional, or a dict of keyword arguments)"
+    )
+    return TraceError(
+        f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {text}; {hint}"
     )

@@ -125,4 +125,4 @@ def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tu
             output = run_real(model, inputs, guarded)
             return guarded.finish(output), True
     except Exception as error:
-        raise explain(error, model) from error
+        raise explain(error, model, inputs) from error

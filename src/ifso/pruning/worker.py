@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.samples import num_samples, pieces
+from ifso.curvature.checkpoints import not_reentrant
 from ifso.curvature.cutting import Cut, Uncut
 from ifso.curvature.losses import LossFn, WatchedLoss, checked, same_modes, scalar, undisturbed
 from ifso.curvature.memory import out_of_memory
@@ -65,6 +66,7 @@ class Worker:
             raise IfsoError(f"optimizer gave a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer")
         self._micro: int | None = None
         self._refused: dict[str, str] = {}
+        self._noted = False
         self._capture = capture and can_capture(network)
         self._apart = not criterion.needs_batches
         self._ghosts = _Ghosts(network) if criterion.masks_itself else None
@@ -236,11 +238,15 @@ class Worker:
         return self.criterion.products(self._task).cut if isinstance(self.criterion, Ifso) else Uncut()
 
     def _tell_refused(self) -> None:
-        """Say, once, which parts of a detector run without a CUDA graph, and why."""
+        """Say, once, which parts of a detector run without a CUDA graph, and why; and if scores go another way."""
         for name, reason in self._replayed_parts.refused.items():
             if self._refused.get(name) != reason:
                 self._refused[name] = reason
                 self.tell(f"{name} is scored without a CUDA graph: {reason}")
+        note = self.criterion.note(self._task)
+        if note and not self._noted:
+            self._noted = True
+            self.tell(note)
 
     def _cut(self, batches: Sequence[Any]) -> bool:
         """Halve the micro-batches from now on. False if they cannot be smaller."""
@@ -305,7 +311,7 @@ class Worker:
         loss = torch.zeros_like(self._loss)
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for part, share in _cut(batch, self._micro):
-            with self.network.running(), torch.enable_grad():
+            with self.network.running(), torch.enable_grad(), not_reentrant():
                 found = checked(self._asked(part))
                 new = torch.autograd.grad(found, self._parameters, allow_unused=True)
             loss = loss + share * found.detach().double()
