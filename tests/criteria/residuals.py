@@ -2,7 +2,8 @@
 
 r_S = x_S − Σ_j b_j x_j over the channels j of other units, b by ridge regression: E|x_S − b x_O|² + λ|b|² is least, all
 x less their means. That is what P = (Cov + λI)⁻¹ says, for P_SS⁻¹ P_SO = −Cov_SO (Cov_OO + λI)⁻¹. λ is a share of the
-mean variance of all channels that a layer reads. Of the channel graph only the members are used.
+mean variance of all channels that a layer reads. b and the means are those of one half of the samples, the residuals of
+the other. Of the channel graph only the members are used.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ class Visit(NamedTuple):
     delta: Tensor
     dim: int
     groups: int
+
+    def first(self, sample: int, samples: int, batch: int) -> Tensor:
+        """Which rows are in the first half, if they are those of one of the samples of a batch."""
+        lead = len(self.delta) if self.dim else 1
+        number = torch.arange(sample * lead, (sample + 1) * lead)
+        first = number < lead * samples // 2 if lead * samples > 1 else number == batch % 2
+        return first.repeat_interleave(len(self.rows) // lead)
 
 
 class Regression(NamedTuple):
@@ -98,46 +106,66 @@ class Truth:
             return owner if place[1] == 0 else owner.repeat(groups)
         return torch.cat([rows[0] for rows in owner.chunk(groups)])
 
-    def regressions(self, visits: list[Visit]) -> dict[Place, list[Regression]]:
-        found: dict[Place, list[Regression]] = {}
-        for place, groups in {visit.place: visit.groups for visit in visits}.items():
-            x, units = torch.cat([visit.rows for visit in visits if visit.place == place]), self._units(place, groups)
-            variance = x.var(0, correction=0)
-            alive = variance > 1e-12 * x.square().mean(0)
-            lam = self.damping * (variance[alive].mean() if bool(alive.any()) else variance.new_ones(()))
-            found[place] = []
-            for channels in torch.arange(len(units)).chunk(groups):
-                for unit in units[channels][units[channels] >= 0].unique().tolist():
-                    own, others = channels[units[channels] == unit], channels[units[channels] != unit]
-                    found[place].append(_regression(unit, own, others, x, lam))
+    def regressions(self, batches: list[list[Any]]) -> tuple[dict[Place, list[Regression]], ...]:
+        """Those for the first half of the samples, fitted to the second, and the reverse."""
+        rows: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+        groups = {}
+        for number, samples in enumerate(batches):
+            for place, sample in enumerate(samples):
+                with self.watching() as visits:
+                    run(self.model, sample)
+                for visit in visits:
+                    rows.setdefault(visit.place, []).append((visit.rows, visit.first(place, len(samples), number)))
+                    groups[visit.place] = visit.groups
+        found: tuple[dict[Place, list[Regression]], ...] = ({}, {})
+        for place, seen in rows.items():
+            x, first = (torch.cat(parts) for parts in zip(*seen, strict=True))
+            both = bool(first.any()) and bool((~first).any())
+            for half, fitted_to in zip(found, (~first, first), strict=True):
+                half[place] = self._regressions(place, x[fitted_to] if both else x, groups[place])
+        return found
+
+    def _regressions(self, place: Place, x: Tensor, groups: int) -> list[Regression]:
+        found = []
+        units = self._units(place, groups)
+        variance = x.var(0, correction=0)
+        alive = variance > 1e-12 * x.square().mean(0)
+        lam = self.damping * (variance[alive].mean() if bool(alive.any()) else variance.new_ones(()))
+        for channels in torch.arange(len(units)).chunk(groups):
+            for unit in units[channels][units[channels] >= 0].unique().tolist():
+                own, others = channels[units[channels] == unit], channels[units[channels] != unit]
+                found.append(_regression(unit, own, others, x, lam))
         return found
 
     def scores(self, batches: list[Any], objective: Objective, plain: bool = False) -> dict[str, Tensor]:
         """½ E_n (Σ ⟨∂ objective/∂x, r⟩)²: the mean over the samples of each batch, then over batches."""
-        with self.watching() as visits:
-            for batch in batches:
-                run(self.model, batch)
-        regressions = self.regressions(visits)
+        regressions = self.regressions([samples_of(batch) for batch in batches])
         total = torch.zeros(self.graph.num_units, dtype=torch.float64)
         for number, batch in enumerate(batches):
             samples = samples_of(batch)
             for place, sample in enumerate(samples):
                 change = self._change(
-                    regressions, lambda n=number, p=place, x=sample: objective(self.model, n, p, x), plain
-                )
+                    regressions, lambda n=number, p=place, x=sample: objective(self.model, n, p, x), plain,
+                    (place, len(samples), number),
+                )  # fmt: skip
                 total += change**2 / (1 if plain else 2 * len(samples) * len(batches))
         return {group.name: total[group.units] for group in self.graph.groups}
 
-    def _change(self, regressions: dict[Place, list[Regression]], value: Callable[[], Tensor], plain: bool) -> Tensor:
+    def _change(
+        self, regressions: tuple[dict[Place, list[Regression]], ...], value: Callable[[], Tensor], plain: bool,
+        sample: tuple[int, int, int],
+    ) -> Tensor:  # fmt: skip
         change = torch.zeros(self.graph.num_units, dtype=torch.float64)
         with self.watching() as visits:
             loss = value()
         grads = torch.autograd.grad(loss, [visit.delta for visit in visits], allow_unused=True)
         for visit, grad in zip(visits, grads, strict=True):
             back = torch.zeros_like(visit.rows) if grad is None else grad.movedim(visit.dim, -1).flatten(0, -2)
-            for one in regressions[visit.place]:
-                r = visit.rows[:, one.own] if plain else one.residual(visit.rows)
-                change[one.unit] += (back[:, one.own] * r).sum()
+            first = visit.first(*sample)
+            for half, rows in zip(regressions, (first, ~first), strict=True):
+                for one in half[visit.place]:
+                    r = visit.rows[:, one.own] if plain else one.residual(visit.rows)
+                    change[one.unit] += (back[rows][:, one.own] * r[rows]).sum()
         return change
 
 

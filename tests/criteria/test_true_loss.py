@@ -116,7 +116,7 @@ def test_attention_has_its_samples_wherever_they_are(criterion, batch_first):
             y = self.attn(y, y, y)[0]
             return self.head(F.relu(x + (y if batch_first else y.transpose(0, 1))))
 
-    case = Case("attending", Attending, image(3, 5, 6))
+    case = Case("attending", Attending, image(4, 5, 6))
     model, batches = case.model(), batches_of(case)
     options = {"target": "loss", "damping": DAMPING} if criterion == "true-loss" else {}
     found = score(model, case.graph(), mean_loss, batches[:1], criterion, **options)
@@ -209,3 +209,22 @@ def test_units_that_are_gone_say_nothing_of_others(name):
     ifso.compact_(model, graph, keep)
     hard = score(model, ifso.trace(model, case.inputs()), mean_loss, batches, "true-loss")
     assert_close({group: soft[group][choice] for group, choice in keep.items()}, hard)
+
+
+@pytest.mark.parametrize("size", [1, 12])
+def test_few_samples_do_not_make_channels_seem_predictable(size):
+    """24 independent channels: on 24 samples each is a sum of the others by chance, which on new ones says nothing."""
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 5)).double()
+    nn.init.eye_(model[0].weight)
+    data = torch.randn(2400, 24, dtype=torch.float64)
+    graph = ifso.trace(model, data[:2])
+    few, many = ([*part.split(size)] for part in (data[:24], data))
+    scores = [
+        score(model, graph, lambda net, x: net(x).sum(1).mean(), batches, "true-loss", target="loss")
+        for batches in (few, many)
+    ]
+    assert graph.num_units == 24
+    few, many = (torch.cat(list(found.values())).mean() for found in scores)
+    assert 0.5 < float(few / many) < 5

@@ -274,6 +274,10 @@ class Moments:
         found.add(rows)
         return found
 
+    def empty(self) -> Moments:
+        """Those of no rows, with the same shift."""
+        return Moments(torch.zeros_like(self.products), torch.zeros_like(self.sums), self.shift)
+
     def add(self, rows: Tensor) -> None:
         """Take in [groups, rows, k]."""
         rows = rows.to(self.products.dtype) - self.shift.unsqueeze(1)
@@ -297,12 +301,59 @@ class Moments:
 
     def matrix(self, centred: bool) -> Tensor:
         """Covariance, or second moment, [groups, k, k], in float64; zero where only rounding is left."""
-        mean = self.sums.double() / self.rows
-        found = self.products.double() / self.rows - mean.unsqueeze(2) * mean.unsqueeze(1)
-        variance, mean = found.diagonal(dim1=1, dim2=2), self.mean()
-        constant = variance <= ROUNDING * (variance + mean.square())
+        shifted, mean = self.sums.double() / self.rows, self.mean()
+        found = self.products.double() / self.rows - shifted.unsqueeze(2) * shifted.unsqueeze(1)
+        variance = found.diagonal(dim1=1, dim2=2)
+        rounding = 16 * torch.finfo(self.products.dtype).eps * shifted.square()
+        constant = (variance <= ROUNDING * (variance + mean.square())) | (variance <= rounding)
         found = found.masked_fill(constant.unsqueeze(2) | constant.unsqueeze(1), 0)
         return found if centred else found + mean.unsqueeze(2) * mean.unsqueeze(1)
+
+
+@dataclass
+class Halves:
+    """Moments of two halves of the samples, with one shift: what one half says can be tried on the other.
+
+    >>> halves = Halves.of(torch.arange(12.0).view(1, 6, 2), samples=3, number=0)
+    >>> [half.rows for half in halves.parts], halves.whole().mean()
+    ([2, 4], tensor([[5., 6.]], dtype=torch.float64))
+    """
+
+    parts: tuple[Moments, Moments]
+
+    @classmethod
+    def of(cls, rows: Tensor, samples: int, number: int) -> Halves:
+        """Those of the first rows [groups, samples · positions, k] that are seen."""
+        shift = Moments.of(rows)
+        found = cls((shift.empty(), shift.empty()))
+        found.add(rows, samples, number)
+        return found
+
+    def add(self, rows: Tensor, samples: int, number: int) -> None:
+        """Take in [groups, samples · positions, k] of batch ``number``."""
+        first = in_first_half(samples, number) * (rows.shape[1] // max(samples, 1))
+        for half, part in zip(self.parts, (rows[:, :first], rows[:, first:]), strict=True):
+            if part.shape[1]:
+                half.add(part)
+
+    def whole(self) -> Moments:
+        """Those of all samples."""
+        one, other = self.parts
+        return Moments(one.products + other.products, one.sums + other.sums, one.shift, one.rows + other.rows)
+
+    def apart(self) -> tuple[Moments, Moments]:
+        """For either half what is known without it, or the whole if that is nothing."""
+        one, other = self.parts
+        return (other, one) if one.rows and other.rows else (self.whole(), self.whole())
+
+
+def in_first_half(samples: int, number: int) -> int:
+    """How many of the samples of batch ``number`` are in the first half: a single one in every other batch.
+
+    >>> in_first_half(8, 0), in_first_half(1, 0), in_first_half(1, 1)
+    (4, 1, 0)
+    """
+    return samples // 2 if samples > 1 else samples * (1 - number % 2)
 
 
 def mean_size(diagonal: Tensor, counted: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
-from ifso.criteria.reading import Moments, ReadingLayers, in_rows, mean_size
+from ifso.criteria.reading import Halves, Moments, ReadingLayers, in_first_half, in_rows, mean_size
 from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.losses import checked, output_tensors, outputs_of, undisturbed
 from ifso.curvature.weights import places
@@ -33,9 +33,11 @@ class TrueLoss(Criterion):
 
     When unit i goes, the layers that read it take it over with what they have left: x_i = Σ_j b_j x_j + r_i, the best
     linear prediction from their other inputs, whose weights they add to their own. What is lost is the residual r_i;
-    with P = (Cov(x) + λI)⁻¹ of a layer's inputs, r_i = (P (x − E x))_i / P_ii. This is Proposition 1, ΔL_gt and not
-    ΔL_ex, for the update that :mod:`ifso.pruning.least_squares` makes, with the curvature of whole samples (Group
-    Fisher has x_i in the place of r_i). Layers coupled by the unit are added before squaring.
+    with P = (Cov(x) + λI)⁻¹ of a layer's inputs, r_i = (P (x − E x))_i / P_ii. P and E x come from one half of the
+    samples, x from the other, and the reverse: with few samples the inputs of a layer predict each other by chance,
+    but only on samples that the prediction was fitted to. This is Proposition 1, ΔL_gt and not ΔL_ex, for the update
+    that :mod:`ifso.pruning.least_squares` makes, with the curvature of whole samples (Group Fisher has x_i in the place
+    of r_i). Layers coupled by the unit are added before squaring.
 
     * ``target``: ``"outputs"`` takes ℓ to be half the squared distance of the outputs from those that the network has
       now: its gradient is zero and its Hessian JᵀJ exactly, so that the quadratic model is right; labels are not
@@ -57,10 +59,11 @@ class TrueLoss(Criterion):
         """See what every reading layer reads."""
         task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
         inputs = task.renew(_KEY, lambda: _Inputs(self.damping, task.kept.cpu(), _units_at_positions(task)))
-        with ReadingLayers(task, inputs.visit, everywhere=False) as inputs.layers:
+        with ReadingLayers(task, inputs.visit, everywhere=False, in_rows=True) as inputs.layers:
             for batch in batches:
                 with undisturbed(task.model), torch.no_grad():
                     task.loss_fn(task.model, batch)
+                inputs.number += 1
         inputs.close()
 
     def units(self, task: Task, batch: Any) -> Tensor:
@@ -71,24 +74,23 @@ class TrueLoss(Criterion):
                 return self.units(task, batch)
             finally:
                 task.renew(_KEY, lambda: None)
-        taps = _Residuals(task.memo(_KEY, lambda: None))
+        taps = _Residuals(task.memo(_KEY, lambda: None), task.count(_KEY))
         with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
             layers = ReadingLayers(task, taps.visit, everywhere=False, in_rows=True)
             with layers as taps.layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
-            objective = self._objective(loss, caught, task)
+            objective = self._objective(loss, caught, taps.number)
             found = mask_gradients(objective, taps.seen, self.name, layers.samples)
         samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
 
-    def _objective(self, loss: Tensor, caught: list[Any], task: Task) -> Tensor:
+    def _objective(self, loss: Tensor, caught: list[Any], number: int) -> Tensor:
         """What is differentiated: random directions of the outputs, or the loss itself."""
         outputs = [output for output in output_tensors(caught) if output.requires_grad]
         if self.target == "loss" or not outputs:
             return loss
-        number = task.count(_KEY)
         generator = torch.Generator(device="cpu").manual_seed(self.seed * 1_000_003 + number)
         total = loss.new_zeros(())
         for output in outputs:
@@ -108,6 +110,17 @@ def _units_at_positions(task: Task) -> dict[str, Tensor]:
     }
 
 
+class _Residual(NamedTuple):
+    """The mean [C] and the map [C, C] from x − mean to what is left of each unit when the others predict it."""
+
+    mean: Tensor
+    map: Tensor
+
+    def of(self, rows: Tensor) -> Tensor:
+        """r of [rows, C, positions]."""
+        return self.map.to(rows.dtype) @ (rows - self.mean.to(rows.dtype).view(1, -1, 1))
+
+
 @dataclass
 class _Channels:
     """What a layer reads [C], in ``groups`` that do not meet; ``kept`` [C] are the channels whose units are there."""
@@ -115,11 +128,14 @@ class _Channels:
     groups: int
     owner: Tensor
     kept: Tensor
-    moments: Moments
+    halves: Halves
 
-    def residual(self, damping: float) -> tuple[Tensor, Tensor]:
-        """The mean [C] and the map [C, C] from x − mean to what is left of each unit when the others predict it."""
-        mean, covariance = self.moments.mean()[0], self.moments.matrix(centred=True)[0]
+    def residuals(self, damping: float) -> list[_Residual]:
+        """That of the first half of the samples and that of the second, each fitted to the other."""
+        return [self._residual(moments, damping) for moments in self.halves.apart()]
+
+    def _residual(self, moments: Moments, damping: float) -> _Residual:
+        mean, covariance = moments.mean()[0], moments.matrix(centred=True)[0]
         apart = torch.arange(len(mean), device=mean.device) // (len(mean) // self.groups)
         apart = apart.where(self.kept, -1)
         meet = (apart[:, None] == apart[None, :]) & self.kept
@@ -128,7 +144,8 @@ class _Channels:
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed):
             raise ScoreError("criterion 'true-loss': the inputs of a layer are not finite; check data and weights")
-        return mean, _by_unit(torch.cholesky_inverse(factor), self.owner)
+        to_residual = _by_unit(torch.cholesky_inverse(factor), self.owner)
+        return _Residual(*(part.to(moments.products.dtype) for part in (mean, to_residual)))
 
 
 def _by_unit(inverse: Tensor, owner: Tensor) -> Tensor:
@@ -147,14 +164,18 @@ def _by_unit(inverse: Tensor, owner: Tensor) -> Tensor:
 
 @dataclass
 class _Inputs:
-    """What the reading layers read: first added up, then, when closed, as the maps to residuals."""
+    """What the reading layers read: first added up, then, when closed, as the maps to residuals.
+
+    ``number`` is that of the batch.
+    """
 
     damping: float
     kept: Tensor
     positions: dict[str, Tensor]
     seen: dict[_Place, _Channels] = field(default_factory=dict)
-    maps: dict[_Place, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    residuals: dict[_Place, list[_Residual]] = field(default_factory=dict)
     layers: ReadingLayers | None = None
+    number: int = 0
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Add the channels of ``x`` up, at some positions of each row."""
@@ -167,18 +188,18 @@ class _Inputs:
             generator = torch.Generator(device="cpu").manual_seed(len(self.seen))
             chosen = torch.randperm(rows.shape[2], generator=generator, device="cpu")[:POSITIONS]
             rows = rows[:, :, chosen.to(x.device)]
-        rows = rows.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        samples, rows = len(rows), rows.transpose(1, 2).flatten(0, 1).unsqueeze(0)
         if place in self.seen:
-            self.seen[place].moments.add(rows)
+            self.seen[place].halves.add(rows, samples, self.number)
         else:
             kept = self.kept[places(owner, len(self.kept) - 1).cpu()].to(x.device)
-            self.seen[place] = _Channels(groups, owner, kept, Moments.of(rows))
+            self.seen[place] = _Channels(groups, owner, kept, Halves.of(rows, samples, self.number))
         return x
 
     def close(self) -> None:
         """All batches were seen."""
         for place, channels in self.seen.items():
-            self.maps[place] = channels.residual(self.damping)
+            self.residuals[place] = channels.residuals(self.damping)
         self.seen.clear()
 
 
@@ -195,35 +216,37 @@ class _Residuals:
     """A mask for every call of a reading layer, through which residuals are added."""
 
     inputs: _Inputs
+    number: int
     seen: list[Tap] = field(default_factory=list)
     layers: ReadingLayers | None = None
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """``x`` plus a mask, now zero, times what is left of each unit when the others predict it."""
         place, _ = place_of(self.layers)
-        if place not in self.inputs.maps:
+        if place not in self.inputs.residuals:
             return x
-        mean, to_residual = (part.to(x.dtype) for part in self.inputs.maps[place])
         tap = Tap.at(name, x, dim, owner, self.layers)
         self.seen.append(tap)
-        return _Shifted.apply(x, tap.mask, dim, mean, to_residual)
+        first = in_first_half(len(tap.mask), self.number)
+        return _Shifted.apply(x, tap.mask, dim, self.inputs.residuals[place], first)
 
 
 class _Shifted(Function):
-    """``x + mask ⊙ r`` at mask = 0, without keeping r."""
+    """``x + mask ⊙ r`` at mask = 0, without keeping r; ``first`` rows belong to the first half of the samples."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int, mean: Tensor, to_residual: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int, residuals: list[_Residual], first: int) -> Tensor:  # noqa: ARG004
         """``x``."""
-        ctx.save_for_backward(x, mean, to_residual)
-        ctx.dim = dim
+        ctx.save_for_backward(x)
+        ctx.dim, ctx.residuals, ctx.first = dim, residuals, first
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """λ, and Σ r·λ over positions [rows, channels]."""
-        x, mean, to_residual = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         rows, back = (in_rows(part, ctx.dim).unsqueeze(-1).flatten(2) for part in (x, grad))  # [rows, C, positions]
-        residual = to_residual @ (rows - mean.view(1, -1, 1))
-        total = (residual * back).sum(2, dtype=torch.promote_types(x.dtype, torch.float32))
-        return grad, total, None, None, None
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        halves = zip(ctx.residuals, *(part.tensor_split([ctx.first]) for part in (rows, back)), strict=True)
+        total = [(residual.of(part) * slope).sum(2, dtype=dtype) for residual, part, slope in halves]
+        return grad, torch.cat(total), None, None, None

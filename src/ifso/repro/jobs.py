@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
-from ifso.repro.plans import PRUNE_OPTIONS, TAUGHT, Row, Variant
+from ifso.repro.plans import DEFAULT_RUN, PRUNE_OPTIONS, TAUGHT, Row, Variant
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
@@ -74,6 +74,8 @@ class Job:
 
     @property
     def _usual_prune(self) -> dict[str, Any]:
+        if self.criterion == DEFAULT_RUN:
+            return {key: self.row.prune[key] for key in ("batch",) if key in self.row.prune}
         return {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
 
     @property
@@ -88,21 +90,25 @@ class Job:
         return tuple(option for option in self.prune if option not in known)
 
     def prune_keywords(self) -> dict[str, Any]:
-        """What :func:`ifso.prune` is called with, beside the network, its data and where to write: Algorithm 2."""
+        """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
         from ifso.criteria.registry import create
         from ifso.pruning.budget import Budget
+        from ifso.pruning.presets import STAGED
         from ifso.pruning.settings import sgd
 
         if self.missing():
             raise IfsoError(f"{self.name}: ifso.prune has no option {', '.join(self.missing())}, so it cannot be run")
         keywords = {key: value for key, value in self.prune.items() if key not in OURS_TO_USE}
-        keywords["schedule"] = _schedule(self.prune.get("schedule", "incremental"))
+        if self.criterion == DEFAULT_RUN:
+            keywords = {**{key: STAGED[key] for key in ("schedule", "update", "min_share")}, **keywords}
+        else:
+            keywords = {"preset": PRESET, **keywords, "schedule": _schedule(self.prune.get("schedule", "incremental"))}
         if "lr" in self.prune:
             keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
         budget = Budget(macs=round(1 - self.row.removed, 12))
         chance = {"seed": self.seed} if self.criterion == "random" else {}
         criterion = create(self.criterion, **self.criterion_options, **chance)
-        return {"preset": PRESET, **keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
+        return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""

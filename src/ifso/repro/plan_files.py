@@ -15,6 +15,7 @@ from ifso.repro.plans import (
     CRITERION_OPTIONS,
     DATA,
     LAYOUTS,
+    NORMALIZED,
     PRUNE_OPTIONS,
     RECIPES,
     TABLES,
@@ -142,7 +143,7 @@ def _options(section: Section, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 
 def _normalizers(section: Section) -> dict[str, str]:
-    found = {criterion: section.take(criterion, str) for criterion in CRITERIA}
+    found = {criterion: section.take(criterion, str) for criterion in NORMALIZED}
     section.done()
     return found
 

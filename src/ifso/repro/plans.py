@@ -12,11 +12,17 @@ from ifso.errors import IfsoError
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
-CRITERIA = ("ifso", "group-fisher", "magnitude", "magnitude-average", "random")
+DEFAULT_RUN = "true-loss"
+"""The criterion of the staged run, which takes nothing of a row but its batches: rows name options of Algorithm 2."""
+
+NORMALIZED = ("ifso", "group-fisher", "magnitude", "magnitude-average", "random")
+"""Criteria that a row says what to divide by."""
+
+CRITERIA = (DEFAULT_RUN, *NORMALIZED)
 TAUGHT = "taught"
 """The recipe with another teacher than the unpruned network of the row."""
 
-RECIPES = ("paper", "quick", "ours", "patient", TAUGHT, "detection", "distilled")
+RECIPES = ("paper", "brief", "quick", "ours", "patient", TAUGHT, "detection", "distilled")
 BASE_RECIPES = ("paper", "scratch", "detection")
 BOXES = ("coco", "bccd")
 """Data with boxes, which are opened as ``coco:PATH``."""
