@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ifso
 from ifso.criteria.scoring import ScoreWarning
 from ifso.curvature.products import Products
+from ifso.errors import ScoreError
 
 
 class Sine(torch.autograd.Function):
@@ -192,10 +193,14 @@ def test_a_loss_without_gradient_is_refused_with_its_own_words():
     def fails(model: nn.Module, x: Tensor) -> Tensor:
         raise KeyError("label")
 
-    products = Products(written(), ifso.trace(written(), images(3, 5)), fails)
+    graph = ifso.trace(written(), images(3, 5))
+    products = Products(written(), graph, fails)
     with pytest.raises(KeyError, match="label"):
         products.mixed(images(3, 5))
     assert products.note == ""
+    with pytest.raises(ScoreError, match="loss_fn failed on batch 1: KeyError: 'label'") as caught:
+        ifso.score(written(), graph, fails, [images(3, 5)])
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_an_ordinary_score_takes_two_passes():

@@ -59,7 +59,7 @@ class TrueLoss(Criterion):
         """See what every reading layer reads."""
         task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
         inputs = task.renew(_KEY, lambda: _Inputs(self.damping, task.kept.cpu(), _units_at_positions(task)))
-        with ReadingLayers(task, inputs.visit, everywhere=False) as inputs.layers:
+        with ReadingLayers(task, inputs.visit, everywhere=False, in_rows=True) as inputs.layers:
             for batch in batches:
                 with undisturbed(task.model), torch.no_grad():
                     task.loss_fn(task.model, batch)

@@ -108,14 +108,22 @@ class Products:
         try:
             return pass_()
         except Exception as error:
-            if not may_go_around(error):
+            found = self._around(error, otherwise) if may_go_around(error) else None
+            if found is None:
                 raise
-            masked = Masked(self.model, self.loss_fn, self._tensors, self.space, self.readers, self._moving[:STAYS])
-            way = WayAround(masked, error)
-            try:
-                found = otherwise(way)
-            except Exception as other:
-                raise (other if out_of_memory(other) else error) from None  # there is no gradient either
+            return found
+
+    def _around(self, error: Exception, otherwise: Callable[[WayAround], Tensor]) -> Tensor | None:
+        """The same another way, which is taken from then on; None if the loss has no gradient either."""
+        moving = self._moving[:STAYS]
+        masked = Masked(self.model, self.loss_fn, self._tensors, self.space, self.readers, moving)
+        way = WayAround(masked, error)
+        try:
+            found = otherwise(way)
+        except Exception as other:
+            if out_of_memory(other):
+                raise
+            return None
         self._way = way
         return found
 
