@@ -166,7 +166,8 @@ def test_resume_removes_what_a_killed_process_was_writing(run: RunFolder):
     checkpoint_(run, 1)
     run.close()
     before = names(run.path)
-    for name in (".summary.json.new", ".tmpAb12Cd", "checkpoints/.00000002.safetensors.new", "checkpoints/.tmpAAAAAA"):
+    for name in (".summary.json.new", ".scores.safetensors.new.d/.tmpAb12Cd", "checkpoints/.00000002.safetensors.new"):
+        (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).write_text("half")
     for name in (".recipe.json.new", ".model.safetensors.new", "notes.txt"):
         (run.path / name).write_text("of another")

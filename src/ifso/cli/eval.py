@@ -190,8 +190,14 @@ def _networks(
     if run is None:
         torch.manual_seed(args.seed or 0)
         own = args.model.rpartition(":")[0].endswith(".py")
-        model = network_for(args.model, data.num_classes, weights=args.weights, device=device)
-        notes = [] if args.weights or own else ["The weights are random: none were given with --weights."]
+        model = network_for(
+            args.model, data.num_classes, weights=args.weights, pretrained=args.pretrained, device=device
+        )
+        notes = (
+            []
+            if args.weights or args.pretrained or own
+            else ["The weights are random: none were given with --weights."]
+        )
         return {ALONE: _laid(model, args)}, notes
     found: dict[str, nn.Module] = {}
     notes = []
@@ -213,7 +219,7 @@ def _stages(
 
     def unpruned() -> tuple[nn.Module | None, str]:
         try:
-            return run.original(device=device, weights=args.weights, data=data), ""
+            return run.original(device=device, weights=args.weights, pretrained=args.pretrained, data=data), ""
         except RunError as error:
             if args.weights or args.only:
                 raise

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.eval_report import STAGES
-from ifso.cli.inspect import shape
+from ifso.cli.inspect import add_pretrained, shape
 
 USUAL: Mapping[str, Any] = {"batch": 500, "train_batch": 128, "latency_batch": (1, 128)}
 BOXES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch": (1, 8)}
@@ -26,6 +26,7 @@ def add_task(group: Any) -> None:
     )
     group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
+    add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
     group.add_argument(

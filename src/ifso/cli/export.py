@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.eval_report import NOT_THERE, STAGES
-from ifso.cli.inspect import images_of, shape, words_of
+from ifso.cli.inspect import add_pretrained, images_of, shape, words_of
 from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
 from ifso.errors import DataError, IfsoError, RunError
@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--original", action="store_true", help="the network before pruning in place of the smaller one")
     what.add_argument("--model", metavar="MODEL", help="of the run, if its file has moved")
     what.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
+    add_pretrained(what)
     what.add_argument("--data", metavar="DATA", help="of the run, if it has moved")
     how = parser.add_argument_group("where and how")
     how.add_argument("--to", choices=("onnx", "torch"), help="format (what the name of --out says)")
@@ -130,7 +131,7 @@ def _example(args: argparse.Namespace, run: OpenedRun, data: Data, model: nn.Mod
 def _chosen(args: argparse.Namespace, run: OpenedRun, data: Data) -> tuple[str, nn.Module, list[str]]:
     """The network that is exported, what it is called, and why it is that one if that needs saying."""
     if args.original:
-        return ORIGINAL, run.original(weights=args.weights, data=data), []
+        return ORIGINAL, run.original(weights=args.weights, pretrained=args.pretrained, data=data), []
     tuned = run.finetuned(data=data)
     if tuned is not None:
         return TUNED, tuned, []
@@ -141,7 +142,7 @@ def _chosen(args: argparse.Namespace, run: OpenedRun, data: Data) -> tuple[str, 
 def _unpruned(args: argparse.Namespace, run: OpenedRun, data: Data, notes: list[str]) -> nn.Module | None:
     """To compare with; a note if it is not there, unless that was asked for."""
     try:
-        return run.original(weights=args.weights, data=data)
+        return run.original(weights=args.weights, pretrained=args.pretrained, data=data)
     except RunError as error:
         if args.weights:
             raise

@@ -55,12 +55,19 @@ def add_parser(commands: Any) -> None:
         metavar="1,3,224,224",
         help="shape of the input; repeat it for several inputs (default: what is known of MODEL)",
     )
+    add_pretrained(parser)
     parser.add_argument(
         "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the tables into an SVG picture")
     parser.set_defaults(run=run)
+
+
+def add_pretrained(group: Any) -> None:
+    """Permission to load what a MODEL names."""
+    words = "let torchvision and timm load published weights, and download them if need be"
+    group.add_argument("--pretrained", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +89,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
     import ifso
     from ifso.costs.counting import MAC_KINDS
 
-    model = ifso.create_model(args.model).eval()
+    model = ifso.create_model(args.model, pretrained=args.pretrained).eval()
     graph = _trace(args, model)
     return Inspection(
         name=args.model,

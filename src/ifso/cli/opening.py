@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 FINETUNE = "finetune"
 """The folder within a run in which ``ifso finetune`` works."""
+
+EXECUTED = ("model", "data", "teacher")
+"""Options whose value may name a program."""
 
 LEVELS = 3
 """How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
@@ -79,21 +83,32 @@ class OpenedRun:
         name = self.there("data") if data is None else data
         return open_data(name, device=device, seed=seed, validation=validation, **options)
 
-    def original(self, *, device: Any = "cpu", weights: str | None = None, data: Data | None = None) -> nn.Module:
+    def original(
+        self,
+        *,
+        device: Any = "cpu",
+        weights: str | None = None,
+        pretrained: bool = False,
+        data: Data | None = None,
+    ) -> nn.Module:
         """The network before pruning, with the weights that the run began with; ``weights`` says where they are now.
 
-        ``data`` saves opening that of the run, which says how many classes there are.
+        ``pretrained``: they are published ones. ``data`` saves opening that of the run, which says how many classes
+        there are.
         """
         from ifso.surgery.recipe import digest_of
 
         if weights is None and "weights" in self.arguments:
             weights = self.there("weights")
-        if weights is None and self.digest is None:
+        if weights is None and self.digest is None and not pretrained:
             raise RunError(f"{self.folder} does not tell the weights before pruning; give them with --weights")
-        model = self._network(data, weights).to(device)
+        model = self._network(data, weights, pretrained=pretrained).to(device)
         if self.digest not in (None, digest_of(model)):
             which = f"{weights} does not hold" if weights else f"{self.arguments['model']} does not come with"
-            raise RunError(f"{which} the weights that the run in {self.folder} began with; give those with --weights")
+            raise RunError(
+                f"{which} the weights that the run in {self.folder} began with; "
+                "give those with --weights, or --pretrained if they are published"
+            )
         return model
 
     def pruned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module:
@@ -125,17 +140,23 @@ class OpenedRun:
 
         return load(folder, self._network(data, None).to(device))
 
-    def _network(self, data: Data | None, weights: str | None) -> nn.Module:
-        """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives."""
+    def _network(self, data: Data | None, weights: str | None, *, pretrained: bool = False) -> nn.Module:
+        """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives.
+
+        Options of MODEL that load others are left out, unless whoever opens the run has given them and wants that.
+        """
         import torch
 
+        from ifso.models.names import without_loading
         from ifso.training.task import network_for
 
         name = self.there("model")
+        if not (pretrained and "model" in self.told):
+            name = without_loading(name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.arguments.get("seed", 0))
             classes = (self.open_data() if data is None else data).num_classes
-            return network_for(name, classes, weights=weights)
+            return network_for(name, classes, weights=weights, pretrained=pretrained)
 
     def there(self, option: str) -> str:
         """The value of an option, with a path that leads there from here."""
@@ -166,17 +187,48 @@ class OpenedRun:
             return
         if place != Path(path):
             raise RunError(_came_with(self.folder, option, f"{place}{factory}"))
-        refuse_program_within(self.folder, option, f"{place}{factory}")
+        refuse_foreign(option, f"{place}{factory}", self._folders)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        """What was opened: nothing in them is executed."""
+        return (self.folder,) if self.tuned is None else (self.folder, self.tuned)
 
     def _places(self, path: str) -> Iterator[Path]:
         return _places(self.folder, path)
 
 
-def refuse_program_within(folder: Path, option: str, value: str) -> None:
-    """RunError if ``value`` (MODEL or DATA, as the run in ``folder`` tells it) names a program in that folder."""
+def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
+    """RunError if acting on an option that a run tells would do what only the user may ask for by name.
+
+    That is to execute a program in one of ``folders``, which hold what the run tells: by its name or by where links
+    lead to. Or to load or download weights by options of a MODEL.
+    """
+    if option not in EXECUTED:
+        return
     _, path, _ = _parts(option, value)
-    if path is not None and path.endswith(".py") and folder.resolve() in Path(path).resolve().parents:
-        raise RunError(_came_with(folder, option, value))
+    if path is not None and path.endswith(".py"):
+        for folder in folders:
+            if _lies_in(path, folder):
+                raise RunError(_came_with(folder, option, value))
+    elif option != "data":
+        from ifso.models.names import loading
+
+        if loading(value):
+            raise RunError(
+                f"the run would have {value} load or download weights; if you want that, "
+                f"give --{option} {value} --pretrained"
+            )
+
+
+def _lies_in(path: str, folder: Path) -> bool:
+    """As it is written, or where it leads to."""
+    try:
+        ways = (Path(os.path.abspath(path)), Path(path).resolve())  # noqa: PTH100
+        places = (Path(os.path.abspath(folder)), folder.resolve())  # noqa: PTH100
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"{path!r}, which the run in {folder} names, is no path ({error})") from None
+    return any(place in way.parents for way in ways for place in places)
 
 
 def _came_with(folder: Path, option: str, value: str) -> str:
@@ -215,7 +267,6 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
 def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
     """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
     from ifso.pruning.folder import CONFIG, TRAINING, read_config
-    from ifso.surgery.files import one_line
 
     if not (folder / CONFIG).is_file():
         return open_run(folder, model=model)
@@ -228,6 +279,8 @@ def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
     for place in places:
         if _is_file(place / CONFIG):
             return replace(open_run(place, model=model), tuned=folder)
+    from ifso.surgery.files import one_line
+
     tried = one_line(", ".join(map(str, places)))
     raise RunError(
         f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
@@ -277,14 +330,29 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
     """
     if option in ("weights", "teacher_weights"):
         return "", value, ""
-    path, _, name = value.rpartition(":")
-    if path.endswith(".py"):
-        return "", path, f":{name}"
+    path = _program(option, value)
+    if path is not None:
+        return "", path, value.removeprefix(path)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
         path, behind = _before_options(path) if kind == "coco" else (path, "")
         return f"{kind}{colon}", path, behind
     return "", None, value
+
+
+def _program(option: str, value: str) -> str | None:
+    """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
+    from ifso.errors import ModelNotFound
+    from ifso.models.names import read_name
+
+    if option == "data":
+        path = value.rpartition(":")[0]
+    else:
+        try:
+            path = read_name(value).source
+        except ModelNotFound:
+            return None
+    return path if path.endswith(".py") else None
 
 
 def _before_options(path: str) -> tuple[str, str]:

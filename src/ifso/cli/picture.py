@@ -44,11 +44,10 @@ FORMAT = (
 def write_svg(path: Path, command: str, parts: Sequence[RenderableType]) -> None:
     """Write ``parts`` (tables and text), as ``command`` prints them, into the SVG file ``path``."""
     svg = draw(command, parts)
-    from ifso.surgery.files import replacing
+    from ifso.surgery.files import write_text
 
     try:
-        with replacing(path) as new:
-            new.write_text(svg, encoding="utf-8")
+        write_text(path, svg)
     except OSError as error:
         raise IfsoError(f"the picture cannot be written to {path}: {error.strerror or error}") from error
 

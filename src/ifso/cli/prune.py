@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.inspect import images_of, shape, words_of
+from ifso.cli.inspect import add_pretrained, images_of, shape, words_of
 from ifso.cli.late_help import add_help
 from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune_path import path_of, path_table
@@ -55,6 +55,7 @@ def add_parser(commands: Any) -> None:
 def _add_task(group: Any) -> None:
     group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     group.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
+    add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help=DATA)
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
     group.add_argument(
@@ -207,7 +208,9 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             settings = {**settings, "lr": BOXES_RATE}
             options = _options(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
-        model = network_for(settings["model"], data.num_classes, device=place.device, **given)
+        model = network_for(
+            settings["model"], data.num_classes, pretrained=args.pretrained, device=place.device, **given
+        )
         _check_fits(model, data)
         model.train(settings.get("train_mode", True))
         example = _example_inputs(settings, data, place.device)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.opening import refuse_program_within
+from ifso.cli.opening import EXECUTED, refuse_foreign
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
@@ -91,24 +91,27 @@ def _of_the_run(run: Path) -> dict[str, Any]:
 
 def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
     """The options of these names that ``command`` started a run with."""
-    config = run / "config.json"
-    try:
-        document = json.loads(config.read_text(encoding="utf-8"))
-        arguments = document["about"]["arguments"]
-        return {name: value for name, value in arguments.items() if name in names}
-    except FileNotFoundError:
-        raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder") from None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    from ifso.pruning.folder import CONFIG, is_there, read_config
+
+    if not is_there(run / CONFIG):
+        raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder")
+    about = read_config(run / CONFIG).get("about")
+    arguments = about.get("arguments") if isinstance(about, dict) else None
+    if not isinstance(arguments, dict):
         raise RunError(
-            f"{config} does not say how {command} was called ({type(error).__name__}); "
+            f"{run / CONFIG} does not say how {command} was called; "
             "resume the run in Python, or start it in another folder"
-        ) from error
+        )
+    return {name: value for name, value in arguments.items() if name in names}
 
 
-def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
-    """Files may have moved, so that only their names are compared. Programs that came with the run must be given."""
-    for option in {"model", "data", "teacher"} & stored.keys() - given.keys():
-        refuse_program_within(run, option, str(stored[option]))
+def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path, *others: Path) -> None:
+    """Files may have moved, so that only their names are compared. Programs that came with the run must be given.
+
+    ``others`` are further folders that are opened with the run.
+    """
+    for option in (option for option in EXECUTED if option in stored and option not in given):
+        refuse_foreign(option, str(stored[option]), (run, *others))
     from ifso.pruning.folder import differences
 
     new = {name: _without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.finetune import table
+from ifso.cli.inspect import add_pretrained
 from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
@@ -30,6 +31,7 @@ def add_parser(commands: Any) -> None:
     task = parser.add_argument_group("what is trained")
     task.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     task.add_argument("--weights", metavar="FILE", help="to begin with (random ones otherwise)")
+    add_pretrained(task)
     task.add_argument("--data", metavar="DATA", help=DATA)
     task.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the training")
     add_data(task)
@@ -88,18 +90,20 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")
-            model = network_for(options["model"], data.num_classes, weights=weights, device=place.device)
-        validation = options.get("validation", 0)
+            model = network_for(
+                options["model"], data.num_classes, weights=weights, pretrained=args.pretrained, device=place.device
+            )
+        validation, given = options.get("validation", 0), bool(weights or args.pretrained)
         fixed = {
             "model": _without_folders(options["model"]),
             "data": _without_folders(data.name),
             "validation": validation,
-            **({"weights": digest_of(model)} if weights else {}),
+            **({"weights": digest_of(model)} if given else {}),
         }
         training = Training(
             name=options["model"], folder=args.out, model=model, data=data, settings=settings,
             validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
-            about={"arguments": options}, start="weights given" if weights else None,
+            about={"arguments": options}, start="weights given" if given else None,
         )  # fmt: skip
         outcome = train_side_by_side([training], listener, resume=args.resume, ranks=place.ranks)[0]
     if isinstance(outcome, IfsoError):

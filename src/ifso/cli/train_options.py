@@ -87,16 +87,19 @@ def _add_switch(group: Any, option: str, help_: str, dest: str | None = None) ->
     group.add_argument(option, action=argparse.BooleanOptionalAction, help=help_, **named)
 
 
-def gather(args: argparse.Namespace, folder: Path, defaults: Mapping[str, Any], command: str) -> dict[str, Any]:
+def gather(
+    args: argparse.Namespace, folder: Path, defaults: Mapping[str, Any], command: str, *others: Path
+) -> dict[str, Any]:
     """The options of a training in ``folder`` as JSON values: given ones, stored ones if resumed, and defaults.
 
     On a GPU the defaults are bf16 and channels-last; they are stored, so that a training can go on elsewhere.
+    ``others`` are further folders that are opened with it.
     """
     named = {name: getattr(args, name, None) for name in OPTIONS}
     given = json.loads(json.dumps({name: value for name, value in named.items() if value is not None}))
     stored = stored_options(folder, OPTIONS, command) if args.resume else {}
     if stored:
-        refuse_others(given, stored, folder)
+        refuse_others(given, stored, folder, *others)
     options = {**defaults, **stored, **given}
     options.setdefault("device", "cpu")
     if not args.resume and options["device"].partition(":")[0] == "cuda":

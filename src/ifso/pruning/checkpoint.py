@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from errno import ELOOP, ENAMETOOLONG
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +41,7 @@ _ADVICE = {
     **dict.fromkeys(NO_ROOM, "make room, then resume the run; what was written before is whole"),
     **dict.fromkeys(NOT_ALLOWED, ADVICE[NOT_ALLOWED[0]]),
     **dict.fromkeys(NOT_THERE, "give a run folder that is there, or start the run again"),
+    **{code: ADVICE[code] for code in (ELOOP, ENAMETOOLONG)},
 }
 
 

@@ -7,8 +7,9 @@ there as a whole or not at all. A line of ``metrics.jsonl`` that was cut short i
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,24 +28,25 @@ from ifso.pruning.checkpoint import (
     pretty_json,
     read_lines,
     read_tensor_file,
+    refuse_special,
     strict_json,
     write_tensor_file,
 )
 from ifso.surgery.files import (
-    UNFINISHED,
     FolderLock,
+    NotPlain,
     append_bytes,
     one_line,
     provisional,
+    refuse_not_plain,
+    remove_provisional,
     replacing,
     sync_file,
     write_bytes,
 )
-from ifso.surgery.store import NEW_RECIPE, NEW_WEIGHTS, RECIPE, save
+from ifso.surgery.store import RECIPE, save
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
 
     from ifso.surgery.recipe import Recipe
@@ -62,6 +64,8 @@ TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
 
 KEPT_CHECKPOINTS = 2
+
+_CHECKPOINT_BEGUN = re.compile(r"\.(\d{8,}\.safetensors)\.new(?:\.d)?")
 
 _HEAD = {"format": "ifso-run", "version": 1}
 
@@ -153,6 +157,7 @@ class RunFolder:
         """
         folder = self.path / CHECKPOINTS
         with located(folder):
+            _refuse_link(folder)
             folder.mkdir(exist_ok=True)
         self._sync_metrics()
         write_tensor_file(folder / f"{number:08d}.safetensors", tensors, state)
@@ -178,6 +183,7 @@ class RunFolder:
         if not folder.is_dir():
             return {}
         with located(folder):
+            _refuse_link(folder)
             found = [path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.safetensors", path.name)]
         return {int(path.stem): path for path in sorted(found, key=lambda path: int(path.stem))}
 
@@ -233,6 +239,8 @@ class RunFolder:
         """Write the network for one budget of several, for :func:`ifso.load`, and return its folder."""
         folder = self.network(name)
         with located(folder):
+            _refuse_link(self.path / NETWORKS)
+            _refuse_link(folder)
             folder.mkdir(parents=True, exist_ok=True)
         self._save(model, folder, recipe)
         return folder
@@ -263,21 +271,40 @@ class RunFolder:
                 sync_file(self.path / METRICS)
 
     def _remove_stale(self) -> None:
-        """What a killed process was writing; the provisional files of ``ifso.save`` are its own to settle."""
-        for folder in (self.path, self.path / CHECKPOINTS):
-            for path in (*folder.glob(".*.new"), *folder.glob(UNFINISHED)):
-                if path.name not in {NEW_RECIPE, NEW_WEIGHTS}:
-                    self._remove(path)
+        """What a killed process was writing of a run; the provisional files of ``ifso.save`` are its own to settle."""
+        names = (CONFIG, SCORES, FIRST_SCORES, STRUCTURE, METRICS, SUMMARY)
+        begun = [self.path / name for name in names]
+        if not (self.path / CHECKPOINTS).is_symlink():
+            left = (_CHECKPOINT_BEGUN.fullmatch(path.name) for path in (self.path / CHECKPOINTS).glob(".*"))
+            begun += [self.path / CHECKPOINTS / match[1] for match in left if match]
+        for path in begun:
+            self._unless_refused(path, remove_provisional)
 
     def _remove(self, path: Path) -> None:
+        self._unless_refused(path, _unlink_plain)
+
+    def _unless_refused(self, path: Path, remove: Callable[[Path], None]) -> None:
         try:
-            path.unlink(missing_ok=True)
+            remove(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._note(f"{path}: no longer needed, but cannot be removed ({one_line(error)})")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+def _unlink_plain(path: Path) -> None:
+    refuse_not_plain(path)
+    path.unlink()
+
+
+def _refuse_link(folder: Path) -> None:
+    """What a link leads to may be another run's, and is neither written nor cleaned."""
+    if folder.is_symlink():
+        raise NotPlain(f"it is a link to {os.readlink(folder)}, which other runs may use; put the folder itself there")  # noqa: PTH115
 
 
 def refuse_other(now: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
@@ -359,9 +386,20 @@ def _locked(path: Path) -> FolderLock:
     raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
 
 
+def is_there(path: Path) -> bool:
+    """Is there anything? RunError where the system will not say."""
+    with located(path):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """What stands in a ``config.json``, if it is that of a run."""
     with located(path):
+        refuse_special(path)
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
         if len(data) > MAX_JSON_BYTES:

@@ -24,10 +24,11 @@ from ifso.errors import RecipeError
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors
 from ifso.surgery.files import (
-    UNFINISHED,
+    clear_scratch,
     error_number,
     explained,
     one_line,
+    refuse_not_plain,
     storable,
     sync_file,
     sync_folder,
@@ -101,6 +102,8 @@ def _storable(model: nn.Module) -> dict[str, Tensor]:
 
 def _write(folder: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
     new_weights, new_recipe = folder / NEW_WEIGHTS, folder / NEW_RECIPE
+    refuse_not_plain(folder / WEIGHTS)
+    refuse_not_plain(folder / RECIPE)
     try:
         digest = _write_weights(new_weights, tensors)
         _write_recipe(new_recipe, {**document, "weights_sha256": digest})
@@ -137,9 +140,7 @@ def _write_recipe(path: Path, document: dict[str, Any]) -> None:
 
 def _finish_interrupted(folder: Path) -> None:
     """Put a recipe in its place that fits the weights, and clear away what a killed save was writing."""
-    if (folder / NEW_WEIGHTS).exists():
-        for stale in folder.glob(UNFINISHED):
-            stale.unlink(missing_ok=True)
+    clear_scratch(folder / NEW_WEIGHTS)
     if (folder / NEW_RECIPE).exists():
         with suppress(RecipeError):
             _matching_recipe(folder, NEW_RECIPE)
