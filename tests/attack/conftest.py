@@ -10,13 +10,16 @@ import pytest
 
 from ifso.cli.main import main
 
+for folder in ("faults", "pruning"):
+    sys.path.append(str(Path(__file__).parent.parent / folder))
+
 TINY = Path(__file__).parent.parent / "faults" / "tiny.py"
 QUICK = shlex.split("--macs 0.7 --criterion magnitude --schedule one-shot --recalibrate 0")
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``net.py``, a finished run in ``run``, and ``half``, which was stopped."""
+    """``net.py`` and a finished run in ``run``."""
     project = tmp_path_factory.mktemp("project")
     shutil.copy(TINY, project / "net.py")
     with pytest.MonkeyPatch.context() as patch:

@@ -81,7 +81,7 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     from ifso.training.measuring import laid_out, quality
 
     tell = say if place.speaks else _silent
-    run = None if args.folder is None else open_tuned(args.folder, model=args.model)
+    run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run, place)
     given = args.train_batch is not None
     _settle(args, data)

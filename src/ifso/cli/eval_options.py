@@ -9,6 +9,7 @@ from typing import Any
 
 from ifso.cli.eval_report import STAGES
 from ifso.cli.inspect import add_pretrained, shape
+from ifso.cli.opening import add_unverified
 
 USUAL: Mapping[str, Any] = {"batch": 500, "train_batch": 128, "latency_batch": (1, 128)}
 BOXES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch": (1, 8)}
@@ -32,6 +33,7 @@ def add_task(group: Any) -> None:
     group.add_argument(
         "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
     )
+    add_unverified(group)
     group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
     group.add_argument(
         "--validation", type=share, metavar="SHARE", help="of the training set, or number of images, set apart"

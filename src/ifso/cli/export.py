@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.eval_report import NOT_THERE, STAGES
 from ifso.cli.inspect import add_pretrained, images_of, shape, words_of
-from ifso.cli.opening import OpenedRun, open_tuned
+from ifso.cli.opening import OpenedRun, add_unverified, open_tuned
 from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
 from ifso.errors import DataError, IfsoError, RunError
 
@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--model", metavar="MODEL", help="of the run, if its file has moved")
     what.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
     add_pretrained(what)
+    add_unverified(what)
     what.add_argument("--data", metavar="DATA", help="of the run, if it has moved")
     how = parser.add_argument_group("where and how")
     how.add_argument("--to", choices=("onnx", "torch"), help="format (what the name of --out says)")
@@ -81,7 +82,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     from ifso.exporting.export import bytes_of, export
     from ifso.training.measuring import counted
 
-    run = open_tuned(args.folder, model=args.model)
+    run = open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run)
     stage, model, notes = _chosen(args, run, data)
     example = _example(args, run, data, model)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.inspect import add_pretrained
-from ifso.cli.opening import FINETUNE, OpenedRun, open_run
+from ifso.cli.opening import FINETUNE, OpenedRun, add_unverified, open_run
 from ifso.cli.output import chatter_to_stderr, complain, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
@@ -81,6 +81,7 @@ def _add_task(group: Any) -> None:
     group.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
     add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
+    add_unverified(group)
     add_data(group)
 
 
@@ -136,7 +137,7 @@ def _refuse_unclear(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, folder: Path) -> Plan:
-    run, place = open_run(folder, model=args.model), args.out or folder / FINETUNE
+    run, place = open_run(folder, model=args.model, unverified=args.unverified), args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
     options = gather(_weighted(args, known), place, known, "ifso finetune", folder)
     options["padded"] = _padded(args, place, options)

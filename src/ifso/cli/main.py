@@ -17,6 +17,7 @@ from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
 INTERRUPTED = 130
+_ENDED = "the network, its data or its loss ended the process by sys.exit({}); let it raise an error or return"
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except IfsoError as error:
         complain(f"error: {error}")
         return leave(error.exit_status)
+    except SystemExit as error:
+        complain(f"error: {_ENDED.format(error.code)}")
+        return leave(IfsoError.exit_status)
     except KeyboardInterrupt:
         complain("interrupted")
         return leave(INTERRUPTED)

@@ -32,7 +32,7 @@ class OpenedRun:
     ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
     ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
     the folder of its fine-tuning, if that is another than the customary one. ``told`` are the arguments that whoever
-    opens the run has given.
+    opens the run has given. ``unverified``: they take its networks even if a check of them failed.
     """
 
     folder: Path
@@ -40,6 +40,7 @@ class OpenedRun:
     digest: str | None = None
     tuned: Path | None = None
     told: frozenset[str] = frozenset()
+    unverified: bool = False
 
     @property
     def finetune(self) -> Path:
@@ -119,16 +120,19 @@ class OpenedRun:
         """The network after ``ifso finetune``, or None if that was not done or has not come to its end."""
         if self.finetuning != "finished":
             return None
-        self._refuse_other_start(data)
+        if not self.unverified:
+            self._refuse_other_start(data)
         return self._loaded(self.finetune, device, data)
 
     def _refuse_other_start(self, data: Data | None) -> None:
         """RunError if the fine-tuning began with another pruned network than the run holds now."""
-        from ifso.pruning.folder import CONFIG, read_config
+        from ifso.pruning.folder import CONFIG, read_config, refuse_other_files
         from ifso.surgery.recipe import digest_of
 
         place = self.finetune / CONFIG
-        began = read_config(place)["settings"].get("weights") if place.is_file() else None
+        config = read_config(place) if place.is_file() else {"settings": {}}
+        refuse_other_files(self.finetune, config)
+        began = config["settings"].get("weights")
         if began not in (None, digest_of(self.pruned(data=data))):
             raise RunError(
                 f"{self.finetune} began with another network than {self.folder} holds now; "
@@ -138,7 +142,7 @@ class OpenedRun:
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
         from ifso.surgery.store import load
 
-        return load(folder, self._network(data, None).to(device))
+        return load(folder, self._network(data, None).to(device), unverified=self.unverified)
 
     def _network(self, data: Data | None, weights: str | None, *, pretrained: bool = False) -> nn.Module:
         """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives.
@@ -238,20 +242,27 @@ def _came_with(folder: Path, option: str, value: str) -> str:
     )
 
 
-def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
+def add_unverified(group: Any) -> None:
+    """The name by which a network is asked for that failed its check."""
+    words = "take the network even if a check of it failed, or the files of the run do not belong together"
+    group.add_argument("--unverified", action="store_true", help=words)
+
+
+def open_run(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
 
-    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments.
+    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments. One that failed its check,
+    or whose files are of several runs, is refused unless ``unverified``.
     """
-    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, read_config
-    from ifso.surgery.store import RECIPE
+    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
+    from ifso.surgery.store import RECIPE, refuse_failed_run
 
     given = {} if model is None else {"model": model}
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
-    if not (folder / CONFIG).is_file() and (folder / RECIPE).is_file():
-        return OpenedRun(folder, given, told=frozenset(given))
-    if not (folder / CONFIG).is_file():
+    if not is_there(folder / CONFIG) and is_there(folder / RECIPE):
+        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified)
+    if not is_there(folder / CONFIG):
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = read_config(folder / CONFIG)
     arguments = _arguments(config)
@@ -261,39 +272,35 @@ def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
     if not (folder / SUMMARY).is_file():
         how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
-    return OpenedRun(folder, {**arguments, **given}, config["settings"].get("weights"), told=frozenset(given))
+    if not unverified:
+        refuse_failed_run(folder)
+        refuse_other_files(folder, config)
+    digest = config["settings"].get("weights")
+    return OpenedRun(folder, {**arguments, **given}, digest, told=frozenset(given), unverified=unverified)
 
 
-def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
+def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
-    from ifso.pruning.folder import CONFIG, TRAINING, read_config
+    from ifso.pruning.folder import CONFIG, TRAINING, is_there, read_config
 
-    if not (folder / CONFIG).is_file():
-        return open_run(folder, model=model)
+    if not is_there(folder / CONFIG):
+        return open_run(folder, model=model, unverified=unverified)
     config = read_config(folder / CONFIG)
     about = config.get("about")
     name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
     if not isinstance(name, str):
-        return open_run(folder, model=model)
+        return open_run(folder, model=model, unverified=unverified)
+    from ifso.surgery.files import is_file, one_line
+
     places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
     for place in places:
-        if _is_file(place / CONFIG):
-            return replace(open_run(place, model=model), tuned=folder)
-    from ifso.surgery.files import one_line
-
+        if is_file(place / CONFIG):
+            return replace(open_run(place, model=model, unverified=unverified), tuned=folder)
     tried = one_line(", ".join(map(str, places)))
     raise RunError(
         f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
         "put it back there"
     )
-
-
-def _is_file(path: Path) -> bool:
-    """Names that are too long for the file system are none of files."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:

@@ -116,7 +116,7 @@ class WatchedLoss:
             loss = self._loss_fn(model, batch)
         except IfsoError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {_hint(error)}") from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
         return loss
@@ -130,12 +130,12 @@ class WatchedLoss:
             )
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error's kind and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: BaseException) -> str:
     text = str(error).lower()
     if out_of_memory(error):
         return "give smaller batches"

@@ -14,7 +14,7 @@ from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError, IfsoError
-from ifso.models.from_file import find_in_file
+from ifso.models.from_file import blamed, find_in_file
 from ifso.training.detection import detection_loss
 
 PARTS = ("train_batches", "validation_batches", "test_batches")
@@ -116,10 +116,8 @@ def _made(path: str, factory: str, share: Share) -> Any:
     """What the factory returns, called with as much of ``rank`` and ``ranks`` as it takes."""
     make = find_in_file(path, factory, DataError)
     offered = {"rank": share.rank, "ranks": share.ranks}
-    try:
+    with blamed(f"{path}:{factory} failed", DataError):
         return make(**{name: value for name, value in offered.items() if _takes(make, name)})
-    except Exception as error:
-        raise DataError(f"{path}:{factory} failed: {one_line(error)}") from error
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -164,7 +162,7 @@ class Moved:
                 number += 1
         except (IfsoError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self._where} failed after {number} batches: {one_line(error)}") from error
 
     def _move(self, leaf: Any) -> Any:

@@ -141,7 +141,7 @@ def _any_starts(keys: Iterable[str], prefix: str) -> bool:
 
 
 def check_fit(state: State, target: State, path: str | Path) -> None:
-    """WeightsError unless both have the same names and shapes."""
+    """WeightsError unless both have the same names, shapes and kinds of numbers; precision may differ."""
     misfits = {
         "missing": [key for key in target if key not in state],
         "unexpected": [key for key in state if key not in target],
@@ -150,10 +150,28 @@ def check_fit(state: State, target: State, path: str | Path) -> None:
             for key, value in target.items()
             if key in state and state[key].shape != value.shape
         ],
+        "of another kind": [
+            f"{key} {_dtype(state[key])} for {_dtype(value)}"
+            for key, value in target.items()
+            if key in state and not key.endswith(COUNTER) and _kind(state[key]) != _kind(value)
+        ],
     }
     faults = [f"{len(keys)} {what} ({_first(keys)})" for what, keys in misfits.items() if keys]
     if faults:
         raise WeightsError(f"{path} does not fit the model: {'; '.join(faults)}")
+
+
+def _kind(tensor: Tensor) -> str:
+    """What its numbers are; among those of one kind a copy changes no more than the precision."""
+    if tensor.dtype == torch.bool:
+        return "truth"
+    if tensor.is_complex():
+        return "complex"
+    return "real" if tensor.is_floating_point() else "whole"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _first(keys: list[str], limit: int = 3) -> str:

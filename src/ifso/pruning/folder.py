@@ -6,6 +6,7 @@ there as a whole or not at all. A line of ``metrics.jsonl`` that was cut short i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -44,7 +45,7 @@ from ifso.surgery.files import (
     sync_file,
     write_bytes,
 )
-from ifso.surgery.store import RECIPE, save
+from ifso.surgery.store import RECIPE, SUMMARY, save, seal_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +57,6 @@ SCORES = "scores.safetensors"
 FIRST_SCORES = "first_scores.safetensors"
 STRUCTURE = "structure.json"
 METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 NETWORKS = "networks"
 LOCK = ".lock"
@@ -64,6 +64,14 @@ TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
 
 KEPT_CHECKPOINTS = 2
+
+RUN = "run"
+"""In the state of a checkpoint: the run that it is of."""
+
+DIGESTS = "digests"
+"""In a summary: the files that it belongs to."""
+
+_BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
 
 _CHECKPOINT_BEGUN = re.compile(r"\.(\d{8,}\.safetensors)\.new(?:\.d)?")
 
@@ -160,7 +168,7 @@ class RunFolder:
             _refuse_link(folder)
             folder.mkdir(exist_ok=True)
         self._sync_metrics()
-        write_tensor_file(folder / f"{number:08d}.safetensors", tensors, state)
+        write_tensor_file(folder / f"{number:08d}.safetensors", tensors, {**state, RUN: self._identity})
         known = self._checkpoints()
         earlier = [other for other in known if other < number]
         for other in known.keys() - {number, *earlier[1 - KEPT_CHECKPOINTS :]}:
@@ -174,8 +182,24 @@ class RunFolder:
             except RunError as error:
                 self._note(f"{error}; an earlier state of the run is used")
             else:
-                return number, tensors, state
+                return number, tensors, self._of_this_run(path, state)
         return None
+
+    def _of_this_run(self, path: Path, state: Any) -> dict[str, Any]:
+        """The state of a checkpoint; RunError if it is of another run. Older ones do not tell."""
+        with located(path):
+            if not isinstance(state, dict):
+                raise RunError("holds no state of a run; remove it, and resume")
+            if state.pop(RUN, self._identity) != self._identity:
+                raise RunError(
+                    f"of another run, or {CONFIG} was edited since; restore that, or start the run in another folder"
+                )
+        return state
+
+    @property
+    def _identity(self) -> str:
+        """Tells a run from others: what it was asked to do, and how."""
+        return digest({name: self.config.get(name) for name in ("settings", "about")})
 
     def _checkpoints(self) -> dict[int, Path]:
         """Those there are, oldest first."""
@@ -199,9 +223,12 @@ class RunFolder:
         return read_lines(self.path / METRICS)
 
     def rewind(self, removals: int) -> None:
-        """Keep the whole lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, and nothing else."""
-        lines, _ = self.metrics()
-        self.rewrite([line for line in lines if 0 <= _removal(line) <= removals])
+        """Keep the lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, each once, and nothing else."""
+        lines = {_removal(line): line for line in self.metrics()[0] if 0 <= _removal(line) <= removals}
+        missing = removals - sum(number > 0 for number in lines)
+        if missing:
+            self._note(f"{self.path / METRICS}: {missing} of the {removals} removals so far are not in it any more")
+        self.rewrite(lines[number] for number in sorted(lines))
 
     def rewrite(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Let ``metrics.jsonl`` hold these lines and nothing else."""
@@ -254,7 +281,7 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is at its end: ``summary.json``."""
         self._sync_metrics()
-        self.write_json(SUMMARY, summary)
+        self.write_json(SUMMARY, {**summary, DIGESTS: _digests(self.path, self.config)})
 
     @property
     def finished(self) -> bool:
@@ -299,6 +326,39 @@ class RunFolder:
 def _unlink_plain(path: Path) -> None:
     refuse_not_plain(path)
     path.unlink()
+
+
+def refuse_other_files(folder: Path, config: Mapping[str, Any]) -> None:
+    """RunError if settings, network or metrics are others than those that the summary in ``folder`` was written for.
+
+    Summaries of earlier versions do not tell.
+    """
+    with located(folder / SUMMARY):
+        refuse_special(folder / SUMMARY)
+        bound = (parsed((folder / SUMMARY).read_bytes()) or {}).get(DIGESTS)
+        if not isinstance(bound, dict):
+            return
+        now = _digests(folder, config)
+        other = [_BOUND[name] for name in _BOUND if bound.get(name, now[name]) != now[name]]
+        if other:
+            raise RunError(f"of another run than {' and '.join(other)} beside it; restore what belongs together")
+
+
+def _digests(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
+    """What binds a summary to the other files of a run."""
+    with located(folder / METRICS):
+        refuse_special(folder / METRICS)
+        lines = hashlib.sha256()
+        if (folder / METRICS).exists():
+            with (folder / METRICS).open("rb") as file:
+                lines = hashlib.file_digest(file, "sha256")
+    return {"settings": digest(config["settings"]), "recipe": seal_of(folder), "metrics": lines.hexdigest()}
+
+
+def digest(document: Any) -> str:
+    """SHA-256 of JSON values, whatever the order of keys."""
+    canonical = json.dumps(json.loads(strict_json(document)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _refuse_link(folder: Path) -> None:

@@ -230,7 +230,7 @@ class _Start:
             if folder is not None and rank() == 0:
                 self._write_into(folder, run)
             return self._through(run, evaluate, config)
-        except Exception:
+        except (Exception, SystemExit):
             if folder is not None and rank() == 0 and resume is None:
                 folder.discard_if_empty()
             raise
