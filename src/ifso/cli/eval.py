@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.eval_options import BOXES, USUAL, add_measuring, add_task
 from ifso.cli.eval_report import STAGES, Report, shown, write
-from ifso.cli.inspect import images_of, words_of
+from ifso.cli.inspect import images_of, words_of, zeros_of
 from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.cli.ranks import Place, joined, leave
@@ -266,14 +266,12 @@ def _measured(
 
 def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> Any:
     """What costs are counted on: the input that was named, here or for the run, or the first one of the data."""
-    import torch
-
     from ifso.training.headline import detects
 
     sizes = args.input or (None if run is None else run.arguments.get("input"))
     if sizes is None:
         return data.example_inputs()
-    return images_of(sizes, device=device) if detects(data) else torch.zeros(sizes, device=device)
+    return images_of(sizes, device=device) if detects(data) else zeros_of(sizes, device)
 
 
 def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> dict[str, Any]:

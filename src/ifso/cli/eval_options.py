@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ifso.cli.eval_report import STAGES
 from ifso.cli.inspect import add_pretrained, shape
 from ifso.cli.opening import add_unverified
+from ifso.cli.told_options import LARGEST
 
 USUAL: Mapping[str, Any] = {"batch": 500, "train_batch": 128, "latency_batch": (1, 128)}
 BOXES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch": (1, 8)}
@@ -38,7 +40,7 @@ def add_task(group: Any) -> None:
     group.add_argument(
         "--validation", type=share, metavar="SHARE", help="of the training set, or number of images, set apart"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="that these were drawn with (that of the run)")
+    group.add_argument("--seed", type=seed, metavar="N", help="that these were drawn with (that of the run)")
 
 
 def add_measuring(group: Any) -> None:
@@ -74,6 +76,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """A whole number that torch takes as a seed."""
+    if not text.isdecimal() or not text.isascii() or len(text) > 19 or int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a whole number from 0 to {LARGEST}")
+    return int(text)
+
+
+def real(text: str) -> float:
+    """A number that is finite."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return found
+
+
 def share(text: str) -> float | int:
     """A share such as 0.1 or a number of images such as 5000.
 
@@ -81,6 +101,6 @@ def share(text: str) -> float | int:
     (0.1, 5000)
     """
     try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
+        return int(text) if text.isdecimal() else real(text)
+    except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text!r} is no share such as 0.1 and no number of images") from None

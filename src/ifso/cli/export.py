@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.eval_report import NOT_THERE, STAGES
-from ifso.cli.inspect import add_pretrained, images_of, shape, words_of
+from ifso.cli.inspect import add_pretrained, images_of, refuse_large, shape, words_of
 from ifso.cli.opening import OpenedRun, add_unverified, open_tuned
 from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
 from ifso.errors import DataError, IfsoError, RunError
@@ -126,7 +126,10 @@ def _example(args: argparse.Namespace, run: OpenedRun, data: Data, model: nn.Mod
     sizes = args.input or run.arguments.get("input")
     if sizes is None:
         return data.example_inputs()
-    return images_of(sizes) if is_detector(model) else torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    if is_detector(model):
+        return images_of(sizes)
+    refuse_large(sizes)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
 
 def _chosen(args: argparse.Namespace, run: OpenedRun, data: Data) -> tuple[str, nn.Module, list[str]]:

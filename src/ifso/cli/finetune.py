@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.eval_options import real, seed
 from ifso.cli.inspect import add_pretrained
 from ifso.cli.opening import FINETUNE, OpenedRun, add_unverified, open_run
 from ifso.cli.output import chatter_to_stderr, complain, console, print_json
@@ -63,8 +64,8 @@ def add_parser(commands: Any) -> None:
         "0 without --distill, 0.9 in ours)",
     )  # fmt: skip
     add_teacher(how)
-    how.add_argument("--temperature", type=float, metavar="T", help="that softens what the teacher says (4)")
-    how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (that of the run)")
+    how.add_argument("--temperature", type=real, metavar="T", help="that softens what the teacher says (4)")
+    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (that of the run)")
     where = parser.add_argument_group("where and how it runs")
     add_running(where)
     where.add_argument(
@@ -87,8 +88,8 @@ def _add_task(group: Any) -> None:
 
 def _weight(text: str) -> float:
     try:
-        return float(text)
-    except ValueError:
+        return real(text)
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no weight; write --distill after the runs, or --distill=0.9"
         ) from None

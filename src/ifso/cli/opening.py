@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.told_options import told_options
 from ifso.errors import RunError
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ FINETUNE = "finetune"
 
 EXECUTED = ("model", "data", "teacher")
 """Options whose value may name a program."""
+
+PATHS = ("model", "weights", "data")
+"""Options whose value may hold a path."""
 
 LEVELS = 3
 """How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
@@ -171,9 +175,11 @@ class OpenedRun:
         before, path, after = _parts(option, value)
         if path is None:
             return value
+        from ifso.surgery.files import exists
+
         places = list(self._places(path))
         for place in places:
-            if place.exists():
+            if exists(place):
                 self._refuse_program(option, path, place, after)
                 return f"{before}{place}{after}"
         tried = ", ".join(map(str, places))
@@ -200,6 +206,13 @@ class OpenedRun:
 
     def _places(self, path: str) -> Iterator[Path]:
         return _places(self.folder, path)
+
+
+def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The arguments that the run in ``folder`` tells, with paths that lead there from here, but for those ``given``."""
+    run = OpenedRun(folder, arguments)
+    names = [name for name in PATHS if name in arguments and name not in given]
+    return {**arguments, **{name: run.there(name) for name in names}}
 
 
 def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
@@ -265,7 +278,7 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     if not is_there(folder / CONFIG):
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = read_config(folder / CONFIG)
-    arguments = _arguments(config)
+    arguments = told_options(config, folder / CONFIG) or {}
     if TRAINING in config["settings"]:
         about = config.get("about")
         raise RunError(_not_pruned(folder, about.get("run") if isinstance(about, dict) else None, arguments))
@@ -317,12 +330,6 @@ def _places(folder: Path, path: str) -> Iterator[Path]:
     yield Path(path)
     if not Path(path).is_absolute():
         yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
-
-
-def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    about = config.get("about")
-    arguments = about.get("arguments") if isinstance(about, dict) else None
-    return dict(arguments) if isinstance(arguments, dict) else {}
 
 
 def _parts(option: str, value: str) -> tuple[str, str | None, str]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.opening import EXECUTED, refuse_foreign
+from ifso.cli.opening import EXECUTED, found_again, refuse_foreign
+from ifso.cli.told_options import told_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
@@ -47,6 +48,7 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     stored = _of_the_run(args.out) if args.resume else {}
     if stored:
         refuse_others(given, stored, args.out)
+        stored = found_again(args.out, stored, given)
     settings = {**stored, **given}
     for name in ("model", "data"):
         if name not in settings:
@@ -81,10 +83,13 @@ def usual_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_the_run(run: Path) -> dict[str, Any]:
     """The options that a run was started with. Where Algorithm 2 went without saying, it is said now."""
-    from ifso.pruning.folder import read_config
+    from ifso.pruning.folder import CONFIG, TRAINING, is_there, read_config
 
+    settings = read_config(run / CONFIG)["settings"] if is_there(run / CONFIG) else {}
+    if TRAINING in settings:
+        raise RunError(f"{run} holds a training and no pruning; go on with it: ifso train --resume --out {run}")
     stored = stored_options(run, OPTIONS, "ifso prune")
-    schedule = read_config(run / "config.json")["settings"].get("schedule", STAGED)
+    schedule = settings.get("schedule", STAGED)
     earlier = schedule != STAGED and usual_of(stored)["schedule"] == STAGED
     return {"preset": "paper", **stored} if earlier else stored
 
@@ -95,9 +100,8 @@ def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, A
 
     if not is_there(run / CONFIG):
         raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder")
-    about = read_config(run / CONFIG).get("about")
-    arguments = about.get("arguments") if isinstance(about, dict) else None
-    if not isinstance(arguments, dict):
+    arguments = told_options(read_config(run / CONFIG), run / CONFIG)
+    if arguments is None:
         raise RunError(
             f"{run / CONFIG} does not say how {command} was called; "
             "resume the run in Python, or start it in another folder"

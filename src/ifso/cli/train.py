@@ -9,8 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.eval_options import seed
 from ifso.cli.finetune import table
 from ifso.cli.inspect import add_pretrained
+from ifso.cli.opening import PATHS, found_again
 from ifso.cli.output import chatter_to_stderr, console, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
@@ -37,7 +39,7 @@ def add_parser(commands: Any) -> None:
     add_data(task)
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
-    how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (0)")
+    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (0)")
     add_running(parser.add_argument_group("where and how it runs"))
     parser.set_defaults(run=run)
 
@@ -45,6 +47,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
+    if args.resume:
+        options = found_again(args.out, options, [name for name in PATHS if getattr(args, name) is not None])
     for name in ("model", "data"):
         if name not in options:
             raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")

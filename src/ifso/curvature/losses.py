@@ -139,6 +139,11 @@ def _hint(error: BaseException) -> str:
     text = str(error).lower()
     if out_of_memory(error):
         return "give smaller batches"
+    if "jvp function" in text:
+        return (
+            "an autograd.Function without jvp, or a full backward hook of a module, stands in the way of second "
+            "derivatives: remove it, or use a criterion of first ones, such as taylor"
+        )
     if "more than 1 value per channel" in text:
         return "a norm has one value to take the variance of: give larger batches or images, or keep more units"
     if "dtype" in text or " type" in text:

@@ -101,6 +101,7 @@ class RunFolder:
     def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
         """A new run in a folder that is empty or not there yet; nothing is ever deleted to make room for it."""
         path = Path(path)
+        _refuse_no_text(path)
         _refuse_taken(path)
         with located(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -405,6 +406,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
+def _refuse_no_text(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RunError(f"{str(path)!r} is no UTF-8 name, which safetensors needs; give another") from None
+
+
 def _refuse_taken(path: Path) -> None:
     """RunError if a new run would find anything but an empty folder."""
     with located(path):
@@ -467,7 +475,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = parsed(data)
         if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != _HEAD["format"]:
             raise RunError("damaged, or not of a run of ifso; restore it or start the run in another folder")
-        if config.get("version") != _HEAD["version"]:
+        if config.get("version") != _HEAD["version"] or isinstance(config["version"], bool):
             raise RunError(
                 f"version {_shown(config.get('version'))} is unknown; resume with the ifso that began the run"
             )

@@ -133,6 +133,14 @@ def clear_scratch(path: Path) -> None:
             folder.rmdir()
 
 
+def exists(path: Path) -> bool:
+    """Is there anything? Not where the system will not say, as with a name that is too long."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def is_file(path: Path) -> bool:
     """Is there a file, also by a link? Not where the system will not say, as with a name that is too long."""
     try:
