@@ -72,7 +72,7 @@ def create_model(
 
 def _published(written: ModelName, name: str) -> dict[str, Any]:
     """The option that asks for published weights, if the name does not say which."""
-    asking = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
+    asking: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
     if written.source not in asking:
         raise ModelNotFound(f"{name} has no published weights; leave --pretrained out, and give a file with --weights")
     return {} if loading(name) else asking[written.source]

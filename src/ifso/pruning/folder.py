@@ -45,7 +45,7 @@ from ifso.surgery.files import (
     sync_file,
     write_bytes,
 )
-from ifso.surgery.store import RECIPE, SUMMARY, save, seal_of
+from ifso.surgery.store import RECIPE, RUN_SUMMARY, save, seal_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +57,7 @@ SCORES = "scores.safetensors"
 FIRST_SCORES = "first_scores.safetensors"
 STRUCTURE = "structure.json"
 METRICS = "metrics.jsonl"
+SUMMARY = RUN_SUMMARY
 CHECKPOINTS = "checkpoints"
 NETWORKS = "networks"
 LOCK = ".lock"

@@ -153,8 +153,8 @@ def prune(
     if torch.get_default_device().type == "meta":
         raise BudgetError("torch's default device is meta, where there are no numbers; set another, or leave its block")
     if isinstance(ignore, str) or not isinstance(ignore, Iterable):
-        given = f"one string; give a tuple of names: ignore=({ignore!r},)" if isinstance(ignore, str) else "no tuple"
-        raise BudgetError(f"ignore={ignore!r} is {given}")
+        what = f"one string; give a tuple of names: ignore=({ignore!r},)" if isinstance(ignore, str) else "no tuple"
+        raise BudgetError(f"ignore={ignore!r} is {what}")
     of_algorithm_2: dict[str, Any] = {
         "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
         "units_per_step": units_per_step,
@@ -298,8 +298,8 @@ class _Start:
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
         device = next(self._model.parameters()).device
         watched = WatchedLoss(self._loss_fn)
-        watched.where = " of the first batch"
         mean_loss(self._model, watched, [on_device(batches[0], device)])
+        watched.where = " of the first batch"
         watched.refuse_infinite()
         return batches
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 RECIPE = "recipe.json"
 WEIGHTS = "model.safetensors"
-SUMMARY = "summary.json"
+RUN_SUMMARY = "summary.json"
 NEW_RECIPE = ".recipe.json.new"
 NEW_WEIGHTS = ".model.safetensors.new"
 MAX_RECIPE_BYTES = 64 * 2**20
@@ -162,7 +162,7 @@ def seal_of(folder: Path) -> str | None:
 
 def refuse_failed_run(folder: Path) -> None:
     """VerificationError if a summary beside the network says that a check of it failed."""
-    failed = failed_checks(folder / SUMMARY)
+    failed = failed_checks(folder / RUN_SUMMARY)
     if failed:
         raise VerificationError(
             f"{folder}: this network failed the check of its run ({one_line('; '.join(failed))}); prune again, or ask "
