@@ -120,13 +120,14 @@ class data:
             len(open_data(f"{tmp_path / 'own.py'}:data").train_batches())
         assert SPOILT_DATA[line] in str(caught.value)
 
-    def test_a_file_that_goes_elsewhere(self, project: Path) -> None:
+    def test_a_file_that_goes_elsewhere(self, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
         """K3"""
         (project / "there").mkdir()
         with (project / "net.py").open("a") as file:
-            file.write("import os\nos.chdir('there')\n")
-        assert main([*TASK, "--criterion", "magnitude"]) == 0
-        assert (project / "new" / "recipe.json").is_file()
+            file.write("import os\nos.chdir(__file__.rpartition('/')[0] + '/there')\n")
+        model = [str(project / "net.py:network"), "--data", str(project / "net.py:data")]
+        assert main([*TASK, "--criterion", "magnitude", "--model", model[0], *model[1:]]) == 0
+        assert f"run folder: {project / 'there' / 'new'}" in capfd.readouterr().out
 
 
 class TestEditedConfigs:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
@@ -118,6 +119,11 @@ def chatter_to_stderr() -> Iterator[None]:
     """Whatever models and libraries print goes to standard error, so that standard output stays the command's own."""
     with redirect_stdout(sys.stderr):
         yield
+
+
+def place_of(path: Path, here: Path) -> Path:
+    """A path as the user wrote it; in full if a file of theirs went to another folder than ``here`` since."""
+    return path if Path.cwd() == here else path.absolute()
 
 
 def amount(number: float) -> str:

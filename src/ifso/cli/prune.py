@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ifso.cli.eval_options import real, seed
 from ifso.cli.inspect import add_pretrained, images_of, shape, words_of, zeros_of
 from ifso.cli.late_help import add_help
-from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.output import chatter_to_stderr, console, place_of, print_json
 from ifso.cli.prune_path import path_of, path_table
 from ifso.cli.prune_settings import COSTS, PASSED_ON, STAGED, criterion_of, gather, schedule_of, usual_of
 from ifso.cli.ranks import Place, joined, leave
@@ -155,7 +155,7 @@ def _add_running(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
-    settings = gather(args)
+    settings, here = gather(args), Path.cwd()
     with joined(settings.get("device", "cpu")) as place:
         result = _watched(settings, args, place)
     if place.speaks and args.json:
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         print(result)
         if any(isinstance(settings.get(cost), list) for cost in COSTS):
             console().print("", path_table(path_of(result)), sep="\n")
-        print(f"run folder: {args.out}")
+        print(f"run folder: {place_of(args.out, here)}")
     return leave(0)
 
 

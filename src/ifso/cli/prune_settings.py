@@ -48,7 +48,7 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     stored = _of_the_run(args.out) if args.resume else {}
     if stored:
         refuse_others(given, stored, args.out)
-        stored = found_again(args.out, stored, given)
+        stored = found_again(args.out, stored, [*given, *(["data"] if args.download else ())])
     settings = {**stored, **given}
     for name in ("model", "data"):
         if name not in settings:

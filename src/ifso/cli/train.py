@@ -13,7 +13,7 @@ from ifso.cli.eval_options import seed
 from ifso.cli.finetune import table
 from ifso.cli.inspect import add_pretrained
 from ifso.cli.opening import PATHS, found_again
-from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.output import chatter_to_stderr, console, place_of, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
 from ifso.cli.ranks import Place, joined, leave
@@ -46,9 +46,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
+    here = Path.cwd()
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
     if args.resume:
-        options = found_again(args.out, options, [name for name in PATHS if getattr(args, name) is not None])
+        given = [name for name in PATHS if getattr(args, name) is not None]
+        options = found_again(args.out, options, [*given, *(["data"] if args.download else ())])
     for name in ("model", "data"):
         if name not in options:
             raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary)
     elif place.speaks:
         console().print(table([summary]))
-        print(f"weights: {args.out / 'model.safetensors'}")
+        print(f"weights: {place_of(args.out, here) / 'model.safetensors'}")
     return leave(0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,19 +34,13 @@ def call_from_file(path: str, factory: str, failure: type[IfsoError], **options:
 
 @contextmanager
 def blamed(what: str, failure: type[IfsoError]) -> Iterator[None]:
-    """Whatever a user's code raises within is a ``failure`` of one line, ``sys.exit`` too; Ctrl-C is not its own.
-
-    Paths that others give lead to the same places afterwards, even if it goes to another folder.
-    """
-    here = Path.cwd()
+    """Whatever a user's code raises within is a ``failure`` of one line, ``sys.exit`` too; Ctrl-C is not its own."""
     try:
         yield
     except (KeyboardInterrupt, IfsoError):
         raise
     except BaseException as error:
         raise failure(f"{what}: {type(error).__name__}: {one_line(error) or 'no message'}") from error
-    finally:
-        os.chdir(here)
 
 
 def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[..., Any]:
