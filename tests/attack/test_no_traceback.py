@@ -51,7 +51,6 @@ class TestOptions:
             ("--seed", "-1", "give a whole number from 0"),
             ("--input", f"1,{2**63}", "is no shape"),
             ("--lr", "inf", "'inf' is no finite number"),
-            ("--macs", "nan", "'nan' is no finite number"),
         ],
     )
     def test_numbers(self, project: Path, capfd: pytest.CaptureFixture[str], option: str, value: str, words: str):

@@ -79,7 +79,7 @@ def _add_budget(group: Any) -> None:
     }
     for cost in COSTS:
         option, several = f"--{cost.replace('_', '-')}", {} if cost == "latency" else {"nargs": "+"}
-        group.add_argument(option, type=real, metavar="SHARE", help=f"kept of the {words[cost]}", **several)
+        group.add_argument(option, type=float, metavar="SHARE", help=f"kept of the {words[cost]}", **several)
 
 
 def _add_method(group: Any) -> None:
