@@ -20,7 +20,7 @@ from ifso.bench.timing import middle, peak_bytes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
 from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
-from ifso.curvature.memory import out_of_memory, refuse_too_large
+from ifso.curvature.memory import free_memory, out_of_memory, refuse_too_large
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
@@ -39,6 +39,9 @@ REPEATS = 15
 ROUNDS = 3
 SECONDS = 30.0
 """No further round of timing begins after so long a time with one size of batch."""
+
+BLOW_UP = 1000
+"""No module reads and writes so many times the numbers of an input."""
 
 MOMENTUM = 0.9
 IMAGE_DIMS = 4
@@ -281,9 +284,12 @@ def explaining(what: str) -> Iterator[None]:
 def _refuse_too_large(models: Mapping[str, nn.Module], example_inputs: Any, batch: int) -> None:
     """A batch that would fill main memory, where nobody says so but the system that kills the process.
 
-    What a network holds at once are its inputs, and what the largest of its modules reads and writes.
+    What a network holds at once are its inputs, and what the largest of its modules reads and writes. It is run on one
+    input to find out, unless the batch is far from filling the memory.
     """
-    one = of_batch(example_inputs, 1)
+    one, free = of_batch(example_inputs, 1), free_memory()
+    if free is None or batch * _numbers(one) * 4 * BLOW_UP < free:
+        return
     for model in models.values():
         if _device(model).type == "cpu":
             widest: list[int] = [0]
