@@ -52,7 +52,7 @@ class TestNamedByTheUser:
         assert stat.S_ISCHR(place.stat().st_mode)
 
     def test_standard_output(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        write_text(Path("/dev/stdout"), "words")
+        write_text(Path("/proc/self/fd/1"), "words")
         assert capfd.readouterr().out == "words"
 
     @pytest.mark.parametrize("command", ["eval run --only pruned --out", "report run --out", "export run --out"])
