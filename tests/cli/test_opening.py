@@ -13,7 +13,7 @@ from torch import nn
 import ifso
 from ifso.cli.main import main
 from ifso.cli.opening import open_run
-from ifso.errors import RunError
+from ifso.errors import ModelNotFound, RunError
 from ifso.surgery.recipe import digest_of
 
 NET = """
@@ -86,7 +86,7 @@ class TestNetworks:
         with pytest.raises(RunError, match=r"net\.py executed, which came with it; if you .* give --model .*:make$"):
             open_run(project / "runs" / "a").pruned()
         told = open_run(project / "runs" / "a", model=f"{project / place / 'net.py'}:make")
-        with pytest.raises(SystemExit, match="executed"):
+        with pytest.raises(ModelNotFound, match="SystemExit: executed"):
             told.pruned(data=told.open_data())
 
     def test_a_program_within_a_run_is_not_executed_even_from_there(self, project, monkeypatch):

@@ -25,6 +25,7 @@ from ifso.training.lane import Epoch
 from ifso.training.precision import PRECISIONS
 from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, recipe_of
 
+HEAD = {"format": "ifso-run", "version": 1, "settings": {}}
 NET = """
 import torch
 from torch import nn
@@ -223,7 +224,7 @@ class TestOptions:
     @pytest.mark.parametrize(("begun_on", "precision"), [("cuda", "bf16"), ("cpu", "float32")])
     def test_a_training_that_goes_on_elsewhere_keeps_its_precision(self, begun_on, precision, tmp_path):
         begun = gather(SimpleNamespace(device=begun_on, resume=False), tmp_path, {}, "ifso train")
-        (tmp_path / "config.json").write_text(json.dumps({"about": {"arguments": begun}}))
+        (tmp_path / "config.json").write_text(json.dumps({**HEAD, "about": {"arguments": begun}}))
         args = SimpleNamespace(device="cpu" if begun_on == "cuda" else "cuda", resume=True)
         found = gather(args, tmp_path, {}, "ifso train")
         assert (found["device"], settings_of(found).precision) == (args.device, precision)

@@ -492,7 +492,7 @@ def test_an_interrupted_save_leaves_a_loadable_state(
 ):
     old, new = load(folder, ConvNet()), pruned_convnet()
     interrupt(monkeypatch, function, call, error)
-    stopped = call < {"replace": 2, "fsync": 4}[function]
+    stopped = call < {"replace": 3, "fsync": 4}[function]
     with pytest.raises((Stop, RecipeError), match=r"No space left|^$") if stopped else nullcontext():
         save(new, folder)
     monkeypatch.undo()
@@ -520,7 +520,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, function: str, call: int, error: 
 
 def test_two_interrupted_saves_in_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch):
     second, third = pruned_convnet(), pruned_convnet()
-    interrupt(monkeypatch, "replace", 1, Stop())
+    interrupt(monkeypatch, "replace", 2, Stop())
     with pytest.raises(Stop):
         save(second, folder)
     monkeypatch.undo()
@@ -533,12 +533,12 @@ def test_two_interrupted_saves_in_a_row(folder: Path, monkeypatch: pytest.Monkey
 
 def test_an_interrupted_first_save_is_loadable_or_clearly_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = pruned_convnet()
-    interrupt(monkeypatch, "replace", 0, Stop())
+    interrupt(monkeypatch, "replace", 1, Stop())
     with pytest.raises(Stop):
         save(model, tmp_path)
     monkeypatch.undo()
     refuses(tmp_path, "recipe.json: no such file")
-    interrupt(monkeypatch, "replace", 1, Stop())
+    interrupt(monkeypatch, "replace", 2, Stop())
     with pytest.raises(Stop):
         save(model, tmp_path)
     monkeypatch.undo()

@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(document: dict[str, Any], path: Path) -> None:
-    from ifso.surgery.files import replacing
+    from ifso.surgery.files import delivering
 
     try:
-        with replacing(path) as new:
+        with delivering(path) as new:
             new.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise IfsoError(f"{path} cannot be written: {error.strerror}") from error

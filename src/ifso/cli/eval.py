@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.eval_options import BOXES, USUAL, add_measuring, add_task
 from ifso.cli.eval_report import STAGES, Report, shown, write
-from ifso.cli.inspect import images_of, words_of
+from ifso.cli.inspect import images_of, words_of, zeros_of
 from ifso.cli.opening import OpenedRun, open_tuned
 from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.cli.ranks import Place, joined, leave
@@ -81,7 +81,7 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     from ifso.training.measuring import laid_out, quality
 
     tell = say if place.speaks else _silent
-    run = None if args.folder is None else open_tuned(args.folder, model=args.model)
+    run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run, place)
     given = args.train_batch is not None
     _settle(args, data)
@@ -190,8 +190,14 @@ def _networks(
     if run is None:
         torch.manual_seed(args.seed or 0)
         own = args.model.rpartition(":")[0].endswith(".py")
-        model = network_for(args.model, data.num_classes, weights=args.weights, device=device)
-        notes = [] if args.weights or own else ["The weights are random: none were given with --weights."]
+        model = network_for(
+            args.model, data.num_classes, weights=args.weights, pretrained=args.pretrained, device=device
+        )
+        notes = (
+            []
+            if args.weights or args.pretrained or own
+            else ["The weights are random: none were given with --weights."]
+        )
         return {ALONE: _laid(model, args)}, notes
     found: dict[str, nn.Module] = {}
     notes = []
@@ -213,7 +219,7 @@ def _stages(
 
     def unpruned() -> tuple[nn.Module | None, str]:
         try:
-            return run.original(device=device, weights=args.weights, data=data), ""
+            return run.original(device=device, weights=args.weights, pretrained=args.pretrained, data=data), ""
         except RunError as error:
             if args.weights or args.only:
                 raise
@@ -260,14 +266,12 @@ def _measured(
 
 def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> Any:
     """What costs are counted on: the input that was named, here or for the run, or the first one of the data."""
-    import torch
-
     from ifso.training.headline import detects
 
     sizes = args.input or (None if run is None else run.arguments.get("input"))
     if sizes is None:
         return data.example_inputs()
-    return images_of(sizes, device=device) if detects(data) else torch.zeros(sizes, device=device)
+    return images_of(sizes, device=device) if detects(data) else zeros_of(sizes, device)
 
 
 def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> dict[str, Any]:

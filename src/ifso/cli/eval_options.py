@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ifso.cli.eval_report import STAGES
-from ifso.cli.inspect import shape
+from ifso.cli.inspect import add_pretrained, shape
+from ifso.cli.opening import add_unverified
+from ifso.cli.told_options import LARGEST
 
 USUAL: Mapping[str, Any] = {"batch": 500, "train_batch": 128, "latency_batch": (1, 128)}
 BOXES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch": (1, 8)}
@@ -26,16 +29,18 @@ def add_task(group: Any) -> None:
     )
     group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
+    add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
     group.add_argument(
         "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
     )
+    add_unverified(group)
     group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
     group.add_argument(
         "--validation", type=share, metavar="SHARE", help="of the training set, or number of images, set apart"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="that these were drawn with (that of the run)")
+    group.add_argument("--seed", type=seed, metavar="N", help="that these were drawn with (that of the run)")
 
 
 def add_measuring(group: Any) -> None:
@@ -71,6 +76,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """A whole number that torch takes as a seed."""
+    if not text.isdecimal() or not text.isascii() or len(text) > 19 or int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a whole number from 0 to {LARGEST}")
+    return int(text)
+
+
+def real(text: str) -> float:
+    """A number that is finite."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return found
+
+
 def share(text: str) -> float | int:
     """A share such as 0.1 or a number of images such as 5000.
 
@@ -78,6 +101,6 @@ def share(text: str) -> float | int:
     (0.1, 5000)
     """
     try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
+        return int(text) if text.isdecimal() else real(text)
+    except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text!r} is no share such as 0.1 and no number of images") from None

@@ -127,10 +127,10 @@ def _remarks(report: Report) -> list[str]:
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """The JSON document as a file, as a whole or not at all."""
-    from ifso.surgery.files import replacing
+    from ifso.surgery.files import delivering
 
     try:
-        with replacing(path) as new:
+        with delivering(path) as new:
             new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise IfsoError(f"{path} cannot be written: {error.strerror or error}; give another --out") from error

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.eval_report import NOT_THERE, STAGES
-from ifso.cli.inspect import images_of, shape, words_of
-from ifso.cli.opening import OpenedRun, open_tuned
+from ifso.cli.inspect import add_pretrained, images_of, refuse_large, shape, words_of
+from ifso.cli.opening import OpenedRun, add_unverified, open_tuned
 from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
 from ifso.errors import DataError, IfsoError, RunError
 
@@ -35,6 +35,8 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--original", action="store_true", help="the network before pruning in place of the smaller one")
     what.add_argument("--model", metavar="MODEL", help="of the run, if its file has moved")
     what.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
+    add_pretrained(what)
+    add_unverified(what)
     what.add_argument("--data", metavar="DATA", help="of the run, if it has moved")
     how = parser.add_argument_group("where and how")
     how.add_argument("--to", choices=("onnx", "torch"), help="format (what the name of --out says)")
@@ -80,7 +82,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     from ifso.exporting.export import bytes_of, export
     from ifso.training.measuring import counted
 
-    run = open_tuned(args.folder, model=args.model)
+    run = open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run)
     stage, model, notes = _chosen(args, run, data)
     example = _example(args, run, data, model)
@@ -124,13 +126,16 @@ def _example(args: argparse.Namespace, run: OpenedRun, data: Data, model: nn.Mod
     sizes = args.input or run.arguments.get("input")
     if sizes is None:
         return data.example_inputs()
-    return images_of(sizes) if is_detector(model) else torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    if is_detector(model):
+        return images_of(sizes)
+    refuse_large(sizes)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
 
 def _chosen(args: argparse.Namespace, run: OpenedRun, data: Data) -> tuple[str, nn.Module, list[str]]:
     """The network that is exported, what it is called, and why it is that one if that needs saying."""
     if args.original:
-        return ORIGINAL, run.original(weights=args.weights, data=data), []
+        return ORIGINAL, run.original(weights=args.weights, pretrained=args.pretrained, data=data), []
     tuned = run.finetuned(data=data)
     if tuned is not None:
         return TUNED, tuned, []
@@ -141,7 +146,7 @@ def _chosen(args: argparse.Namespace, run: OpenedRun, data: Data) -> tuple[str, 
 def _unpruned(args: argparse.Namespace, run: OpenedRun, data: Data, notes: list[str]) -> nn.Module | None:
     """To compare with; a note if it is not there, unless that was asked for."""
     try:
-        return run.original(weights=args.weights, data=data)
+        return run.original(weights=args.weights, pretrained=args.pretrained, data=data)
     except RunError as error:
         if args.weights:
             raise

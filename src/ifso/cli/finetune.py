@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.opening import FINETUNE, OpenedRun, open_run
+from ifso.cli.eval_options import real, seed
+from ifso.cli.inspect import add_pretrained
+from ifso.cli.opening import FINETUNE, OpenedRun, add_unverified, open_run
 from ifso.cli.output import chatter_to_stderr, complain, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.ranks import Place, joined, leave
@@ -62,8 +64,8 @@ def add_parser(commands: Any) -> None:
         "0 without --distill, 0.9 in ours)",
     )  # fmt: skip
     add_teacher(how)
-    how.add_argument("--temperature", type=float, metavar="T", help="that softens what the teacher says (4)")
-    how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (that of the run)")
+    how.add_argument("--temperature", type=real, metavar="T", help="that softens what the teacher says (4)")
+    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (that of the run)")
     where = parser.add_argument_group("where and how it runs")
     add_running(where)
     where.add_argument(
@@ -78,14 +80,16 @@ def _add_task(group: Any) -> None:
     group.add_argument("--out", type=Path, metavar="DIR", help="another folder than RUN/finetune, for one run")
     group.add_argument("--model", metavar="MODEL", help="if its file has moved, or the run does not tell it")
     group.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
+    add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
+    add_unverified(group)
     add_data(group)
 
 
 def _weight(text: str) -> float:
     try:
-        return float(text)
-    except ValueError:
+        return real(text)
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no weight; write --distill after the runs, or --distill=0.9"
         ) from None
@@ -134,12 +138,12 @@ def _refuse_unclear(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, folder: Path) -> Plan:
-    run, place = open_run(folder, model=args.model), args.out or folder / FINETUNE
+    run, place = open_run(folder, model=args.model, unverified=args.unverified), args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
-    options = gather(_weighted(args, known), place, known, "ifso finetune")
+    options = gather(_weighted(args, known), place, known, "ifso finetune", folder)
     options["padded"] = _padded(args, place, options)
     settings = settings_of(options)
-    refuse_unclear_teacher(options, settings)
+    refuse_unclear_teacher(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
     return Plan(replace(run, arguments={**run.arguments, **told}), place, options, settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,12 +56,19 @@ def add_parser(commands: Any) -> None:
         metavar="1,3,224,224",
         help="shape of the input; repeat it for several inputs (default: what is known of MODEL)",
     )
+    add_pretrained(parser)
     parser.add_argument(
         "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the tables into an SVG picture")
     parser.set_defaults(run=run)
+
+
+def add_pretrained(group: Any) -> None:
+    """Permission to load what a MODEL names."""
+    words = "let torchvision and timm load published weights, and download them if need be"
+    group.add_argument("--pretrained", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +90,7 @@ def _inspect(args: argparse.Namespace) -> Inspection:
     import ifso
     from ifso.costs.counting import MAC_KINDS
 
-    model = ifso.create_model(args.model).eval()
+    model = ifso.create_model(args.model, pretrained=args.pretrained).eval()
     graph = _trace(args, model)
     return Inspection(
         name=args.model,
@@ -144,6 +152,8 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
             raise TraceError(
                 f"no example input is known for {args.model}; give its shape, for example --input 1,3,224,224"
             ) from None
+    for sizes in args.input:
+        refuse_large(sizes)
     try:
         if is_detector(model):
             return images_of(*args.input)
@@ -159,6 +169,7 @@ def images_of(*shapes: Sequence[int], device: str = "cpu") -> Any:
 
     images = []
     for sizes in shapes:
+        refuse_large(sizes)
         if len(sizes) not in (3, 4) or sizes[-3] != 3:
             raise TraceError(
                 f"--input {','.join(map(str, sizes))} is no shape of images for a detector; write N,3,H,W, "
@@ -180,6 +191,21 @@ def words_of(inputs: Any) -> str:
     return " + ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors_in(inputs))
 
 
+def zeros_of(sizes: Sequence[int], device: str) -> Any:
+    """An input of that shape."""
+    import torch
+
+    refuse_large(sizes)
+    return torch.zeros(tuple(sizes), device=device)
+
+
+def refuse_large(sizes: Sequence[int]) -> None:
+    """IfsoError for an input that would fill the memory."""
+    from ifso.curvature.memory import refuse_too_large
+
+    refuse_too_large(math.prod(sizes), f"--input {','.join(map(str, sizes))}")
+
+
 def shape(text: str) -> tuple[int, ...]:
     """A shape as it is written on the command line.
 
@@ -190,7 +216,7 @@ def shape(text: str) -> tuple[int, ...]:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
+    if not sizes or min(sizes) < 1 or max(sizes) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write positive numbers, for example 1,3,224,224")
     return sizes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -10,33 +11,66 @@ from collections.abc import Sequence
 import ifso
 from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
 from ifso.cli import eval as evaluate
-from ifso.cli.output import complain
+from ifso.cli.output import complain, give_up, steady_streams
 from ifso.cli.ranks import leave
 from ifso.cli.stopping import stoppable
 from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
 INTERRUPTED = 130
+_ENDED = "the network, its data or its loss ended the process by sys.exit({}); let it raise an error or return"
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (the process's arguments if None) and return its exit status."""
-    args = _parser().parse_args(argv)
+    with steady_streams():
+        try:
+            status = _run(_parser().parse_args(argv))
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            give_up(sys.stdout)
+            return UNREAD
+        except OSError as error:
+            if sys.stdout.closed or _cannot_take(error):
+                give_up(sys.stdout)
+                complain(f"error: standard output cannot be written: {error.strerror}")
+            else:
+                complain(f"error: {_told(error)}")
+            return leave(IfsoError.exit_status)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """The status of a command; what went wrong is told in a line."""
     try:
-        status = stoppable(args.run)(args)
-        sys.stdout.flush()
-        return status
+        return stoppable(args.run)(args)
     except IfsoError as error:
         complain(f"error: {error}")
         return leave(error.exit_status)
+    except SystemExit as error:
+        complain(f"error: {_ENDED.format(error.code)}")
+        return leave(IfsoError.exit_status)
+    except UnicodeEncodeError as error:
+        complain(f"error: {error.object!r} is no UTF-8 name, which some libraries need; rename it")
+        return leave(IfsoError.exit_status)
     except KeyboardInterrupt:
         complain("interrupted")
         return leave(INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+
+
+def _cannot_take(error: OSError) -> bool:
+    """Is it standard output that failed? The system names the file where it was another."""
+    return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
+
+
+def _told(error: OSError) -> str:
+    """A file that could not be read or written, which nobody else has spoken of."""
+    from ifso.surgery.files import explained
+
+    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{where}{explained(error)}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.told_options import told_options
 from ifso.errors import RunError
 
 if TYPE_CHECKING:
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
 
 FINETUNE = "finetune"
 """The folder within a run in which ``ifso finetune`` works."""
+
+EXECUTED = ("model", "data", "teacher")
+"""Options whose value may name a program."""
+
+PATHS = ("model", "weights", "data")
+"""Options whose value may hold a path."""
 
 LEVELS = 3
 """How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
@@ -28,7 +36,7 @@ class OpenedRun:
     ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
     ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
     the folder of its fine-tuning, if that is another than the customary one. ``told`` are the arguments that whoever
-    opens the run has given.
+    opens the run has given. ``unverified``: they take its networks even if a check of them failed.
     """
 
     folder: Path
@@ -36,6 +44,7 @@ class OpenedRun:
     digest: str | None = None
     tuned: Path | None = None
     told: frozenset[str] = frozenset()
+    unverified: bool = False
 
     @property
     def finetune(self) -> Path:
@@ -79,21 +88,32 @@ class OpenedRun:
         name = self.there("data") if data is None else data
         return open_data(name, device=device, seed=seed, validation=validation, **options)
 
-    def original(self, *, device: Any = "cpu", weights: str | None = None, data: Data | None = None) -> nn.Module:
+    def original(
+        self,
+        *,
+        device: Any = "cpu",
+        weights: str | None = None,
+        pretrained: bool = False,
+        data: Data | None = None,
+    ) -> nn.Module:
         """The network before pruning, with the weights that the run began with; ``weights`` says where they are now.
 
-        ``data`` saves opening that of the run, which says how many classes there are.
+        ``pretrained``: they are published ones. ``data`` saves opening that of the run, which says how many classes
+        there are.
         """
         from ifso.surgery.recipe import digest_of
 
         if weights is None and "weights" in self.arguments:
             weights = self.there("weights")
-        if weights is None and self.digest is None:
+        if weights is None and self.digest is None and not pretrained:
             raise RunError(f"{self.folder} does not tell the weights before pruning; give them with --weights")
-        model = self._network(data, weights).to(device)
+        model = self._network(data, weights, pretrained=pretrained).to(device)
         if self.digest not in (None, digest_of(model)):
             which = f"{weights} does not hold" if weights else f"{self.arguments['model']} does not come with"
-            raise RunError(f"{which} the weights that the run in {self.folder} began with; give those with --weights")
+            raise RunError(
+                f"{which} the weights that the run in {self.folder} began with; "
+                "give those with --weights, or --pretrained if they are published"
+            )
         return model
 
     def pruned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module:
@@ -104,16 +124,19 @@ class OpenedRun:
         """The network after ``ifso finetune``, or None if that was not done or has not come to its end."""
         if self.finetuning != "finished":
             return None
-        self._refuse_other_start(data)
+        if not self.unverified:
+            self._refuse_other_start(data)
         return self._loaded(self.finetune, device, data)
 
     def _refuse_other_start(self, data: Data | None) -> None:
         """RunError if the fine-tuning began with another pruned network than the run holds now."""
-        from ifso.pruning.folder import CONFIG, read_config
+        from ifso.pruning.folder import CONFIG, read_config, refuse_other_files
         from ifso.surgery.recipe import digest_of
 
         place = self.finetune / CONFIG
-        began = read_config(place)["settings"].get("weights") if place.is_file() else None
+        config = read_config(place) if place.is_file() else {"settings": {}}
+        refuse_other_files(self.finetune, config)
+        began = config["settings"].get("weights")
         if began not in (None, digest_of(self.pruned(data=data))):
             raise RunError(
                 f"{self.finetune} began with another network than {self.folder} holds now; "
@@ -123,19 +146,25 @@ class OpenedRun:
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
         from ifso.surgery.store import load
 
-        return load(folder, self._network(data, None).to(device))
+        return load(folder, self._network(data, None).to(device), unverified=self.unverified)
 
-    def _network(self, data: Data | None, weights: str | None) -> nn.Module:
-        """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives."""
+    def _network(self, data: Data | None, weights: str | None, *, pretrained: bool = False) -> nn.Module:
+        """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives.
+
+        Options of MODEL that load others are left out, unless whoever opens the run has given them and wants that.
+        """
         import torch
 
+        from ifso.models.names import without_loading
         from ifso.training.task import network_for
 
         name = self.there("model")
+        if not (pretrained and "model" in self.told):
+            name = without_loading(name)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.arguments.get("seed", 0))
             classes = (self.open_data() if data is None else data).num_classes
-            return network_for(name, classes, weights=weights)
+            return network_for(name, classes, weights=weights, pretrained=pretrained)
 
     def there(self, option: str) -> str:
         """The value of an option, with a path that leads there from here."""
@@ -146,9 +175,11 @@ class OpenedRun:
         before, path, after = _parts(option, value)
         if path is None:
             return value
+        from ifso.surgery.files import exists
+
         places = list(self._places(path))
         for place in places:
-            if place.exists():
+            if exists(place):
                 self._refuse_program(option, path, place, after)
                 return f"{before}{place}{after}"
         tried = ", ".join(map(str, places))
@@ -166,17 +197,55 @@ class OpenedRun:
             return
         if place != Path(path):
             raise RunError(_came_with(self.folder, option, f"{place}{factory}"))
-        refuse_program_within(self.folder, option, f"{place}{factory}")
+        refuse_foreign(option, f"{place}{factory}", self._folders)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        """What was opened: nothing in them is executed."""
+        return (self.folder,) if self.tuned is None else (self.folder, self.tuned)
 
     def _places(self, path: str) -> Iterator[Path]:
         return _places(self.folder, path)
 
 
-def refuse_program_within(folder: Path, option: str, value: str) -> None:
-    """RunError if ``value`` (MODEL or DATA, as the run in ``folder`` tells it) names a program in that folder."""
+def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The arguments that the run in ``folder`` tells, with paths that lead there from here, but for those ``given``."""
+    run = OpenedRun(folder, arguments)
+    names = [name for name in PATHS if name in arguments and name not in given]
+    return {**arguments, **{name: run.there(name) for name in names}}
+
+
+def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
+    """RunError if acting on an option that a run tells would do what only the user may ask for by name.
+
+    That is to execute a program in one of ``folders``, which hold what the run tells: by its name or by where links
+    lead to. Or to load or download weights by options of a MODEL.
+    """
+    if option not in EXECUTED:
+        return
     _, path, _ = _parts(option, value)
-    if path is not None and path.endswith(".py") and folder.resolve() in Path(path).resolve().parents:
-        raise RunError(_came_with(folder, option, value))
+    if path is not None and path.endswith(".py"):
+        for folder in folders:
+            if _lies_in(path, folder):
+                raise RunError(_came_with(folder, option, value))
+    elif option != "data":
+        from ifso.models.names import loading
+
+        if loading(value):
+            raise RunError(
+                f"the run would have {value} load or download weights; if you want that, "
+                f"give --{option} {value} --pretrained"
+            )
+
+
+def _lies_in(path: str, folder: Path) -> bool:
+    """As it is written, or where it leads to."""
+    try:
+        ways = (Path(os.path.abspath(path)), Path(path).resolve())  # noqa: PTH100
+        places = (Path(os.path.abspath(folder)), folder.resolve())  # noqa: PTH100
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"{path!r}, which the run in {folder} names, is no path ({error})") from None
+    return any(place in way.parents for way in ways for place in places)
 
 
 def _came_with(folder: Path, option: str, value: str) -> str:
@@ -186,61 +255,65 @@ def _came_with(folder: Path, option: str, value: str) -> str:
     )
 
 
-def open_run(folder: Path, *, model: str | None = None) -> OpenedRun:
+def add_unverified(group: Any) -> None:
+    """The name by which a network is asked for that failed its check."""
+    words = "take the network even if a check of it failed, or the files of the run do not belong together"
+    group.add_argument("--unverified", action="store_true", help=words)
+
+
+def open_run(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
 
-    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments.
+    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments. One that failed its check,
+    or whose files are of several runs, is refused unless ``unverified``.
     """
-    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, read_config
-    from ifso.surgery.store import RECIPE
+    from ifso.pruning.folder import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
+    from ifso.surgery.store import RECIPE, refuse_failed_run
 
     given = {} if model is None else {"model": model}
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
-    if not (folder / CONFIG).is_file() and (folder / RECIPE).is_file():
-        return OpenedRun(folder, given, told=frozenset(given))
-    if not (folder / CONFIG).is_file():
+    if not is_there(folder / CONFIG) and is_there(folder / RECIPE):
+        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified)
+    if not is_there(folder / CONFIG):
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = read_config(folder / CONFIG)
-    arguments = _arguments(config)
+    arguments = told_options(config, folder / CONFIG) or {}
     if TRAINING in config["settings"]:
         about = config.get("about")
         raise RunError(_not_pruned(folder, about.get("run") if isinstance(about, dict) else None, arguments))
     if not (folder / SUMMARY).is_file():
         how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
-    return OpenedRun(folder, {**arguments, **given}, config["settings"].get("weights"), told=frozenset(given))
+    if not unverified:
+        refuse_failed_run(folder)
+        refuse_other_files(folder, config)
+    digest = config["settings"].get("weights")
+    return OpenedRun(folder, {**arguments, **given}, digest, told=frozenset(given), unverified=unverified)
 
 
-def open_tuned(folder: Path, *, model: str | None = None) -> OpenedRun:
+def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
-    from ifso.pruning.folder import CONFIG, TRAINING, read_config
-    from ifso.surgery.files import one_line
+    from ifso.pruning.folder import CONFIG, TRAINING, is_there, read_config
 
-    if not (folder / CONFIG).is_file():
-        return open_run(folder, model=model)
+    if not is_there(folder / CONFIG):
+        return open_run(folder, model=model, unverified=unverified)
     config = read_config(folder / CONFIG)
     about = config.get("about")
     name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
     if not isinstance(name, str):
-        return open_run(folder, model=model)
+        return open_run(folder, model=model, unverified=unverified)
+    from ifso.surgery.files import is_file, one_line
+
     places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
     for place in places:
-        if _is_file(place / CONFIG):
-            return replace(open_run(place, model=model), tuned=folder)
+        if is_file(place / CONFIG):
+            return replace(open_run(place, model=model, unverified=unverified), tuned=folder)
     tried = one_line(", ".join(map(str, places)))
     raise RunError(
         f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
         "put it back there"
     )
-
-
-def _is_file(path: Path) -> bool:
-    """Names that are too long for the file system are none of files."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
@@ -259,12 +332,6 @@ def _places(folder: Path, path: str) -> Iterator[Path]:
         yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
 
 
-def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    about = config.get("about")
-    arguments = about.get("arguments") if isinstance(about, dict) else None
-    return dict(arguments) if isinstance(arguments, dict) else {}
-
-
 def _parts(option: str, value: str) -> tuple[str, str | None, str]:
     """The path in a value, and what stands before and after it.
 
@@ -277,14 +344,29 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
     """
     if option in ("weights", "teacher_weights"):
         return "", value, ""
-    path, _, name = value.rpartition(":")
-    if path.endswith(".py"):
-        return "", path, f":{name}"
+    path = _program(option, value)
+    if path is not None:
+        return "", path, value.removeprefix(path)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
         path, behind = _before_options(path) if kind == "coco" else (path, "")
         return f"{kind}{colon}", path, behind
     return "", None, value
+
+
+def _program(option: str, value: str) -> str | None:
+    """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
+    from ifso.errors import ModelNotFound
+    from ifso.models.names import read_name
+
+    if option == "data":
+        path = value.rpartition(":")[0]
+    else:
+        try:
+            path = read_name(value).source
+        except ModelNotFound:
+            return None
+    return path if path.endswith(".py") else None
 
 
 def _before_options(path: str) -> tuple[str, str]:

@@ -44,10 +44,10 @@ FORMAT = (
 def write_svg(path: Path, command: str, parts: Sequence[RenderableType]) -> None:
     """Write ``parts`` (tables and text), as ``command`` prints them, into the SVG file ``path``."""
     svg = draw(command, parts)
-    from ifso.surgery.files import replacing
+    from ifso.surgery.files import delivering
 
     try:
-        with replacing(path) as new:
+        with delivering(path) as new:
             new.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise IfsoError(f"the picture cannot be written to {path}: {error.strerror or error}") from error

@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.inspect import images_of, shape, words_of
+from ifso.cli.eval_options import real, seed
+from ifso.cli.inspect import add_pretrained, images_of, shape, words_of, zeros_of
 from ifso.cli.late_help import add_help
-from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.output import chatter_to_stderr, console, place_of, print_json
 from ifso.cli.prune_path import path_of, path_table
 from ifso.cli.prune_settings import COSTS, PASSED_ON, STAGED, criterion_of, gather, schedule_of, usual_of
 from ifso.cli.ranks import Place, joined, leave
@@ -55,6 +56,7 @@ def add_parser(commands: Any) -> None:
 def _add_task(group: Any) -> None:
     group.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     group.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
+    add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help=DATA)
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
     group.add_argument(
@@ -96,7 +98,10 @@ def _add_method(group: Any) -> None:
     group.add_argument("--round-to", type=int, metavar="N", help="channels of pruned layers are a multiple of this")
     group.add_argument("--min-units", type=int, metavar="N", help="units that stay in every layer (1)")
     group.add_argument(
-        "--min-share", type=float, metavar="X", help="share of its units that every layer keeps (0.1; 0 in Algorithm 2)"
+        "--min-share",
+        type=real,
+        metavar="X",
+        help="share of its units that every layer keeps (0.1; 0 in Algorithm 2)",
     )
     group.add_argument(
         "--eval-mode", action="store_const", const=False, dest="train_mode",
@@ -118,7 +123,7 @@ def _add_stages(group: Any) -> None:
         help="steps of distillation from the unpruned network at the end, undone if they do harm (0)",
     )  # fmt: skip
     group.add_argument(
-        "--stop", type=float, metavar="X",
+        "--stop", type=real, metavar="X",
         help="end with the last network that lost at most X points on the test set (accuracy, or mAP with boxes)",
     )  # fmt: skip
     group.add_argument(
@@ -132,7 +137,7 @@ def _add_algorithm_2(group: Any) -> None:
     group.add_argument("--batches-per-score", type=int, metavar="N", help="batches of one score (2)")
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (1)")
     group.add_argument(
-        "--lr", type=float, metavar="RATE",
+        "--lr", type=real, metavar="RATE",
         help=f"learning rate between removals (0.01; 0.1 with --preset authors; {BOXES_RATE:g} with boxes)",
     )  # fmt: skip
 
@@ -140,7 +145,7 @@ def _add_algorithm_2(group: Any) -> None:
 def _add_running(group: Any) -> None:
     group.add_argument("--out", type=Path, required=True, metavar="RUN", help="the folder of the run")
     group.add_argument("--resume", action="store_true", help="go on with the run in RUN; needs no other options")
-    group.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (0)")
+    group.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (0)")
     group.add_argument("--device", metavar="NAME", help="cpu or cuda (cpu)")
     group.add_argument("--precision", metavar="NAME", help="of the network (float32)")
     group.add_argument("--channels-last", action="store_true", default=None, help="channels-last memory layout")
@@ -150,7 +155,7 @@ def _add_running(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
-    settings = gather(args)
+    settings, here = gather(args), Path.cwd()
     with joined(settings.get("device", "cpu")) as place:
         result = _watched(settings, args, place)
     if place.speaks and args.json:
@@ -159,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         print(result)
         if any(isinstance(settings.get(cost), list) for cost in COSTS):
             console().print("", path_table(path_of(result)), sep="\n")
-        print(f"run folder: {args.out}")
+        print(f"run folder: {place_of(args.out, here)}")
     return leave(0)
 
 
@@ -207,7 +212,9 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             settings = {**settings, "lr": BOXES_RATE}
             options = _options(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
-        model = network_for(settings["model"], data.num_classes, device=place.device, **given)
+        model = network_for(
+            settings["model"], data.num_classes, pretrained=args.pretrained, device=place.device, **given
+        )
         _check_fits(model, data)
         model.train(settings.get("train_mode", True))
         example = _example_inputs(settings, data, place.device)
@@ -267,15 +274,13 @@ def _check_fits(model: nn.Module, data: Data) -> None:
 
 
 def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
-    import torch
-
     from ifso.training.headline import detects
 
     if "input" not in settings:
         return data.example_inputs()
     if detects(data):
         return images_of(settings["input"], device=device)
-    return torch.zeros(settings["input"], device=device)
+    return zeros_of(settings["input"], device)
 
 
 def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:

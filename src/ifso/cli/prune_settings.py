@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.opening import refuse_program_within
+from ifso.cli.opening import EXECUTED, found_again, refuse_foreign
+from ifso.cli.told_options import told_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
@@ -47,6 +48,7 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     stored = _of_the_run(args.out) if args.resume else {}
     if stored:
         refuse_others(given, stored, args.out)
+        stored = found_again(args.out, stored, [*given, *(["data"] if args.download else ())])
     settings = {**stored, **given}
     for name in ("model", "data"):
         if name not in settings:
@@ -81,34 +83,39 @@ def usual_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_the_run(run: Path) -> dict[str, Any]:
     """The options that a run was started with. Where Algorithm 2 went without saying, it is said now."""
-    from ifso.pruning.folder import read_config
+    from ifso.pruning.folder import CONFIG, TRAINING, is_there, read_config
 
+    settings = read_config(run / CONFIG)["settings"] if is_there(run / CONFIG) else {}
+    if TRAINING in settings:
+        raise RunError(f"{run} holds a training and no pruning; go on with it: ifso train --resume --out {run}")
     stored = stored_options(run, OPTIONS, "ifso prune")
-    schedule = read_config(run / "config.json")["settings"].get("schedule", STAGED)
+    schedule = settings.get("schedule", STAGED)
     earlier = schedule != STAGED and usual_of(stored)["schedule"] == STAGED
     return {"preset": "paper", **stored} if earlier else stored
 
 
 def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
     """The options of these names that ``command`` started a run with."""
-    config = run / "config.json"
-    try:
-        document = json.loads(config.read_text(encoding="utf-8"))
-        arguments = document["about"]["arguments"]
-        return {name: value for name, value in arguments.items() if name in names}
-    except FileNotFoundError:
-        raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder") from None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    from ifso.pruning.folder import CONFIG, is_there, read_config
+
+    if not is_there(run / CONFIG):
+        raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder")
+    arguments = told_options(read_config(run / CONFIG), run / CONFIG)
+    if arguments is None:
         raise RunError(
-            f"{config} does not say how {command} was called ({type(error).__name__}); "
+            f"{run / CONFIG} does not say how {command} was called; "
             "resume the run in Python, or start it in another folder"
-        ) from error
+        )
+    return {name: value for name, value in arguments.items() if name in names}
 
 
-def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path) -> None:
-    """Files may have moved, so that only their names are compared. Programs that came with the run must be given."""
-    for option in {"model", "data", "teacher"} & stored.keys() - given.keys():
-        refuse_program_within(run, option, str(stored[option]))
+def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path, *others: Path) -> None:
+    """Files may have moved, so that only their names are compared. Programs that came with the run must be given.
+
+    ``others`` are further folders that are opened with the run.
+    """
+    for option in (option for option in EXECUTED if option in stored and option not in given):
+        refuse_foreign(option, str(stored[option]), (run, *others))
     from ifso.pruning.folder import differences
 
     new = {name: _without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from ifso.data import Data
     from ifso.training.settings import TrainSettings
 
-BRING_WEIGHTS = ("weights", "pretrained")
-"""Options in a MODEL with which torchvision and timm load weights."""
-
 
 def add_teacher(group: Any) -> None:
     """Another teacher."""
@@ -30,8 +27,10 @@ def add_teacher(group: Any) -> None:
     group.add_argument("--teacher-weights", metavar="FILE", help="its weights, safetensors or .pth")
 
 
-def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings) -> None:
+def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
     """One line where a teacher has no weights, no name, or nothing to say."""
+    from ifso.models.names import is_program
+
     teacher = options.get("teacher")
     if teacher is None:
         if "teacher_weights" in options:
@@ -39,16 +38,11 @@ def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings) 
         return
     if not settings.distill:
         raise IfsoError(f"--teacher {teacher}, but nothing is distilled; add --distill, or --recipe ours")
-    if "teacher_weights" not in options and not _brings_weights(teacher):
-        raise IfsoError(f"--teacher {teacher} has random weights; give trained ones with --teacher-weights")
-
-
-def _brings_weights(name: str) -> bool:
-    """May the network come with weights? Those of a user's own factory are its own affair."""
-    from ifso.models.names import read_name
-
-    written = read_name(name)
-    return written.source.endswith(".py") or any(written.options.get(option) for option in BRING_WEIGHTS)
+    if "teacher_weights" not in options and not pretrained and not is_program(teacher):
+        raise IfsoError(
+            f"--teacher {teacher} has random weights; give trained ones with --teacher-weights, or published ones with "
+            "--pretrained"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,7 @@ class Teachers:
 
     def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
         self._args, self._place, self._say = args, place, say
+        self._pretrained: bool = args.pretrained
         self._known: dict[Any, tuple[nn.Module, float | None]] = {}
         self._digests: dict[nn.Module, str] = {}
 
@@ -100,7 +95,9 @@ class Teachers:
         return self._known[key][1]
 
     def _original(self, plan: Plan, data: Data) -> nn.Module:
-        return plan.run.original(device=self._place.device, weights=plan.changed("weights"), data=data)
+        return plan.run.original(
+            device=self._place.device, weights=plan.changed("weights"), pretrained=self._pretrained, data=data
+        )
 
     def _named(self, plan: Plan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
         """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
@@ -127,7 +124,9 @@ class Teachers:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(plan.settings.seed)
-            return network_for(name, data.num_classes, weights=weights, device=self._place.device)
+            return network_for(
+                name, data.num_classes, weights=weights, pretrained=self._pretrained, device=self._place.device
+            )
 
     def _judged(self, model: nn.Module, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:
         """The network in the memory layout of training, and its accuracy or mAP."""

@@ -9,8 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.eval_options import seed
 from ifso.cli.finetune import table
-from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.inspect import add_pretrained
+from ifso.cli.opening import PATHS, found_again
+from ifso.cli.output import chatter_to_stderr, console, place_of, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
 from ifso.cli.ranks import Place, joined, leave
@@ -30,19 +33,24 @@ def add_parser(commands: Any) -> None:
     task = parser.add_argument_group("what is trained")
     task.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
     task.add_argument("--weights", metavar="FILE", help="to begin with (random ones otherwise)")
+    add_pretrained(task)
     task.add_argument("--data", metavar="DATA", help=DATA)
     task.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the training")
     add_data(task)
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
-    how.add_argument("--seed", type=int, metavar="N", help="fixes everything that is random (0)")
+    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (0)")
     add_running(parser.add_argument_group("where and how it runs"))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
+    here = Path.cwd()
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
+    if args.resume:
+        given = [name for name in PATHS if getattr(args, name) is not None]
+        options = found_again(args.out, options, [*given, *(["data"] if args.download else ())])
     for name in ("model", "data"):
         if name not in options:
             raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")
@@ -52,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary)
     elif place.speaks:
         console().print(table([summary]))
-        print(f"weights: {args.out / 'model.safetensors'}")
+        print(f"weights: {place_of(args.out, here) / 'model.safetensors'}")
     return leave(0)
 
 
@@ -88,18 +96,20 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")
-            model = network_for(options["model"], data.num_classes, weights=weights, device=place.device)
-        validation = options.get("validation", 0)
+            model = network_for(
+                options["model"], data.num_classes, weights=weights, pretrained=args.pretrained, device=place.device
+            )
+        validation, given = options.get("validation", 0), bool(weights or args.pretrained)
         fixed = {
             "model": _without_folders(options["model"]),
             "data": _without_folders(data.name),
             "validation": validation,
-            **({"weights": digest_of(model)} if weights else {}),
+            **({"weights": digest_of(model)} if given else {}),
         }
         training = Training(
             name=options["model"], folder=args.out, model=model, data=data, settings=settings,
             validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
-            about={"arguments": options}, start="weights given" if weights else None,
+            about={"arguments": options}, start="weights given" if given else None,
         )  # fmt: skip
         outcome = train_side_by_side([training], listener, resume=args.resume, ranks=place.ranks)[0]
     if isinstance(outcome, IfsoError):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.eval_options import positive, share
+from ifso.cli.eval_options import positive, real, share
 from ifso.cli.prune_settings import refuse_others, stored_options
 
 if TYPE_CHECKING:
@@ -43,20 +43,20 @@ def add_recipe(group: Any) -> None:
     group.add_argument("--recipe", metavar="NAME", help=RECIPES)
     group.add_argument("--epochs", type=int, metavar="N", help="rounds over the training set (200)")
     group.add_argument("--batch", type=int, metavar="N", help="images in a batch, of all ranks together (128)")
-    group.add_argument("--lr", type=float, metavar="RATE", help="highest learning rate (0.1)")
+    group.add_argument("--lr", type=real, metavar="RATE", help="highest learning rate (0.1)")
     group.add_argument("--schedule", metavar="NAME", help="step, cosine, one-cycle or constant")
-    group.add_argument("--milestones", nargs="+", type=float, metavar="SHARE", help="of the run, for step (0.6 0.8)")
-    group.add_argument("--factor", type=float, metavar="X", help="by which step multiplies the rate there (0.1)")
-    group.add_argument("--warm-up", type=float, metavar="EPOCHS", help="in which the rate rises at first (0)")
+    group.add_argument("--milestones", nargs="+", type=real, metavar="SHARE", help="of the run, for step (0.6 0.8)")
+    group.add_argument("--factor", type=real, metavar="X", help="by which step multiplies the rate there (0.1)")
+    group.add_argument("--warm-up", type=real, metavar="EPOCHS", help="in which the rate rises at first (0)")
     group.add_argument("--warm-up-steps", type=int, metavar="N", help="the same in steps (0; 500 in detection)")
-    group.add_argument("--momentum", type=float, metavar="X", help="of SGD (0.9)")
+    group.add_argument("--momentum", type=real, metavar="X", help="of SGD (0.9)")
     _add_switch(group, "--nesterov", "Nesterov's momentum")
-    group.add_argument("--weight-decay", type=float, metavar="X", help="1e-4; 2e-4 in ours, 5e-4 in quick")
+    group.add_argument("--weight-decay", type=real, metavar="X", help="1e-4; 2e-4 in ours, 5e-4 in quick")
     _add_switch(group, "--decay-norms", "weight decay for norms and biases, too", dest="decay_all")
-    group.add_argument("--label-smoothing", type=float, metavar="SHARE", help="of every label, for all classes (0)")
-    group.add_argument("--cutmix", type=float, metavar="SHARE", help="of images into which a piece of another goes (0)")
-    group.add_argument("--ema", type=float, metavar="DECAY", help="moving average of the weights, such as 0.999 (none)")
-    group.add_argument("--clip", type=float, metavar="NORM", help="largest norm of the gradient (none)")
+    group.add_argument("--label-smoothing", type=real, metavar="SHARE", help="of every label, for all classes (0)")
+    group.add_argument("--cutmix", type=real, metavar="SHARE", help="of images into which a piece of another goes (0)")
+    group.add_argument("--ema", type=real, metavar="DECAY", help="moving average of the weights, such as 0.999 (none)")
+    group.add_argument("--clip", type=real, metavar="NORM", help="largest norm of the gradient (none)")
     group.add_argument("--accumulate", type=int, metavar="N", help="micro-batches that make a batch (1)")
 
 
@@ -87,16 +87,19 @@ def _add_switch(group: Any, option: str, help_: str, dest: str | None = None) ->
     group.add_argument(option, action=argparse.BooleanOptionalAction, help=help_, **named)
 
 
-def gather(args: argparse.Namespace, folder: Path, defaults: Mapping[str, Any], command: str) -> dict[str, Any]:
+def gather(
+    args: argparse.Namespace, folder: Path, defaults: Mapping[str, Any], command: str, *others: Path
+) -> dict[str, Any]:
     """The options of a training in ``folder`` as JSON values: given ones, stored ones if resumed, and defaults.
 
     On a GPU the defaults are bf16 and channels-last; they are stored, so that a training can go on elsewhere.
+    ``others`` are further folders that are opened with it.
     """
     named = {name: getattr(args, name, None) for name in OPTIONS}
     given = json.loads(json.dumps({name: value for name, value in named.items() if value is not None}))
     stored = stored_options(folder, OPTIONS, command) if args.resume else {}
     if stored:
-        refuse_others(given, stored, folder)
+        refuse_others(given, stored, folder, *others)
     options = {**defaults, **stored, **given}
     options.setdefault("device", "cpu")
     if not args.resume and options["device"].partition(":")[0] == "cuda":

@@ -111,7 +111,11 @@ def summed_by_sample(calls: list[tuple[Tap, Tensor]], num_units: int, criterion:
 def _samples(calls: list[tuple[Tap, Tensor]]) -> int:
     """N, the smallest number of rows of a layer that does not look at regions."""
     whole = [len(grad) for call, grad in calls if call.images is None]
-    return min(whole, default=0) or max(int(call.images[-1]) + 1 for call, _ in calls if call.images is not None)
+    regions = [call.images for call, _ in calls if call.images is not None and len(call.images)]
+    found = min(whole, default=0) or max((int(images[-1]) + 1 for images in regions), default=0)
+    if not found:
+        raise ScoreError("a batch holds no samples; give batches that hold some")
+    return found
 
 
 def _by_sample(call: Tap, grad: Tensor, samples: int, criterion: str) -> Tensor:

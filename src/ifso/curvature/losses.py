@@ -117,7 +117,7 @@ class WatchedLoss:
             loss = self._loss_fn(model, batch)
         except IfsoError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             hint = devices_apart(model, batch) or _hint(error)
             raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {hint}") from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
@@ -137,10 +137,15 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: BaseException) -> str:
     text = str(error).lower()
     if out_of_memory(error):
         return "give smaller batches"
+    if "jvp function" in text:
+        return (
+            "an autograd.Function without jvp, or a full backward hook of a module, stands in the way of second "
+            "derivatives: remove it, or use a criterion of first ones, such as taylor"
+        )
     if "more than 1 value per channel" in text:
         return "a norm has one value to take the variance of: give larger batches or images, or keep more units"
     if "dtype" in text or " type" in text:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
+from ifso.errors import IfsoError
+from ifso.graph.running import available_memory
+
+CONTAINER = Path("/sys/fs/cgroup")
 NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
@@ -19,6 +25,30 @@ def out_of_memory(error: BaseException | None) -> bool:
         return False
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     return told or isinstance(error, (torch.OutOfMemoryError, MemoryError)) or out_of_memory(error.__cause__)
+
+
+def refuse_too_large(numbers: int, what: str, size: int = 4) -> None:
+    """IfsoError if so many numbers of ``size`` bytes do not fit into the memory that is free: a kill says nothing.
+
+    >>> refuse_too_large(10**15, "a batch of 10**9")
+    Traceback (most recent call last):
+    ifso.errors.IfsoError: a batch of 10**9 takes 3,725,290.3 GiB of memory, and ... GiB are free; give a smaller one
+    """
+    free = free_memory()
+    if free is not None and numbers * size > free:
+        raise IfsoError(
+            f"{what} takes {numbers * size / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free; "
+            "give a smaller one"
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory left to this process: by the machine, and by the limit of a container it is in."""
+    found = [available_memory()]
+    with suppress(OSError, ValueError):
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(limit - used)
+    return min((free for free in found if free is not None), default=None)
 
 
 def let_go_of(error: BaseException | None) -> None:

@@ -14,7 +14,7 @@ way (:mod:`ifso.curvature.fallbacks`), from then on, and ``note`` says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,14 +61,15 @@ class Products:
         self.space = weight_space(model, graph, weights)
         some = next(iter(self.space.tensors.values()))
         self.device = some.device
+        named = dict(model.named_parameters())
         self.readers = readers(graph, some.device)
+        _refuse_buffers(self.readers, named)
         self._moving = (graph.kept(None) if kept is None else kept.clone()).to(some.device, some.dtype)
         self._moving[STAYS] = 0
         self.surviving = self._surviving(graph, kept)
         self._masks: dict[str, list[Reader]] = {}
         for reader in self.readers:
             self._masks.setdefault(reader.parameter, []).append(reader)
-        named = dict(model.named_parameters())
         self._tensors = {**self.space.tensors, **{name: named[name] for name in self._masks}}
         self._channels: dict[tuple[str, int], Tensor] = {}
         self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
@@ -242,3 +243,13 @@ class Products:
             return self._mask_dots[name, groups]
 
         return along
+
+
+def _refuse_buffers(masks: list[Reader], parameters: Mapping[str, Tensor]) -> None:
+    """ScoreError where a layer reads units through a buffer, by which nothing can be differentiated."""
+    for reader in masks:
+        if reader.parameter not in parameters:
+            raise ScoreError(
+                f"units are read through {reader.parameter}, which is no parameter; make masks of torch.nn.utils.prune "
+                "permanent with its remove(module, name), or use a criterion of first derivatives, such as taylor"
+            )

@@ -88,14 +88,15 @@ class BoxSamples:
         """One image [3, H, W] in uint8 from its file, which must have the size that is said of it."""
         assert self.files is not None
         number = int(self.annotations.image_ids[place])
+        height, width = self.annotations.sizes[place].tolist()
         try:
-            image = self.files.read(place)
+            found = self.files.size(place)
+            image = self.files.read(place) if found == (height, width) else None
         except DataError as error:
             raise DataError(f"image {number} of {self.source}: {error}") from error
-        height, width = self.annotations.sizes[place].tolist()
-        if image.shape[1:] != (height, width):
+        if image is None:
             raise DataError(
-                f"image {number} of {self.source} has {image.shape[2]}×{image.shape[1]} pixels in its file, but "
+                f"image {number} of {self.source} has {found[1]}×{found[0]} pixels in its file, but "
                 f"width and height there say {width}×{height}; mend one of them"
             )
         if self.sizes[place] == (height, width):

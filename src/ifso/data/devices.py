@@ -15,8 +15,10 @@ def usable_device(name: torch.device | str) -> torch.device:
     """
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds no numbers")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"device {str(name)!r} cannot be used: {reason}; use cpu or cuda") from error
     return device

@@ -14,8 +14,11 @@ from ifso.curvature.losses import one_line
 from ifso.data.sets import Data
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError, IfsoError
-from ifso.models.from_file import find_in_file
+from ifso.models.from_file import blamed, find_in_file
 from ifso.training.detection import detection_loss
+
+MOST_CLASSES = 2**24
+"""More would take all memory for the last layer alone."""
 
 PARTS = ("train_batches", "validation_batches", "test_batches")
 
@@ -34,6 +37,11 @@ class FileData(Data):
     def __init__(self, path: str, factory: str, device: torch.device | str, share: Share = ALONE) -> None:
         self.name, self._device, self._ranks = f"{path}:{factory}", device, share.ranks
         source = _made(path, factory, share)
+        with blamed(self.name, DataError):
+            self._take(source)
+
+    def _take(self, source: Any) -> None:
+        """What the object says of itself."""
         self._parts = {part: self._checked(part, getattr(source, part, None)) for part in PARTS}
         if self._parts["train_batches"] is None:
             raise DataError(
@@ -77,7 +85,7 @@ class FileData(Data):
         batches = self._parts[name]
         if batches is None:
             raise DataError(f"{self.name} has no {name}; let the object it returns have it")
-        moved = Counted if _has_length(batches) else Moved
+        moved = Counted if _has_length(batches, f"{self.name}: {name}") else Moved
         return moved(batches, self._device, f"{self.name}: {name}", self._ranks > 1 and name != PARTS[0])
 
     def _checked(self, name: str, batches: Any) -> Any:
@@ -102,6 +110,8 @@ class FileData(Data):
     def _number(self, classes: Any) -> int | None:
         if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or classes < 1):
             raise DataError(f"{self.name}: num_classes is {classes!r}; give a whole number of 1 or more")
+        if classes is not None and classes > MOST_CLASSES:
+            raise DataError(f"{self.name}: num_classes is {classes}; give {MOST_CLASSES} at most")
         return classes
 
     def _shape(self, shape: Any) -> tuple[int, ...] | None:
@@ -116,10 +126,8 @@ def _made(path: str, factory: str, share: Share) -> Any:
     """What the factory returns, called with as much of ``rank`` and ``ranks`` as it takes."""
     make = find_in_file(path, factory, DataError)
     offered = {"rank": share.rank, "ranks": share.ranks}
-    try:
+    with blamed(f"{path}:{factory} failed", DataError):
         return make(**{name: value for name, value in offered.items() if _takes(make, name)})
-    except Exception as error:
-        raise DataError(f"{path}:{factory} failed: {one_line(error)}") from error
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -164,19 +172,20 @@ class Moved:
                 number += 1
         except (IfsoError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{self._where} failed after {number} batches: {one_line(error)}") from error
 
     def _move(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 
-def _has_length(batches: Any) -> bool:
+def _has_length(batches: Any, where: str) -> bool:
     """A DataLoader has ``__len__`` even where its data has none."""
-    try:
-        return len(batches) >= 0
-    except TypeError:
-        return False
+    with blamed(f"{where}: its length cannot be told", DataError):
+        try:
+            return len(batches) >= 0
+        except TypeError:
+            return False
 
 
 class Counted(Moved):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ifso.errors import DataError
-from ifso.surgery.files import one_line
+from ifso.surgery.files import is_file, one_line
+
+Read = TypeVar("Read")
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
 JPEG = ("JPEG", "MPO")
@@ -26,6 +28,9 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
 PER_BYTE = {True: 600, False: 8300}
 """Pixels that a byte can stand for at most, in a JPEG (a bit for each block) and in others (packed 1032 times, a bit
 each) …"""
+
+MOST_PIXELS = 2**27
+"""Of any image: to decode one takes some 9 bytes for each."""
 
 FREE_PIXELS = 2**20
 """… beyond these."""
@@ -49,18 +54,32 @@ class ImageFiles:
         names = self.names[places.numpy() if isinstance(places, Tensor) else places]
         return ImageFiles(self.folder, names, self.labels[places])
 
+    def size(self, place: int) -> tuple[int, int]:
+        """Height and width that a file says it has."""
+        return self._of(place, _size)
+
     def read(self, place: int) -> Tensor:
         """One image [3, H, W] in uint8, whatever its colours were."""
+        return self._of(place, _decoded)
+
+    def _of(self, place: int, read: Callable[[Path], Read]) -> Read:
         path = self.folder / os.fsdecode(self.names[place])
         named = one_line(str(path))
-        if not path.is_file():
+        if not is_file(path):
             raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
         try:
-            return _decoded(path)
+            return read(path)
         except DataError as error:
             raise DataError(f"{named} {error}") from None
         except Exception as error:
             raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
+
+
+def _size(path: Path) -> tuple[int, int]:
+    from PIL import Image
+
+    with Image.open(path, formats=FORMATS) as image:
+        return image.height, image.width
 
 
 def _decoded(path: Path) -> Tensor:
@@ -78,6 +97,8 @@ def _decoded(path: Path) -> Tensor:
 
 def _refuse_bomb(pixels: int, size: int, per_byte: int) -> None:
     """A file of a few bytes that speaks of many pixels would take gigabytes before it is found to be damaged."""
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"it has {pixels} pixels, and {MOST_PIXELS} are the most that are decoded")
     if pixels > FREE_PIXELS + per_byte * size:
         raise ValueError(f"{size} bytes cannot hold {pixels} pixels")
 

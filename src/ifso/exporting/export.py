@@ -21,7 +21,7 @@ from ifso.exporting.torch_programs import program_of, run_program, said, write_p
 from ifso.graph.running import call_model, explain, forget_caches, quiet_torch
 from ifso.graph.tape import tensors_in
 from ifso.models.detectors import is_detector
-from ifso.surgery.files import replacing
+from ifso.surgery.files import delivering
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 RUNNERS = {"onnx": (run_onnx, "onnxruntime"), "torch": (run_program, "the program in a fresh process")}
@@ -159,7 +159,7 @@ def _refuse_several(model: nn.Module, sample: Sample) -> None:
 def _written(path: Path) -> Iterator[Path]:
     """The name to write to; a file that cannot be written is told in one line."""
     try:
-        with replacing(path) as new:
+        with delivering(path) as new:
             yield new
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror or error}; give another file") from error

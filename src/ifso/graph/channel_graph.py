@@ -168,6 +168,8 @@ class ChannelGraph:
     def kept(self, keep: Keep | None) -> Tensor:
         """``keep`` as one bool vector over all units, with a last entry True so that ``kept[STAYS]`` is True."""
         kept = torch.ones(self.num_units + 1, dtype=torch.bool, device="cpu")
+        if keep is not None and not isinstance(keep, Mapping):
+            raise KeepError(f"keep must be {{group name: bool tensor}}, got {type(keep).__name__}")
         if keep is not None and not keep and self.groups:
             raise KeepError("keep is empty; give {group name: bool tensor}, starting from graph.keep_all()")
         for name, choice in (keep or {}).items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ifso.errors import IfsoError, ModelNotFound
+from ifso.surgery.files import is_file, one_line
 
 
 def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
@@ -26,10 +28,19 @@ def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
 def call_from_file(path: str, factory: str, failure: type[IfsoError], **options: Any) -> Any:
     """What ``factory`` of the file ``path`` returns; whatever goes wrong is said by a ``failure``."""
     make = find_in_file(path, factory, failure)
-    try:
+    with blamed(f"{path}:{factory} failed", failure):
         return make(**options)
-    except Exception as error:
-        raise failure(f"{path}:{factory} failed: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def blamed(what: str, failure: type[IfsoError]) -> Iterator[None]:
+    """Whatever a user's code raises within is a ``failure`` of one line, ``sys.exit`` too; Ctrl-C is not its own."""
+    try:
+        yield
+    except (KeyboardInterrupt, IfsoError):
+        raise
+    except BaseException as error:
+        raise failure(f"{what}: {type(error).__name__}: {one_line(error) or 'no message'}") from error
 
 
 def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[..., Any]:
@@ -42,20 +53,21 @@ def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[
 
 
 def _import(path: Path, failure: type[IfsoError]) -> ModuleType:
-    if not path.is_file():
+    if not is_file(path):
         raise failure(f"no file {path}")
     spec = importlib.util.spec_from_file_location(f"_ifso_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise failure(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise failure(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        with blamed(f"{path} cannot be imported", failure):
+            spec.loader.exec_module(module)
     finally:
-        sys.path.pop(0)
+        with suppress(ValueError):
+            sys.path.remove(folder)
     return module
 
 

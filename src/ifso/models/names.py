@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 
 from ifso.errors import ModelNotFound
 
+LOADING = (
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path", "cache_dir",
+    "weights", "weights_backbone",
+)  # fmt: skip
+"""Options with which torchvision and timm load files or download."""
+
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -33,6 +39,33 @@ def read_name(text: str) -> ModelName:
         whole = f"{path}.py:{whole}"
     source, _, inner = whole.rpartition(":") if whole.rpartition(":")[0].endswith(".py") else whole.partition(":")
     return ModelName(source, inner, dict(_option(part, text) for part in given))
+
+
+def is_program(name: str) -> bool:
+    """Is it a function of a Python file?"""
+    return read_name(name).source.endswith(".py")
+
+
+def loading(name: str) -> list[str]:
+    """The options in a MODEL of torchvision or timm that would load a file or download; a program is its own affair.
+
+    >>> loading("timm:resnet18,pretrained=True,num_classes=3"), loading("timm:resnet18,pretrained=False")
+    (['pretrained'], [])
+    """
+    written = read_name(name)
+    return [] if is_program(name) else [key for key in LOADING if written.options.get(key)]
+
+
+def without_loading(name: str) -> str:
+    """The same network with weights of nobody.
+
+    >>> without_loading("timm:resnet18,pretrained=True,num_classes=3")
+    'timm:resnet18,num_classes=3'
+    """
+    if not loading(name):
+        return name
+    whole, *given = name.split(",")
+    return ",".join([whole, *(part for part in given if part.partition("=")[0] not in LOADING)])
 
 
 def _option(part: str, text: str) -> tuple[str, Any]:

@@ -10,24 +10,31 @@ from typing import Any
 
 from torch import nn
 
-from ifso.errors import ModelNotFound
+from ifso.errors import IfsoError, ModelNotFound
 from ifso.models.detectors import is_detector, prepare_, refuse_thawed
 from ifso.models.from_file import build_from_file
-from ifso.models.names import ModelName, read_name
+from ifso.models.names import ModelName, loading, read_name
 from ifso.models.providers import PROVIDERS, Provider
 from ifso.models.weights import load_weights
+from ifso.surgery.files import one_line
 
 FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 OF_DETECTORS = ("norms", "backbone")
 
 
 def create_model(
-    name: str, *, weights: str | Path | None = None, num_classes: int | None = None, **options: Any
+    name: str,
+    *,
+    weights: str | Path | None = None,
+    num_classes: int | None = None,
+    pretrained: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """The network called ``name``, randomly initialised or with ``weights`` from a file.
 
     ``options``, and those that follow the name after commas, go to the network's builder. Detectors also take
-    ``norms`` and ``backbone`` (see :func:`ifso.models.detectors.prepare_`). Nothing is downloaded.
+    ``norms`` and ``backbone`` (see :func:`ifso.models.detectors.prepare_`). Only with ``pretrained`` do torchvision and
+    timm load published weights, or those that options in the name ask for, and download them if need be.
 
     >>> create_model("ifso:resnet20", num_classes=100).fc.out_features
     100
@@ -42,6 +49,13 @@ def create_model(
                 f"{name} says num_classes={said}, but {num_classes} are needed; leave that out of the name"
             )
         options["num_classes"] = num_classes
+    if pretrained:
+        options |= _published(written, name)
+    elif loading(name):
+        raise ModelNotFound(
+            f"{name} would load or download weights ({', '.join(loading(name))}); allow that with --pretrained "
+            "(pretrained=True), or give a file with --weights"
+        )
     options = {**written.options, **options}
     special = {key: options.pop(key) for key in OF_DETECTORS if key in options and written.source in PROVIDERS}
     model = _build(written, name, options)
@@ -54,6 +68,14 @@ def create_model(
             refuse_thawed(model, name, weights)
         load_weights(model, weights)
     return model
+
+
+def _published(written: ModelName, name: str) -> dict[str, Any]:
+    """The option that asks for published weights, if the name does not say which."""
+    asking: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
+    if written.source not in asking:
+        raise ModelNotFound(f"{name} has no published weights; leave --pretrained out, and give a file with --weights")
+    return {} if loading(name) else asking[written.source]
 
 
 def _build(written: ModelName, name: str, options: dict[str, Any]) -> nn.Module:
@@ -73,9 +95,16 @@ def _build(written: ModelName, name: str, options: dict[str, Any]) -> nn.Module:
 def _built(provider: Provider, name: str, inner: str, options: dict[str, Any]) -> nn.Module:
     try:
         return provider.build(inner, **options)
-    except (TypeError, ValueError) as error:
+    except IfsoError:
+        raise
+    except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ModelNotFound(f"{name} cannot be built with {given or 'no options'}: {error}") from error
+        raise ModelNotFound(f"{name} cannot be built with {given or 'no options'}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+    return f"{kind}{one_line(error)}"
 
 
 def _all_names() -> dict[str, Sequence[str]]:

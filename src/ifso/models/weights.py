@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ifso.errors import WeightsError
 from ifso.models.opcodes import refuse_costly
-from ifso.surgery.files import one_line
+from ifso.surgery.files import error_number, explained, is_file, one_line
 
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "model.", "_orig_mod.")
@@ -51,7 +51,7 @@ def _is_of_frozen(key: str, target: State) -> bool:
 
 def read_state(path: Path) -> State:
     """The tensors in a file, by name; without the wrapper they may be in."""
-    if not path.is_file():
+    if not is_file(path):
         raise WeightsError(f"no weight file {path}")
     readers = {".safetensors": _read_safetensors, ".pt": _read_checkpoint, ".pth": _read_checkpoint}
     if path.suffix not in readers:
@@ -74,7 +74,9 @@ def _is_plain(tensor: Tensor) -> bool:
 def _read_safetensors(path: Path) -> State:
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnicodeError) as error:
+        if error_number(error) is not None:
+            raise WeightsError(f"{path} cannot be read: {explained(error)}") from error
         raise WeightsError(f"{path} is damaged or no safetensors file: {one_line(error)}") from error
 
 
@@ -92,9 +94,9 @@ def _read_checkpoint(path: Path) -> State:
 def _reason(error: Exception) -> str:
     """What is wrong, without torch's advice to load the file all the same."""
     said = str(error)
-    found = re.search(r"WeightsUnpickler error: ([^\n.]+)", said)
+    found = re.search(r"(?:WeightsUnpickler error: |Trying to load )([^\n]+?)(?:\.\s|\.?$)", said, re.MULTILINE)
     first = found[1] if found else next(iter(said.splitlines()), "")
-    return one_line(first) or type(error).__name__
+    return type(error).__name__ if not first or "weights_only" in first else one_line(first)
 
 
 def _unwrap(content: Any, path: Path) -> State:
@@ -141,7 +143,7 @@ def _any_starts(keys: Iterable[str], prefix: str) -> bool:
 
 
 def check_fit(state: State, target: State, path: str | Path) -> None:
-    """WeightsError unless both have the same names and shapes."""
+    """WeightsError unless both have the same names, shapes and kinds of numbers; precision may differ."""
     misfits = {
         "missing": [key for key in target if key not in state],
         "unexpected": [key for key in state if key not in target],
@@ -150,10 +152,28 @@ def check_fit(state: State, target: State, path: str | Path) -> None:
             for key, value in target.items()
             if key in state and state[key].shape != value.shape
         ],
+        "of another kind": [
+            f"{key} {_dtype(state[key])} for {_dtype(value)}"
+            for key, value in target.items()
+            if key in state and not key.endswith(COUNTER) and _kind(state[key]) != _kind(value)
+        ],
     }
     faults = [f"{len(keys)} {what} ({_first(keys)})" for what, keys in misfits.items() if keys]
     if faults:
         raise WeightsError(f"{path} does not fit the model: {'; '.join(faults)}")
+
+
+def _kind(tensor: Tensor) -> str:
+    """What its numbers are; among those of one kind a copy changes no more than the precision."""
+    if tensor.dtype == torch.bool:
+        return "truth"
+    if tensor.is_complex():
+        return "complex"
+    return "real" if tensor.is_floating_point() else "whole"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _first(keys: list[str], limit: int = 3) -> str:

@@ -102,6 +102,9 @@ def compare(masked: list[Tensor], compacted: list[Tensor]) -> Check:
         if not one.is_floating_point():
             passed &= torch.equal(one, other)
             continue
+        if not bool(one.isfinite().all() and other.isfinite().all()):
+            words = "the network gives NaN or infinity on a batch, so that nothing can be compared; check its weights"
+            return Check(name, passed=False, detail=words)
         scale = one.abs().max().clamp(min=1e-12) if one.numel() else torch.ones(())
         error = float(((one - other).abs().max() / scale).item()) if one.numel() else 0.0
         largest = max(largest, error)

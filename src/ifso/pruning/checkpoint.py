@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from errno import ELOOP, ENAMETOOLONG
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,9 +38,13 @@ MAX_LEVELS = 64
 """Lists and objects one in the other; no file of a run has a tenth of that."""
 
 _ADVICE = {
-    **dict.fromkeys(NO_ROOM, "make room, then resume the run; what was written before is whole"),
+    **dict.fromkeys(
+        NO_ROOM,
+        "make room, then resume the run, or start it again if its folder is gone; what was written before is whole",
+    ),
     **dict.fromkeys(NOT_ALLOWED, ADVICE[NOT_ALLOWED[0]]),
     **dict.fromkeys(NOT_THERE, "give a run folder that is there, or start the run again"),
+    **{code: ADVICE[code] for code in (ELOOP, ENAMETOOLONG)},
 }
 
 
@@ -114,7 +119,7 @@ def refuse_special(path: Path) -> None:
 def parsed(data: bytes) -> dict[str, Any] | None:
     """A JSON object, or None if it is anything else, nested too deeply, or with half a surrogate pair: no text."""
     try:
-        document = json.loads(data.decode(), parse_constant=_no_constant)
+        document = json.loads(data.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
         if b"\\ud" in data or b"\\uD" in data:
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -129,6 +134,14 @@ def _is_too_deep(document: Any) -> bool:
         holders = [each for each in level if isinstance(each, (dict, list))]
         level = [item for each in holders for item in (each.values() if isinstance(each, dict) else each)]
     return bool(level)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different: of two that are the same nobody knows which one is meant."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
 
 
 def _no_constant(constant: str) -> NoReturn:

@@ -6,9 +6,11 @@ there as a whole or not at all. A line of ``metrics.jsonl`` that was cut short i
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,24 +29,25 @@ from ifso.pruning.checkpoint import (
     pretty_json,
     read_lines,
     read_tensor_file,
+    refuse_special,
     strict_json,
     write_tensor_file,
 )
 from ifso.surgery.files import (
-    UNFINISHED,
     FolderLock,
+    NotPlain,
     append_bytes,
     one_line,
     provisional,
+    refuse_not_plain,
+    remove_provisional,
     replacing,
     sync_file,
     write_bytes,
 )
-from ifso.surgery.store import NEW_RECIPE, NEW_WEIGHTS, RECIPE, save
+from ifso.surgery.store import RECIPE, RUN_SUMMARY, save, seal_of
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
 
     from ifso.surgery.recipe import Recipe
@@ -54,7 +57,7 @@ SCORES = "scores.safetensors"
 FIRST_SCORES = "first_scores.safetensors"
 STRUCTURE = "structure.json"
 METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
+SUMMARY = RUN_SUMMARY
 CHECKPOINTS = "checkpoints"
 NETWORKS = "networks"
 LOCK = ".lock"
@@ -62,6 +65,16 @@ TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
 
 KEPT_CHECKPOINTS = 2
+
+RUN = "run"
+"""In the state of a checkpoint: the run that it is of."""
+
+DIGESTS = "digests"
+"""In a summary: the files that it belongs to."""
+
+_BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
+
+_CHECKPOINT_BEGUN = re.compile(r"\.(\d{8,}\.safetensors)\.new(?:\.d)?")
 
 _HEAD = {"format": "ifso-run", "version": 1}
 
@@ -89,6 +102,7 @@ class RunFolder:
     def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
         """A new run in a folder that is empty or not there yet; nothing is ever deleted to make room for it."""
         path = Path(path)
+        _refuse_no_text(path)
         _refuse_taken(path)
         with located(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -153,9 +167,10 @@ class RunFolder:
         """
         folder = self.path / CHECKPOINTS
         with located(folder):
+            _refuse_link(folder)
             folder.mkdir(exist_ok=True)
         self._sync_metrics()
-        write_tensor_file(folder / f"{number:08d}.safetensors", tensors, state)
+        write_tensor_file(folder / f"{number:08d}.safetensors", tensors, {**state, RUN: self._identity})
         known = self._checkpoints()
         earlier = [other for other in known if other < number]
         for other in known.keys() - {number, *earlier[1 - KEPT_CHECKPOINTS :]}:
@@ -169,8 +184,24 @@ class RunFolder:
             except RunError as error:
                 self._note(f"{error}; an earlier state of the run is used")
             else:
-                return number, tensors, state
+                return number, tensors, self._of_this_run(path, state)
         return None
+
+    def _of_this_run(self, path: Path, state: Any) -> dict[str, Any]:
+        """The state of a checkpoint; RunError if it is of another run. Older ones do not tell."""
+        with located(path):
+            if not isinstance(state, dict):
+                raise RunError("holds no state of a run; remove it, and resume")
+            if state.pop(RUN, self._identity) != self._identity:
+                raise RunError(
+                    f"of another run, or {CONFIG} was edited since; restore that, or start the run in another folder"
+                )
+        return state
+
+    @property
+    def _identity(self) -> str:
+        """Tells a run from others: what it was asked to do, and how."""
+        return digest({name: self.config.get(name) for name in ("settings", "about")})
 
     def _checkpoints(self) -> dict[int, Path]:
         """Those there are, oldest first."""
@@ -178,6 +209,7 @@ class RunFolder:
         if not folder.is_dir():
             return {}
         with located(folder):
+            _refuse_link(folder)
             found = [path for path in folder.iterdir() if re.fullmatch(r"\d{8,}\.safetensors", path.name)]
         return {int(path.stem): path for path in sorted(found, key=lambda path: int(path.stem))}
 
@@ -193,9 +225,12 @@ class RunFolder:
         return read_lines(self.path / METRICS)
 
     def rewind(self, removals: int) -> None:
-        """Keep the whole lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, and nothing else."""
-        lines, _ = self.metrics()
-        self.rewrite([line for line in lines if 0 <= _removal(line) <= removals])
+        """Keep the lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, each once, and nothing else."""
+        lines = {_removal(line): line for line in self.metrics()[0] if 0 <= _removal(line) <= removals}
+        missing = removals - sum(number > 0 for number in lines)
+        if missing:
+            self._note(f"{self.path / METRICS}: {missing} of the {removals} removals so far are not in it any more")
+        self.rewrite(lines[number] for number in sorted(lines))
 
     def rewrite(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Let ``metrics.jsonl`` hold these lines and nothing else."""
@@ -233,6 +268,8 @@ class RunFolder:
         """Write the network for one budget of several, for :func:`ifso.load`, and return its folder."""
         folder = self.network(name)
         with located(folder):
+            _refuse_link(self.path / NETWORKS)
+            _refuse_link(folder)
             folder.mkdir(parents=True, exist_ok=True)
         self._save(model, folder, recipe)
         return folder
@@ -246,7 +283,7 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is at its end: ``summary.json``."""
         self._sync_metrics()
-        self.write_json(SUMMARY, summary)
+        self.write_json(SUMMARY, {**summary, DIGESTS: _digests(self.path, self.config)})
 
     @property
     def finished(self) -> bool:
@@ -263,21 +300,73 @@ class RunFolder:
                 sync_file(self.path / METRICS)
 
     def _remove_stale(self) -> None:
-        """What a killed process was writing; the provisional files of ``ifso.save`` are its own to settle."""
-        for folder in (self.path, self.path / CHECKPOINTS):
-            for path in (*folder.glob(".*.new"), *folder.glob(UNFINISHED)):
-                if path.name not in {NEW_RECIPE, NEW_WEIGHTS}:
-                    self._remove(path)
+        """What a killed process was writing of a run; the provisional files of ``ifso.save`` are its own to settle."""
+        names = (CONFIG, SCORES, FIRST_SCORES, STRUCTURE, METRICS, SUMMARY)
+        begun = [self.path / name for name in names]
+        if not (self.path / CHECKPOINTS).is_symlink():
+            left = (_CHECKPOINT_BEGUN.fullmatch(path.name) for path in (self.path / CHECKPOINTS).glob(".*"))
+            begun += [self.path / CHECKPOINTS / match[1] for match in left if match]
+        for path in begun:
+            self._unless_refused(path, remove_provisional)
 
     def _remove(self, path: Path) -> None:
+        self._unless_refused(path, _unlink_plain)
+
+    def _unless_refused(self, path: Path, remove: Callable[[Path], None]) -> None:
         try:
-            path.unlink(missing_ok=True)
+            remove(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._note(f"{path}: no longer needed, but cannot be removed ({one_line(error)})")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+def _unlink_plain(path: Path) -> None:
+    refuse_not_plain(path)
+    path.unlink()
+
+
+def refuse_other_files(folder: Path, config: Mapping[str, Any]) -> None:
+    """RunError if settings, network or metrics are others than those that the summary in ``folder`` was written for.
+
+    Summaries of earlier versions do not tell.
+    """
+    with located(folder / SUMMARY):
+        refuse_special(folder / SUMMARY)
+        bound = (parsed((folder / SUMMARY).read_bytes()) or {}).get(DIGESTS)
+        if not isinstance(bound, dict):
+            return
+        now = _digests(folder, config)
+        other = [_BOUND[name] for name in _BOUND if bound.get(name, now[name]) != now[name]]
+        if other:
+            raise RunError(f"of another run than {' and '.join(other)} beside it; restore what belongs together")
+
+
+def _digests(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
+    """What binds a summary to the other files of a run."""
+    with located(folder / METRICS):
+        refuse_special(folder / METRICS)
+        lines = hashlib.sha256()
+        if (folder / METRICS).exists():
+            with (folder / METRICS).open("rb") as file:
+                lines = hashlib.file_digest(file, "sha256")
+    return {"settings": digest(config["settings"]), "recipe": seal_of(folder), "metrics": lines.hexdigest()}
+
+
+def digest(document: Any) -> str:
+    """SHA-256 of JSON values, whatever the order of keys."""
+    canonical = json.dumps(json.loads(strict_json(document)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _refuse_link(folder: Path) -> None:
+    """What a link leads to may be another run's, and is neither written nor cleaned."""
+    if folder.is_symlink():
+        raise NotPlain(f"it is a link to {os.readlink(folder)}, which other runs may use; put the folder itself there")  # noqa: PTH115
 
 
 def refuse_other(now: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
@@ -316,6 +405,13 @@ _WEIGHTS = {
 def _shown(value: object) -> str:
     text = "not set" if value is _NOT_SET else repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _refuse_no_text(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RunError(f"{str(path)!r} is no UTF-8 name, which safetensors needs; give another") from None
 
 
 def _refuse_taken(path: Path) -> None:
@@ -359,9 +455,20 @@ def _locked(path: Path) -> FolderLock:
     raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
 
 
+def is_there(path: Path) -> bool:
+    """Is there anything? RunError where the system will not say."""
+    with located(path):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """What stands in a ``config.json``, if it is that of a run."""
     with located(path):
+        refuse_special(path)
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
         if len(data) > MAX_JSON_BYTES:
@@ -369,7 +476,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = parsed(data)
         if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != _HEAD["format"]:
             raise RunError("damaged, or not of a run of ifso; restore it or start the run in another folder")
-        if config.get("version") != _HEAD["version"]:
+        if config.get("version") != _HEAD["version"] or isinstance(config["version"], bool):
             raise RunError(
                 f"version {_shown(config.get('version'))} is unknown; resume with the ifso that began the run"
             )

@@ -105,7 +105,7 @@ class Moves:
         return f"unit {unit - group.first} of {group.name}"
 
     def _find_stuck(self) -> dict[str, str]:
-        start = self.ordered(torch.zeros(self._units, dtype=torch.float64))
+        start = self.ordered(torch.zeros(self._units, dtype=torch.float64, device="cpu"))
         movable = {unit for unit in self.free if start.fits([unit])}
         reasons: dict[int, str] = {}
         for number, family in enumerate(self.families):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ifso.errors import BudgetError
 from ifso.pruning.course import Course, duration, loss_words, roughly, unit_words
 from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
 
@@ -303,6 +304,10 @@ def progress(*others: Listener) -> Iterator[Listener]:
         listener.finished()
 
 
+LISTENS = ("started", "removed", "said", "finished")
+"""What every listener hears."""
+
+
 def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
     """Who hears of a run: the display, the user's ``listener``, both or nobody.
 
@@ -311,6 +316,11 @@ def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
     """
     from ifso.pruning.ranks import rank
 
+    missing = [name for name in LISTENS if listener is not None and not callable(getattr(listener, name, None))]
+    if missing:
+        raise BudgetError(
+            f"listener must have {', '.join(LISTENS)}, got {type(listener).__name__} without {missing[0]}"
+        )
     shown = listener is None if progress is None else progress
     listeners = [*([display()] if shown and rank() == 0 else []), *([] if listener is None else [listener])]
     return several(listeners or [Silent()])

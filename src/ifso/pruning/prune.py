@@ -42,7 +42,7 @@ from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import Settings, criterion_of, describe, sgd
 from ifso.pruning.spoilt import refuse_spoilt_weights
 from ifso.pruning.state import shrink_to_
-from ifso.pruning.stream import BatchStream, dealt_again, first_batches, not_finite, on_device
+from ifso.pruning.stream import REMEMBERS, BatchStream, dealt_again, first_batches, not_finite, on_device, remembers
 from ifso.pruning.structure import structure_of
 from ifso.pruning.timing import timed
 from ifso.pruning.worker import MakeOptimizer, Worker
@@ -150,6 +150,11 @@ def prune(
     Every result is verified: the smaller network against the masked one, its cost counted anew, the budget. A
     :class:`~ifso.errors.VerificationError` says what failed.
     """
+    if torch.get_default_device().type == "meta":
+        raise BudgetError("torch's default device is meta, where there are no numbers; set another, or leave its block")
+    if isinstance(ignore, str) or not isinstance(ignore, Iterable):
+        what = f"one string; give a tuple of names: ignore=({ignore!r},)" if isinstance(ignore, str) else "no tuple"
+        raise BudgetError(f"ignore={ignore!r} is {what}")
     of_algorithm_2: dict[str, Any] = {
         "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
         "units_per_step": units_per_step,
@@ -167,9 +172,7 @@ def prune(
         round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
         train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
-    if isinstance(ignore, str):
-        raise BudgetError(f"ignore={ignore!r} is one string; give a tuple of names: ignore=({ignore!r},)")
-    resume, out = (None if path is None else Path(path).expanduser() for path in (resume, out))
+    resume, out = (None if path is None else _place(name, path) for name, path in (("resume", resume), ("out", out)))
     if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
     together(partial(check_model, model))
@@ -181,6 +184,14 @@ def prune(
             compact and not settings.criterion.masks_itself and settings.criterion.needs != "nothing",
         )  # fmt: skip
         return start.prune(example_inputs, resume, out, evaluate)
+
+
+def _place(name: str, path: Any) -> Path:
+    """A folder as the user writes it."""
+    try:
+        return Path(path).expanduser()
+    except (TypeError, RuntimeError) as error:
+        raise BudgetError(f"{name} must be a path, got {path!r} ({error})") from None
 
 
 class _Start:
@@ -230,7 +241,7 @@ class _Start:
             if folder is not None and rank() == 0:
                 self._write_into(folder, run)
             return self._through(run, evaluate, config)
-        except Exception:
+        except (Exception, SystemExit):
             if folder is not None and rank() == 0 and resume is None:
                 folder.discard_if_empty()
             raise
@@ -286,7 +297,10 @@ class _Start:
             if bool(not_finite(batch)):
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
         device = next(self._model.parameters()).device
-        mean_loss(self._model, WatchedLoss(self._loss_fn), [on_device(batches[0], device)])
+        watched = WatchedLoss(self._loss_fn)
+        mean_loss(self._model, watched, [on_device(batches[0], device)])
+        watched.where = " of the first batch"
+        watched.refuse_infinite()
         return batches
 
     def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
@@ -384,6 +398,8 @@ class _Start:
         folder.write_json(STRUCTURE, structure_of(run.network.original))
         if run.progress.removals:
             run.say(f"{RESUMED} {run.progress.removals}")
+            if remembers(self._batches):
+                run.say(REMEMBERS)
         for note in folder.notes:
             run.say(note)
 

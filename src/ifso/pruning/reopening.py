@@ -15,8 +15,8 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.slots import named_tensors
 from ifso.pruning.afterwards import Measure
 from ifso.pruning.checking import Check, refuse_failed
-from ifso.pruning.checkpoint import located, parsed, read_tensor_file
-from ifso.pruning.folder import SCORES, SUMMARY, RunFolder
+from ifso.pruning.checkpoint import located, parsed, read_tensor_file, refuse_special
+from ifso.pruning.folder import SCORES, SUMMARY, RunFolder, refuse_other_files
 from ifso.pruning.result import PruneResult, networks_of
 from ifso.surgery.compact import compact_
 from ifso.surgery.files import one_line
@@ -27,7 +27,10 @@ from ifso.surgery.store import WEIGHTS, read_recipe
 def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
     """The result that was written, with the smaller network in ``model``; a check that failed then fails again."""
     summary, (scores, _) = _summary(folder), read_tensor_file(folder.path / SCORES)
+    refuse_other_files(folder.path, folder.config)
     recipe = read_recipe(folder.path)
+    if not recipe.rounds:
+        raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
     keep = _keep(graph, recipe.rounds[-1])
     compact_(model, graph, keep)
     _fill_(model, folder)
@@ -72,6 +75,7 @@ def _measure(values: dict[str, Any]) -> Measure:
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
     with located(folder.path / SUMMARY):
+        refuse_special(folder.path / SUMMARY)
         summary = parsed((folder.path / SUMMARY).read_bytes())
         if summary is None or not _is_right(summary):
             raise RunError("damaged; remove it and resume the run, which then writes it again")

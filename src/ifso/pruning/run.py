@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -253,7 +254,7 @@ class Run:
             self.worker.round(batches, train=train)
             self.progress.rounds += 1
         scores, loss = self.worker.collect()
-        if not torch.isfinite(torch.tensor(loss)) or not bool(scores.isfinite().all()):
+        if not math.isfinite(loss) or not bool(scores.isfinite().all()):
             self.stop(loss)
         self.refuse_zeros(scores)
         return scores, loss

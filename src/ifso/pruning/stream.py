@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import DataLoader
 
 from ifso.criteria.samples import rough_count
 from ifso.criteria.scoring import looks_like_one_batch
@@ -96,6 +97,18 @@ class BatchStream:
         finally:
             self._inner = _States.current()
             outer.put()
+
+
+REMEMBERS = (
+    "the workers of this DataLoader live on from epoch to epoch (persistent_workers), and what is random in them is "
+    "not as in a run that was never stopped; leave that out to resume exactly"
+)
+
+
+def remembers(batches: Iterable[Any]) -> bool:
+    """Do batches come from processes whose random state goes on from epoch to epoch, where no checkpoint holds it?"""
+    loaders = (batches, getattr(batches, "loader", None))
+    return any(isinstance(each, DataLoader) and each.num_workers > 0 and each.persistent_workers for each in loaders)
 
 
 def first_batches(batches: Iterable[Any], seed: int, samples: int | None, least: int) -> list[Any]:

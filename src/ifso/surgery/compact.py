@@ -18,6 +18,7 @@ from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.running import forget_caches
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute
+from ifso.surgery.mask import refuse_masked
 from ifso.surgery.recipe import (
     AttributeChange,
     FrozenAxis,
@@ -48,6 +49,7 @@ def compact_(
     (Conv2d(3, 6, kernel_size=(3, 3), stride=(1, 1)), (4, 6, 3, 3))
     """
     check_fits(model, graph)
+    refuse_masked(model)
     kept = graph.kept(keep)
     check_keep(graph, kept)
     labels, units = graph.recording

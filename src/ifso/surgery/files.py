@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import EACCES, EDQUOT, EFBIG, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS
 from pathlib import Path
 
 import torch
@@ -20,8 +22,12 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-UNFINISHED = ".tmp??????"
-"""The names under which safetensors writes; one that is killed leaves its file."""
+class NotPlain(OSError):
+    """In the place of a file is something that is never replaced: a link, a device, a pipe, a folder."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.strerror = words
 
 
 def provisional(path: Path) -> Path:
@@ -33,16 +39,24 @@ def provisional(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def scratch(path: Path) -> Path:
+    """The folder in which safetensors writes ``path``, under names of its own; one that is killed leaves its file."""
+    return path.with_name(f"{path.name}.d")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give the provisional name to write to; at the end of the block the file takes the place of ``path``.
 
-    If anything fails, the earlier file stays and the provisional one is removed.
+    If anything fails, the earlier file stays and the provisional one is removed. :class:`NotPlain` if there is anything
+    else than a plain file in that place.
     """
+    refuse_not_plain(path)
     new = provisional(path)
     try:
         yield new
         sync_file(new)
+        refuse_not_plain(path)
         new.replace(path)
     except BaseException:
         with suppress(OSError):
@@ -51,10 +65,102 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
+@contextmanager
+def delivering(path: Path) -> Iterator[Path]:
+    """As :func:`replacing`, for a file that the user names: a device or a pipe is written into, and stays."""
+    if not _is_stream(path):
+        with replacing(path) as new:
+            yield new
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        new = Path(folder) / (path.name or "new")
+        yield new
+        _pour(new.read_bytes(), path)
+
+
+def refuse_not_plain(path: Path) -> None:
+    """:class:`NotPlain` unless there is a plain file or nothing; a link is not followed."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        raise NotPlain(f"it is a link to {os.readlink(path)}, which is not followed; give the place itself")  # noqa: PTH115
+    if not stat.S_ISREG(mode):
+        raise NotPlain(f"it is {'a folder' if stat.S_ISDIR(mode) else 'no plain file'}; give the name of a file")
+
+
+def _is_stream(path: Path) -> bool:
+    """A device or a pipe, or a link that the system has for one, such as ``/dev/stdout``, wherever that leads."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    of_the_system = path.is_symlink() and path.absolute().parts[1:2] in (("dev",), ("proc",))
+    return of_the_system or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _pour(data: bytes, stream: Path) -> None:
+    """Write into a device or pipe; a pipe that nobody reads from is refused and not waited for."""
+    try:
+        descriptor = os.open(stream, os.O_WRONLY | os.O_APPEND | _BINARY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno == ENXIO:
+            raise NotPlain("nobody reads from this pipe; begin to read, or give the name of a file") from error
+        raise
+    try:
+        os.set_blocking(descriptor, True)
+        _write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def remove_provisional(path: Path) -> None:
+    """Remove what a killed process was writing for ``path``, plain files of ours and never what a link leads to."""
+    new = provisional(path)
+    if is_plain(new):
+        new.unlink(missing_ok=True)
+    clear_scratch(new)
+
+
+def clear_scratch(path: Path) -> None:
+    """Remove the :func:`scratch` folder of ``path`` with the files in it, but nothing that a link leads to."""
+    folder = scratch(path)
+    if folder.is_dir() and not folder.is_symlink():
+        with suppress(OSError):
+            for left in filter(is_plain, folder.iterdir()):
+                left.unlink()
+            folder.rmdir()
+
+
+def exists(path: Path) -> bool:
+    """Is there anything? Not where the system will not say, as with a name that is too long."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Is there a file, also by a link? Not where the system will not say, as with a name that is too long."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_plain(path: Path) -> bool:
+    """Is there a plain file, and no link to one?"""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file of text as a whole or not at all, with the folders it lies in."""
+    """Write a file of text as a whole or not at all, with the folders it lies in; or into a device or a pipe."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
+    with delivering(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
@@ -127,13 +233,20 @@ def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file as readable to others as any file. ValueError for a dtype that the format has not."""
-    path.touch()
+    write_bytes(path, b"")
     mode = path.stat().st_mode
+    folder = scratch(path)
+    folder.mkdir(exist_ok=True)
     try:
-        save_file(dict(tensors), path, metadata=metadata)
+        if folder.is_symlink():
+            raise NotPlain(f"{folder.name} is a link, which is not followed; remove it")
+        save_file(dict(tensors), folder / path.name, metadata=metadata)
+        (folder / path.name).chmod(mode)
+        (folder / path.name).replace(path)
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(f"safetensors cannot hold such a tensor: {one_line(error)}") from error
-    path.chmod(mode)
+    finally:
+        clear_scratch(path)
 
 
 LONGEST = 500
@@ -156,6 +269,8 @@ ADVICE = {
     **dict.fromkeys(NO_ROOM, "make room, and do it again; what was written before is whole"),
     **dict.fromkeys(NOT_ALLOWED, "make it readable and writable, or give another folder"),
     **dict.fromkeys(NOT_THERE, "give a folder that is there"),
+    ELOOP: "it is a link, which is not followed; give the place itself",
+    ENAMETOOLONG: "give a shorter name",
 }
 
 
@@ -165,6 +280,8 @@ def explained(error: Exception, advice: Mapping[int, str] = ADVICE, otherwise: s
     >>> explained(OSError(ENOSPC, "no room"))
     'No space left on device; make room, and do it again; what was written before is whole'
     """
+    if isinstance(error, NotPlain):
+        return one_line(error)
     code = error_number(error)
     return f"{os.strerror(code) if code else one_line(error)}; {advice.get(code or 0, otherwise)}"
 
@@ -188,7 +305,7 @@ class FolderLock:
         self._descriptor: int | None = None
         if fcntl is None:
             return
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OWN, 0o666)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

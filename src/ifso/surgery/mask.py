@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ifso.costs.counting import check_fits
+from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.layouts import surviving
@@ -49,6 +51,9 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
                     handle = piece.tensor.register_hook(lambda grad, alive=piece.alive: grad * alive)
                     stack.callback(handle.remove)
             stack.callback(register_optimizer_step_post_hook(lambda *_: _zero(parameters)).remove)
+            if model not in _masked:
+                _masked.add(model)
+                stack.callback(_masked.discard, model)
             if graph.reductions:
                 stack.enter_context(ExactReductions(model, graph.reductions, kept))
             yield model
@@ -56,6 +61,15 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
         for piece in pieces:
             piece.restore()
         forget_caches(model)
+
+
+_masked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def refuse_masked(model: nn.Module) -> None:
+    """CompactionError within :func:`masked`, which could not put back what was changed there."""
+    if model in _masked:
+        raise CompactionError(f"{type(model).__name__} is masked; leave the block of ifso.masked first")
 
 
 @dataclass(frozen=True)

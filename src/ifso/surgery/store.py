@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ifso.errors import RecipeError
+from ifso.errors import RecipeError, VerificationError
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors
 from ifso.surgery.files import (
-    UNFINISHED,
+    clear_scratch,
     error_number,
     explained,
+    is_file,
     one_line,
+    refuse_not_plain,
     storable,
     sync_file,
     sync_folder,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 RECIPE = "recipe.json"
 WEIGHTS = "model.safetensors"
+RUN_SUMMARY = "summary.json"
 NEW_RECIPE = ".recipe.json.new"
 NEW_WEIGHTS = ".model.safetensors.new"
 MAX_RECIPE_BYTES = 64 * 2**20
@@ -71,14 +74,17 @@ def save(model: nn.Module, folder: str | os.PathLike[str], recipe: Recipe | None
     return folder
 
 
-def load(folder: str | os.PathLike[str], model: M) -> M:
+def load(folder: str | os.PathLike[str], model: M, *, unverified: bool = False) -> M:
     """Put what :func:`save` wrote into ``model``, a fresh one of the original class and sizes, and return it.
 
     Tensors come to the device of the fresh model (the CPU for the meta device) and keep its memory format; the dtype is
     that of the file. Parameters stay the same objects with their ties and ``requires_grad``; gradients are dropped.
-    Everything is checked before anything is changed, so a RecipeError leaves the model as it was.
+    Everything is checked before anything is changed, so a RecipeError leaves the model as it was. The network of a run
+    that failed its check is refused by a VerificationError unless ``unverified``.
     """
     folder = Path(folder)
+    if not unverified:
+        refuse_failed_run(folder)
     recipe = read_recipe(folder)
     with _located(folder / RECIPE):
         check_fresh(model, recipe)
@@ -101,6 +107,8 @@ def _storable(model: nn.Module) -> dict[str, Tensor]:
 
 def _write(folder: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
     new_weights, new_recipe = folder / NEW_WEIGHTS, folder / NEW_RECIPE
+    refuse_not_plain(folder / WEIGHTS)
+    refuse_not_plain(folder / RECIPE)
     try:
         digest = _write_weights(new_weights, tensors)
         _write_recipe(new_recipe, {**document, "weights_sha256": digest})
@@ -137,13 +145,40 @@ def _write_recipe(path: Path, document: dict[str, Any]) -> None:
 
 def _finish_interrupted(folder: Path) -> None:
     """Put a recipe in its place that fits the weights, and clear away what a killed save was writing."""
-    if (folder / NEW_WEIGHTS).exists():
-        for stale in folder.glob(UNFINISHED):
-            stale.unlink(missing_ok=True)
+    clear_scratch(folder / NEW_WEIGHTS)
     if (folder / NEW_RECIPE).exists():
         with suppress(RecipeError):
             _matching_recipe(folder, NEW_RECIPE)
             (folder / NEW_RECIPE).replace(folder / RECIPE)
+
+
+def seal_of(folder: Path) -> str | None:
+    """What tells a saved network, recipe and weights, from any other; None if there is no whole one."""
+    with suppress(RecipeError), _located(folder / RECIPE):
+        document = _read_document(folder / RECIPE)
+        return _seal(document)
+    return None
+
+
+def refuse_failed_run(folder: Path) -> None:
+    """VerificationError if a summary beside the network says that a check of it failed."""
+    failed = failed_checks(folder / RUN_SUMMARY)
+    if failed:
+        raise VerificationError(
+            f"{folder}: this network failed the check of its run ({one_line('; '.join(failed))}); prune again, or ask "
+            "for it all the same (unverified=True, --unverified)"
+        )
+
+
+def failed_checks(summary: Path) -> list[str]:
+    """Names of the checks that failed, as a run's ``summary.json`` tells; none if there is no such file."""
+    if not is_file(summary) or summary.stat().st_size > MAX_RECIPE_BYTES:
+        return []
+    try:
+        document = json.loads(summary.read_bytes())
+        return [str(check["name"]) for check in document["checks"] if check["passed"] is False]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return []
 
 
 def read_recipe(folder: Path) -> Recipe:

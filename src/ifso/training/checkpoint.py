@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ifso.errors import RunError
 from ifso.pruning.checkpoint import located, read_tensor_file, write_tensor_file
 from ifso.pruning.folder import differences
-from ifso.surgery.files import UNFINISHED
+from ifso.surgery.files import remove_provisional
 from ifso.training.settings import TrainSettings
 
 FILE = "training.safetensors"
@@ -31,9 +31,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[
     """
     with located(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*folder.glob(f".{FILE}.new"), *folder.glob(UNFINISHED)):
-            if stale.is_file():
-                stale.unlink(missing_ok=True)
+        remove_provisional(folder / FILE)
     write_tensor_file(folder / FILE, tensors, facts)
 
 

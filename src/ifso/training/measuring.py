@@ -20,7 +20,7 @@ from ifso.bench.timing import middle, peak_bytes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
 from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
-from ifso.curvature.memory import out_of_memory
+from ifso.curvature.memory import free_memory, out_of_memory, refuse_too_large
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.graph.slots import named_tensors
@@ -39,6 +39,9 @@ REPEATS = 15
 ROUNDS = 3
 SECONDS = 30.0
 """No further round of timing begins after so long a time with one size of batch."""
+
+BLOW_UP = 1000
+"""No module reads and writes so many times the numbers of an input."""
 
 MOMENTUM = 0.9
 IMAGE_DIMS = 4
@@ -184,6 +187,7 @@ def timed(
     if batch < 1 or repeats < 1:
         raise IfsoError(f"{repeats} repeats with batches of {batch}: give whole numbers from 1 up")
     with explaining(f"a batch of {batch}"):
+        _refuse_too_large(models, example_inputs, batch)
         inputs = of_batch(example_inputs, batch)
     begun = time.perf_counter()
     rounds = min(ROUNDS, repeats)
@@ -275,6 +279,34 @@ def explaining(what: str) -> Iterator[None]:
         if isinstance(error, IfsoError):
             raise
         raise DataError(f"the network fails on {what} ({one_line(error)}); check that they fit together") from error
+
+
+def _refuse_too_large(models: Mapping[str, nn.Module], example_inputs: Any, batch: int) -> None:
+    """A batch that would fill main memory, where nobody says so but the system that kills the process.
+
+    What a network holds at once are its inputs, and what the largest of its modules reads and writes. It is run on one
+    input to find out, unless the batch is far from filling the memory.
+    """
+    one, free = of_batch(example_inputs, 1), free_memory()
+    if free is None or batch * _numbers(one) * 4 * BLOW_UP < free:
+        return
+    for model in models.values():
+        if _device(model).type == "cpu":
+            widest: list[int] = [0]
+            hooks = [
+                module.register_forward_hook(lambda *args, widest=widest: widest.append(_numbers(args[1:])))
+                for module in model.modules()
+            ]
+            try:
+                measure_latency(model, one, repeats=1, warm_up=0)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            refuse_too_large(batch * (_numbers(one) + max(widest)), f"a batch of {batch}")
+
+
+def _numbers(values: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _bytes(values: Sequence[Any]) -> int:

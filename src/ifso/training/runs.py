@@ -23,8 +23,8 @@ from ifso.data.fitting import check_fits
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.processes import several
-from ifso.pruning.checkpoint import located, parsed
-from ifso.pruning.folder import SUMMARY, TRAINING, RunFolder
+from ifso.pruning.checkpoint import located, parsed, refuse_special
+from ifso.pruning.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
 from ifso.pruning.ranks import rank, together
 from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
@@ -107,12 +107,14 @@ def finished(folder: Path) -> dict[str, Any] | None:
     if not place.is_file():
         return None
     with located(place):
+        refuse_special(place)
         summary = parsed(place.read_bytes())
         if summary is not None and "shares" in summary:
             raise RunError(f"of a pruning, not of a training; go on with ifso prune --resume --out {folder}")
         if summary is None or not {"last_top1", "last_map"} & summary.keys():
             raise RunError("damaged, or not of a training; delete it and resume the training, which writes it again")
-    return summary
+    refuse_other_files(folder, read_config(folder / CONFIG))
+    return {name: value for name, value in summary.items() if name != DIGESTS}
 
 
 class RunningTraining(Lane):
@@ -258,7 +260,7 @@ def _opened(training: Training, resume: bool) -> RunFolder | None:
 
 def _discard_after_error(folder: RunFolder, kind: type[BaseException] | None, *_: object) -> None:
     """What could not be begun leaves nothing behind; what was interrupted can go on."""
-    if kind is not None and issubclass(kind, Exception):
+    if kind is not None and issubclass(kind, (Exception, SystemExit)):
         _discard_if_empty(folder)
 
 

@@ -9,19 +9,29 @@ from torch import Tensor, nn
 
 from ifso.curvature.losses import LossFn
 from ifso.models import create_model
+from ifso.models.names import is_program
 from ifso.training.precision import autocast, check_score_precision
 
 
 def network_for(
-    name: str, num_classes: int | None, *, weights: str | None = None, device: str = "cpu", channels_last: bool = False
+    name: str,
+    num_classes: int | None,
+    *,
+    weights: str | None = None,
+    pretrained: bool = False,
+    device: str = "cpu",
+    channels_last: bool = False,
 ) -> nn.Module:
     """The MODEL ``name`` with ``num_classes`` outputs; a user's own ``file.py:factory`` is called as it is.
+
+    ``pretrained`` allows published weights where ``weights`` names no file.
 
     >>> network_for("ifso:resnet20", 7).fc.out_features
     7
     """
-    own = name.rpartition(":")[0].endswith(".py")
-    model = create_model(name, weights=weights, num_classes=None if own else num_classes).to(device)
+    classes = None if is_program(name) else num_classes
+    model = create_model(name, weights=weights, num_classes=classes, pretrained=pretrained and weights is None)
+    model = model.to(device)
     return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
