@@ -138,6 +138,8 @@ ALL = (
     Case("conv1d", convolution.conv1d, image(2, 3, 12)),
     Case("conv3d", convolution.conv3d, image(2, 3, 4, 4, 4)),
     Case("weight-norm", convolution.weight_norm, _IMAGES),
+    Case("weight-norm-hooked", convolution.weight_norm_hooked, _IMAGES),
+    Case("wavenet", convolution.GatedDilated, image(2, 3, 12)),
     Case("weight-standardised", convolution.weight_standardised, _IMAGES),
     Case("weight-standardised-batch-norm", convolution.weight_standardised_batch_norm, _IMAGES),
     Case("im2col", convolution.Im2Col, _IMAGES),
@@ -167,6 +169,8 @@ ALL = (
     Case("attention-biased", attention.attention_biased, tokens),
     Case("rms-norm", attention.rms_norm, tokens),
     Case("one-head", attention.OneHead, tokens),
+    Case("one-head-alike", attention.OneHeadAlike, tokens),
+    Case("one-head-viewed", attention.ViewedAsKeys, tokens),
     Case("multihead", attention.multihead, tokens),
     Case("multihead-sequence-first", attention.multihead_sequence_first, tokens),
     Case("multihead-weights", attention.multihead_weights, tokens),
@@ -199,6 +203,7 @@ ALL = (
     Case("in-place", calling.InPlace, _IMAGES),
     Case("in-place-shape", calling.InPlaceShape, tokens),
     Case("insistent-code", calling.Insistent, _IMAGES, prunable=False),
+    Case("configured", calling.Configured, _IMAGES),
     Case("unused-parts", calling.unused_parts, _IMAGES),
 )
 

@@ -144,6 +144,36 @@ class OneHead(nn.Module):
         return self.head(x[:, 0])
 
 
+class OneHeadAlike(nn.Module):
+    """One head again: keys and values of one width, so that PyTorch takes a fused kernel until they differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.scaled_dot_product_attention(self.q(tokens), self.k(tokens), self.v(tokens)))
+
+
+class ViewedAsKeys(nn.Module):
+    """Queries and values are viewed as wide as the keys: values must lose as many channels as keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.q, self.k, self.v = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.out, self.heads = nn.Linear(6, 8), 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.relu(self.embed(tokens))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        size = k.shape[-1] // self.heads
+        q, k, v = (item.view(len(x), -1, self.heads, size).transpose(1, 2) for item in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(x), -1, self.heads * size)
+        return self.head(x + self.out(y))
+
+
 class MultiHead(nn.Module):
     """PyTorch's own layer around a residual connection."""
 

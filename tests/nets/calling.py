@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,6 +114,46 @@ class Insistent(nn.Module):
         x = self.stem(x)
         assert x.shape[1] == 8, "eight channels"
         return self.head(self.body(x))
+
+
+class UnwritableDict(dict):
+    """A config that refuses every change."""
+
+    def _refuse(self, *_args: Any, **_named: Any) -> None:
+        raise TypeError("this config is fixed")
+
+    __setitem__ = __delitem__ = update = clear = pop = setdefault = _refuse
+
+
+class Downsample(nn.Module):
+    """Insists on the number of channels that an attribute of its own holds."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.channels, self.conv = channels, nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == self.channels, "other channels than promised"
+        return self.conv(x)
+
+
+class Configured(nn.Module):
+    """Attributes are looked up in an unwritable config first, and submodules check their inputs: as in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = UnwritableDict(width=8)
+        self.stem, self.down, self.deeper = nn.Conv2d(3, 8, 3, padding=1), Downsample(8), Downsample(8)
+        self.norm, self.head = nn.GroupNorm(4, 8), Head(8)
+
+    def __getattr__(self, name: str) -> Any:
+        if "config" in self.__dict__ and name in self.__dict__["config"]:
+            return self.__dict__["config"][name]
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.width == 8
+        return self.head(F.relu(self.norm(self.deeper(F.relu(self.down(self.stem(x)))))))
 
 
 class Recurrent(nn.Module):

@@ -59,6 +59,7 @@ class Operation:
     where: str
     shape: tuple[int, ...]
     layers: tuple[Tensor, ...]
+    function: FunctionKey | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Labels:
         self.together: list[Tensor] = []
         self.flags: list[tuple[Tensor, str, FunctionKey | None]] = []
         self.scales: list[tuple[Tensor, FunctionKey]] = []
-        self.unmasked: set[str] = set()
+        self.unmasked: set[tuple[str, int]] = set()
         self.roles: list[tuple[Tensor, str]] = []
         self.splits: list[tuple[Tensor, str]] = []
         self.locks: list[Tensor] = []
@@ -278,7 +279,7 @@ class Labels:
 
     def cost(self, kind: str, call: Call, shape: Sequence[int], layers: Iterable[Tensor]) -> None:
         """Note an operation for ``ifso.costs``."""
-        self.operations.append(Operation(kind, call.module, tuple(shape), tuple(layers)))
+        self.operations.append(Operation(kind, call.module, tuple(shape), tuple(layers), call.function))
 
     def measure(self, call: Call, names: tuple[str, ...], ids: Tensor, position: int | None = None) -> None:
         """Attribute ``names`` of the calling module counts ``ids``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,12 +74,16 @@ def _any_other(alive: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A function that did not give the expected shapes, or (``by_value``) computes with a number that has changed."""
+    """A function that did not give the expected shapes, or (``by_value``) computes with a number that has changed.
+
+    ``numbers`` are the (old, new) ints among its arguments that the model's code has changed by itself.
+    """
 
     module: str
     call: FunctionCall
     why: str
     by_value: bool = False
+    numbers: frozenset[tuple[int, int]] = frozenset()
 
 
 class Diverged(Exception):
@@ -235,10 +239,11 @@ class Rehearsal(TorchFunctionMode):
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
         if _factors(call.name, args, kwargs) != _factors(call.name, call.args, call.kwargs):
             self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
+        changed = frozenset(_changed_numbers((call.args, call.kwargs), (args, kwargs)))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self._note(call, f"{type(error).__name__}: {error}")
+            self._note(call, f"{type(error).__name__}: {error}", numbers=changed)
             return self._stand_in(call.result)
         refs = list(refs_in(call.result))
         tensors = tensors_in(result)
@@ -246,12 +251,14 @@ class Rehearsal(TorchFunctionMode):
             return result
         wanted = [self._expected[ref] for ref in refs]
         if [tuple(tensor.shape) for tensor in tensors] != wanted:
-            self._note(call, f"gave {[tuple(t.shape) for t in tensors]}, expected {wanted}")
+            self._note(call, f"gave {[tuple(t.shape) for t in tensors]}, expected {wanted}", numbers=changed)
             return self._stand_in(call.result)
         return result
 
-    def _note(self, call: FunctionCall, why: str, by_value: bool = False) -> None:
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value))
+    def _note(
+        self, call: FunctionCall, why: str, by_value: bool = False, numbers: frozenset[tuple[int, int]] = frozenset()
+    ) -> None:
+        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -283,3 +290,19 @@ def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
     if name.strip("_").removeprefix("i") not in ARITHMETIC and name.strip("_") not in ARITHMETIC:
         return []
     return [item for item in args if isinstance(item, (int, float)) and not isinstance(item, bool)]
+
+
+def _changed_numbers(before: Any, now: Any) -> Iterator[tuple[int, int]]:
+    """(old, new) where arguments of a recorded call hold another int at the same place now.
+
+    >>> list(_changed_numbers((2, [1, 16]), (2, [1, 13])))
+    [(16, 13)]
+    """
+    if type(before) is int and type(now) is int:
+        if before != now:
+            yield before, now
+    elif isinstance(before, (tuple, list)) and isinstance(now, (tuple, list)):
+        for old, new in zip(before, now, strict=False):
+            yield from _changed_numbers(old, new)
+    elif isinstance(before, dict) and isinstance(now, dict):
+        yield from _changed_numbers([before[key] for key in before], [now.get(key) for key in before])

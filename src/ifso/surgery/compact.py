@@ -17,7 +17,7 @@ from ifso.graph.numbers import new_numbers
 from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.running import forget_caches
 from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import named_tensors, read_attribute, set_attribute
+from ifso.graph.slots import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
 from ifso.surgery.recipe import (
     AttributeChange,
     FrozenAxis,
@@ -123,6 +123,7 @@ def _apply(
         set_attribute(modules[change.module], change.name, change.position, change.after)
     slim_attention(model)
     forget_caches(model)
+    refresh_hooked_weights_(model)
 
 
 def _shrunk_state(

@@ -75,9 +75,10 @@ class _Piece:
 
 def _pieces(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> Iterator[_Piece]:
     for name, tensor in named_tensors(model).items():
-        if name not in graph.layouts or name in graph.unmasked:
+        layout = graph.masking(name)
+        if layout is None:
             continue
-        alive = surviving(graph.layouts[name], kept).to(tensor.device)
+        alive = surviving(layout, kept).to(tensor.device)
         if not bool(alive.all()):
             original = tensor.data if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
             yield _Piece(tensor, original, alive)
