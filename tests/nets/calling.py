@@ -124,6 +124,9 @@ class UnwritableDict(dict):
 
     __setitem__ = __delitem__ = update = clear = pop = setdefault = _refuse
 
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return self
+
 
 class Downsample(nn.Module):
     """Insists on the number of channels that an attribute of its own holds."""

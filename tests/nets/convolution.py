@@ -407,10 +407,13 @@ def weight_norm_hooked() -> nn.Module:
     """The older kind: a hook makes the weight before each run. One layer is transposed, with gains along its inputs."""
     from torch.nn.utils import weight_norm as hooked
 
-    return Chain(
-        stem=hooked(nn.Conv2d(3, 8, 3)), relu=nn.ReLU(), body=hooked(nn.Conv2d(8, 6, 3, groups=2)), last=nn.ReLU(),
+    net = Chain(
+        stem=hooked(nn.Conv2d(3, 8, 3)), relu=nn.ReLU(), body=hooked(nn.Conv2d(8, 6, 3)), last=nn.ReLU(),
         up=hooked(nn.ConvTranspose2d(6, 4, 2, 2)), act=nn.ReLU(), head=Head(4),
     )  # fmt: skip
+    with torch.no_grad():  # what the hook makes with a gradient cannot be copied
+        net(torch.zeros(1, 3, 8, 8))
+    return net
 
 
 class GatedDilated(nn.Module):

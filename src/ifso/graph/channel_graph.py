@@ -142,6 +142,7 @@ class ChannelGraph:
     output_shapes: tuple[tuple[int, ...], ...]
     reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
     unmasked: frozenset[tuple[str, int]] = frozenset()
+    gains: dict[str, tuple[str, int]] = field(default_factory=dict, repr=False)
     on_real_tensors: bool = False
     recording: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
@@ -164,7 +165,8 @@ class ChannelGraph:
     def masking(self, name: str) -> Layout | None:
         """What of a parameter or buffer is zero while units are masked: all but its ``unmasked`` dims; None if nothing.
 
-        A weight norm would divide the rows of removed channels by a length of zero: its gains are zero instead.
+        A weight norm would divide the rows of removed channels by a length of zero: its ``gains``, by name with the
+        parameter and dim they are for, are zero instead.
         """
         layout = self.layouts.get(name)
         if layout is None:

@@ -105,6 +105,7 @@ class Labels:
         self.flags: list[tuple[Tensor, str, FunctionKey | None]] = []
         self.scales: list[tuple[Tensor, FunctionKey]] = []
         self.unmasked: set[tuple[str, int]] = set()
+        self.gains: dict[str, tuple[str, int]] = {}
         self.roles: list[tuple[Tensor, str]] = []
         self.splits: list[tuple[Tensor, str]] = []
         self.locks: list[Tensor] = []

@@ -20,6 +20,7 @@ from ifso.graph.running import forget_caches
 from ifso.graph.slots import copy_of, named_tensors
 from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_, round_of
+from ifso.surgery.mask import gain_of
 from ifso.surgery.recipe import Recipe, recipe_of, remember, unchanged
 
 
@@ -94,6 +95,10 @@ class ShrinkingNetwork:
         """
         forget_caches(self.model)
         kept = self.kept_here
+        for name in self.graph.gains:
+            gain = gain_of(self.model, self.graph, kept, name)
+            if gain is not None:
+                self.model.get_parameter(name).data.mul_(gain)
         for name, tensor in named_tensors(self.model).items():
             layout = self.graph.masking(name)
             if layout is None or not isinstance(tensor, nn.Parameter) or (names is not None and name not in names):
