@@ -286,6 +286,23 @@ class Labels:
         """Attribute ``names`` of the calling module counts ``ids``."""
         self.sizes.append(MeasuredBy(call.module, names, position, ids.flatten()))
 
+    def adopt(self, ref: Ref, layers: Iterable[Layer]) -> None:
+        """A tensor whose elements are all alike, made in forward, is as large as what it meets: it has ids from then on.
+
+        ``layers`` have its dims, or more in front.
+        """
+        if ref.index not in self.uniform or self.tape.values[ref.index].kind != "result":
+            return
+        shape, own = self.tape.shape(ref), list(self[ref])
+        for layer in layers:
+            if layer.ids.dim() < len(shape):
+                continue
+            offset = layer.ids.dim() - len(shape)
+            fits = all(dim >= offset and shape[dim - offset] == layer.ids.shape[dim] for dim in layer.dims)
+            if layer.dims and fits and not any(set(item.dims) & {d - offset for d in layer.dims} for item in own):
+                own.append(replace(layer, ids=layer.ids.reshape(layer.ids.shape[offset:])))
+        self._layers[ref.index] = tuple(own)
+
     def rigid_dim(self, layer: Layer, ref: Ref, ndim: int) -> int | None:
         """A dim where the ids of ``layer`` vary, but the tensor has a full axis of fixed size; None if there is none.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
@@ -151,7 +152,7 @@ def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractC
     with mode:
         set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in shapes.items()})
         fakes = map_tensors(removal.inputs, mode.from_tensor)
-        with watch:
+        with watch, _BelowFunctions():
             return call_model(model, fakes)
 
 
@@ -195,6 +196,14 @@ def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple
             return failure
     same = tuple(tuple(tensor.shape) for tensor in tensors_in(output)) == output_shapes
     return None if same else "its outputs have other shapes"
+
+
+class _BelowFunctions(TorchDispatchMode):
+    """What fake tensors do inside a call is no torch function of the model, also where scripted code makes the call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
 
 
 class Rehearsal(TorchFunctionMode):

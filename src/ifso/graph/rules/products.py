@@ -46,6 +46,7 @@ def linear(call: Call, labels: Labels) -> None:
 def _product(call: Call, labels: Labels, a: Ref, b: Ref, bias: Ref | None) -> None:
     a_shape, b_shape = labels.shape(a), labels.shape(b)
     shape = (*a_shape, b_shape[-1])
+    labels.adopt(a, [replace(x, ids=x.ids.transpose(-1, -2)) for x in labels[b] if x.varies(len(b_shape) - 2)])
     layers_a, layers_b = list(labels[a]), list(labels[b])
     out = contract(labels, layers_a, layers_b, shape, (labels.why(a), labels.why(b)), call)
     _finish(call, labels, out, bias, layers_a, layers_b, shape, a)
