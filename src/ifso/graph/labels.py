@@ -287,19 +287,19 @@ class Labels:
         self.sizes.append(MeasuredBy(call.module, names, position, ids.flatten()))
 
     def adopt(self, ref: Ref, layers: Iterable[Layer]) -> None:
-        """A tensor whose elements are all alike, made in forward, is as large as what it meets: it has ids from then on.
+        """A tensor made in forward that is the same all along some dims is as large as what it meets: it gets these ids.
 
         ``layers`` have its dims, or more in front.
         """
-        if ref.index not in self.uniform or self.tape.values[ref.index].kind != "result":
-            return
         shape, own = self.tape.shape(ref), list(self[ref])
+        alike = range(len(shape)) if ref.index in self.uniform else self.flexible.get(ref.index, set())
+        if not alike or self.tape.values[ref.index].kind != "result":
+            return
         for layer in layers:
-            if layer.ids.dim() < len(shape):
-                continue
             offset = layer.ids.dim() - len(shape)
-            fits = all(dim >= offset and shape[dim - offset] == layer.ids.shape[dim] for dim in layer.dims)
-            if layer.dims and fits and not any(set(item.dims) & {d - offset for d in layer.dims} for item in own):
+            dims = {dim - offset for dim in layer.dims}
+            fits = dims <= set(alike) and all(shape[dim] == layer.ids.shape[dim + offset] for dim in dims)
+            if offset >= 0 and dims and fits and not any(set(item.dims) & dims for item in own):
                 own.append(replace(layer, ids=layer.ids.reshape(layer.ids.shape[offset:])))
         self._layers[ref.index] = tuple(own)
 

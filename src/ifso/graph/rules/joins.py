@@ -168,6 +168,7 @@ def gather(call: Call, labels: Labels) -> None:
             labels.freeze(layer.ids, "is looked up by position")
         else:
             passing.append(layer)
+    labels.adopt(where, passing)
     labels.set(call.outputs[0], passing, like=x)
 
 
