@@ -159,6 +159,61 @@ class Configured(nn.Module):
         return self.head(F.relu(self.norm(self.deeper(F.relu(self.down(self.stem(x)))))))
 
 
+class GatedByHand(nn.Module):
+    """A GRU cell written out: its state begins as zeros of a size that an attribute holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.reads, self.recurs, self.head = (
+            nn.Linear(6, 7), nn.Linear(7, 24), nn.Linear(8, 24), nn.Linear(8, 3),
+        )  # fmt: skip
+        self.hidden_size = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), self.hidden_size, dtype=x.dtype)
+        for step in F.relu(self.embed(x)).unbind(1):
+            parts = zip(self.reads(step).chunk(3, -1), self.recurs(state).chunk(3, -1), strict=True)
+            (update, update_), (reset, reset_), (new, new_) = parts
+            update = torch.sigmoid(update + update_)
+            new = torch.tanh(new + torch.sigmoid(reset + reset_) * new_)
+            state = (1 - update) * new + update * state
+        return self.head(state)
+
+
+class Experts(nn.Module):
+    """Tokens go to one of two experts by position and come back by index, added to zeros: as in eager Mixtral."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.embed(x)).flatten(0, 1)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = torch.arange(number, len(x), 2)
+            found.index_add_(0, mine, expert(x[mine]))
+        return self.head(x + found)
+
+
+@torch.jit.script
+def bounded(x: Tensor, limit: int) -> Tensor:
+    """A scripted function."""
+    return torch.where(x > limit, torch.tensor(limit).type_as(x), x)
+
+
+class Scripted(nn.Module):
+    """Calls a scripted function between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = ConvBN(3, 8), ConvBN(8, 6), Head(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(bounded(self.stem(x), 1)))
+
+
 class Recurrent(nn.Module):
     """A GRU between two linear layers."""
 

@@ -287,7 +287,7 @@ class Labels:
         self.sizes.append(MeasuredBy(call.module, names, position, ids.flatten()))
 
     def adopt(self, ref: Ref, layers: Iterable[Layer]) -> None:
-        """A tensor made in forward that is the same all along some dims is as large as what it meets: it gets these ids.
+        """A tensor made in forward, the same all along some dims, is as large there as what it meets: it gets its ids.
 
         ``layers`` have its dims, or more in front.
         """

@@ -27,7 +27,15 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 def find(call: Call) -> Rule:
     """The rule for a call: by name, by PyTorch's own pointwise tag, or the one that freezes."""
     from ifso.graph.rules import (  # noqa: F401
-        convolution, joins, layout, norms, pointwise, products, recurrent, reduce, spatial,
+        convolution,
+        joins,
+        layout,
+        norms,
+        pointwise,
+        products,
+        recurrent,
+        reduce,
+        spatial,
     )  # fmt: skip
 
     for name in (call.op, call.op.removesuffix("_")):
