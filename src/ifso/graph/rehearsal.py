@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -77,7 +80,8 @@ def _any_other(alive: Tensor, dim: int) -> Tensor:
 class Problem:
     """A function that did not give the expected shapes, or (``by_value``) computes with a number that has changed.
 
-    ``numbers`` are the (old, new) ints among its arguments that the model's code has changed by itself.
+    ``numbers`` are the (old, new) ints among its arguments that the model's code has changed by itself, ``line`` is
+    where that code calls the function.
     """
 
     module: str
@@ -85,6 +89,7 @@ class Problem:
     why: str
     by_value: bool = False
     numbers: frozenset[tuple[int, int]] = frozenset()
+    line: str = ""
 
 
 class Diverged(Exception):
@@ -267,7 +272,8 @@ class Rehearsal(TorchFunctionMode):
     def _note(
         self, call: FunctionCall, why: str, by_value: bool = False, numbers: frozenset[tuple[int, int]] = frozenset()
     ) -> None:
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers))
+        line = _line_outside(sys._getframe())
+        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers, line))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -299,6 +305,15 @@ def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
     if name.strip("_").removeprefix("i") not in ARITHMETIC and name.strip("_") not in ARITHMETIC:
         return []
     return [item for item in args if isinstance(item, (int, float)) and not isinstance(item, bool)]
+
+
+def _line_outside(frame: FrameType | None) -> str:
+    """The innermost line of code that is neither PyTorch's nor ours, as ``file.py:12``; empty if there is none."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "ifso"):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _changed_numbers(before: Any, now: Any) -> Iterator[tuple[int, int]]:

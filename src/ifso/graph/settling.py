@@ -343,7 +343,8 @@ class _Settler:
     def _freeze_for(self, problem: Problem, kept: Tensor) -> bool:
         """Freeze padding of fixed width, else what goes through the function, else what goes through the module."""
         what = "computes with how many there are" if problem.by_value else "uses a size that is fixed in Python code"
-        reason = f"{problem.call.name} in {problem.module or 'the model'} {what}"
+        where = f" ({problem.line})" if problem.line else ""
+        reason = f"{problem.call.name} in {problem.module or 'the model'} {what}{where}"
         padding = [size.ids for size in self._labels.sizes if size.module == problem.module and size.is_padding]
         passing = list(self._passing(problem))
         return (
