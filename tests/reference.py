@@ -28,19 +28,21 @@ def mask_places(graph: ifso.ChannelGraph) -> dict[Place, Tensor]:
     """For every place the number of the unit that owns each position, -1 where none does."""
     places: dict[Place, Tensor] = {}
     for group in graph.groups:
-        for member in _masked(group):
+        for member in _masked(group, graph):
             owner = torch.where(member.owner < 0, -1, member.owner + group.first)
             before = places.setdefault((member.parameter, member.dim), owner)
             places[member.parameter, member.dim] = torch.where(owner < 0, before, owner)
     return places
 
 
-def _masked(group: ifso.Group) -> list[ifso.Member]:
+def _masked(group: ifso.Group, graph: ifso.ChannelGraph) -> list[ifso.Member]:
     consumers = [member for member in group.members if member.role == "consumes"]
-    if consumers:
+    normed = [parameter for parameter, _ in graph.gains.values()]
+    if consumers and not any(member.parameter in normed for member in consumers):
         return consumers
     makers = [member for member in group.members if member.role == "produces"]
-    layers = [member.parameter.removesuffix("weight") for member in makers]
+    ends = ("weight_g", "parametrizations.weight.original0", "weight")
+    layers = [next(m.parameter.removesuffix(end) for end in ends if m.parameter.endswith(end)) for m in makers]
     return makers + [member for member in group.members if member.parameter in [f"{layer}bias" for layer in layers]]
 
 

@@ -49,6 +49,27 @@ def test_macs_and_params(case, seed):
     check_against_the_counter(case.model(), case.graph(), random_keep(case.graph(), seed), case.inputs())
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_cost_the_same_whether_they_are_one_kernel_or_not(kind):
+    """In float32 a CPU runs an LSTM as one kernel, which PyTorch's counter does not know."""
+    net, x = kind(6, 8, num_layers=2, bidirectional=True), torch.randn(5, 2, 6)
+    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
+    macs = 5 * 2 * 2 * gates * 8 * ((6 + 8) + (16 + 8))
+    for dtype in (torch.float32, torch.float64):
+        cost = ifso.cost(net.to(dtype), ifso.trace(net, x.to(dtype)))
+        assert (cost.macs, cost.activations) == (macs, 5 * 2 * 2 * 2 * 2 * gates * 8)
+
+
+def test_attention_costs_what_was_promised_whichever_kernel_its_new_sizes_take():
+    case = CASES["one-head-alike"]
+    model, graph = case.model(), case.graph()
+    keep = {"q": torch.arange(8) < 7, "v": torch.arange(8) < 4}
+    promised = ifso.cost(model, graph, keep)
+    ifso.compact_(model, graph, keep)
+    found = ifso.cost(model, ifso.trace(model, case.inputs()))
+    assert (found.macs, found.activations, found.params) == (promised.macs, promised.activations, promised.params)
+
+
 def vit() -> nn.Module:
     import timm
 

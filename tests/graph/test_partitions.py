@@ -625,16 +625,29 @@ def test_instance_norm():
     )
 
 
-def test_weight_norm_is_frozen_where_a_length_is_taken():
+def normed(layer: str, outputs: list) -> dict:
+    weight = f"{layer}.parametrizations.weight"
+    return {(f"{weight}.original0", 0): outputs, (f"{weight}.original1", 0): outputs, (f"{layer}.bias", 0): outputs}
+
+
+def test_a_weight_norm_reads_and_makes_channels():
     graph = CASES["weight-norm"].graph()
-    weight = "body.parametrizations.weight"
     assert found(graph) == expected(
-        {(f"{weight}.original0", 0): each(0, 6), (f"{weight}.original1", 0): each(0, 6), ("body.bias", 0): each(0, 6)}
-        | read("last.conv", each(0, 6)),
+        normed("stem", each(0, 8)) | {("body.parametrizations.weight.original1", 1): each(0, 8)},
+        normed("body", each(0, 6)) | read("last.conv", each(0, 6)),
         made("last", each(0, 6)) | read("head.fc", each(0, 6)),
-    )  # fmt: skip
-    assert "weight norm" in frozen(graph)[f"{weight}.original1", 1]
-    assert ("stem.parametrizations.weight.original1", 0) in frozen(graph)
+    )
+    roles = {member.parameter: member.role for member in graph.groups[0].members}
+    assert roles["stem.parametrizations.weight.original0"] == "produces"
+    assert roles["stem.parametrizations.weight.original1"] == "follows"
+
+
+def test_what_is_left_of_a_normed_weight_stays_as_it_is():
+    case = CASES["weight-norm"]
+    model, keep = case.model(), {case.graph().groups[0].name: torch.arange(8) > 2}
+    before = model.body.weight.detach()
+    ifso.compact_(model, case.graph(), keep)
+    torch.testing.assert_close(model.body.weight.detach(), before[:, 3:], rtol=1e-12, atol=0)
 
 
 def test_outputs_are_frozen_whatever_form_they_have():

@@ -144,6 +144,74 @@ class OneHead(nn.Module):
         return self.head(x[:, 0])
 
 
+class OneHeadAlike(nn.Module):
+    """One head again: keys and values of one width, so that PyTorch takes a fused kernel until they differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.scaled_dot_product_attention(self.q(tokens), self.k(tokens), self.v(tokens)))
+
+
+class ViewedAsKeys(nn.Module):
+    """Queries and values are viewed as wide as the keys: values must lose as many channels as keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.q, self.k, self.v = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.out, self.heads = nn.Linear(6, 8), 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.relu(self.embed(tokens))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        size = k.shape[-1] // self.heads
+        q, k, v = (item.view(len(x), -1, self.heads, size).transpose(1, 2) for item in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(x), -1, self.heads * size)
+        return self.head(x + self.out(y))
+
+
+class GroupedQuery(nn.Module):
+    """Each key and value serves two queries: they are repeated, and go together with both."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.q, self.kv, self.out = nn.Linear(6, 8), nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.relu(self.embed(tokens))
+        q = self.q(x).view(*x.shape[:2], -1, 4).transpose(1, 2)
+        k, v = (part.view(*x.shape[:2], -1, 4).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+        k, v = (part[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for part in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
+
+
+class IndexedByHead(nn.Module):
+    """Scores looked up by relative position, with an index expanded over the heads: as in DeBERTa."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.size = 4, 3
+        self.q, self.k, self.out = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 5)
+        self.v, self.positions = nn.Linear(6, 12), nn.Linear(6, 12)
+        self.register_buffer("table", torch.randn(7, 6))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        x = x.view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
+        return x.reshape(-1, *x.shape[2:])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = (self._cut(layer(tokens)) for layer in (self.q, self.k, self.v))
+        keys = self._cut(self.positions(self.table)[None]).repeat(len(tokens), 1, 1)
+        where = torch.arange(7)[:, None] - torch.arange(7)[None] + 6
+        by_place = torch.gather(q @ keys.mT, -1, (where // 2).expand(len(q), -1, -1))
+        y = ((q @ k.mT + by_place) / self.size**0.5).softmax(-1) @ v
+        return self.out(y.view(len(tokens), self.heads, *y.shape[1:]).transpose(1, 2).flatten(2))
+
+
 class MultiHead(nn.Module):
     """PyTorch's own layer around a residual connection."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,6 +114,104 @@ class Insistent(nn.Module):
         x = self.stem(x)
         assert x.shape[1] == 8, "eight channels"
         return self.head(self.body(x))
+
+
+class UnwritableDict(dict):
+    """A config that refuses every change."""
+
+    def _refuse(self, *_args: Any, **_named: Any) -> None:
+        raise TypeError("this config is fixed")
+
+    __setitem__ = __delitem__ = update = clear = pop = setdefault = _refuse
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return self
+
+
+class Downsample(nn.Module):
+    """Insists on the number of channels that an attribute of its own holds."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.channels, self.conv = channels, nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == self.channels, "other channels than promised"
+        return self.conv(x)
+
+
+class Configured(nn.Module):
+    """Attributes are looked up in an unwritable config first, and submodules check their inputs: as in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = UnwritableDict(width=8)
+        self.stem, self.down, self.deeper = nn.Conv2d(3, 8, 3, padding=1), Downsample(8), Downsample(8)
+        self.norm, self.head = nn.GroupNorm(4, 8), Head(8)
+
+    def __getattr__(self, name: str) -> Any:
+        if "config" in self.__dict__ and name in self.__dict__["config"]:
+            return self.__dict__["config"][name]
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.width == 8
+        return self.head(F.relu(self.norm(self.deeper(F.relu(self.down(self.stem(x)))))))
+
+
+class GatedByHand(nn.Module):
+    """A GRU cell written out: its state begins as zeros of a size that an attribute holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.reads, self.recurs, self.head = (
+            nn.Linear(6, 7), nn.Linear(7, 24), nn.Linear(8, 24), nn.Linear(8, 3),
+        )  # fmt: skip
+        self.hidden_size = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), self.hidden_size, dtype=x.dtype)
+        for step in F.relu(self.embed(x)).unbind(1):
+            parts = zip(self.reads(step).chunk(3, -1), self.recurs(state).chunk(3, -1), strict=True)
+            (update, update_), (reset, reset_), (new, new_) = parts
+            update = torch.sigmoid(update + update_)
+            new = torch.tanh(new + torch.sigmoid(reset + reset_) * new_)
+            state = (1 - update) * new + update * state
+        return self.head(state)
+
+
+class Experts(nn.Module):
+    """Tokens go to one of two experts by position and come back by index, added to zeros: as in eager Mixtral."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.embed(x)).flatten(0, 1)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = torch.arange(number, len(x), 2)
+            found.index_add_(0, mine, expert(x[mine]))
+        return self.head(x + found)
+
+
+@torch.jit.script
+def bounded(x: Tensor, limit: int) -> Tensor:
+    """A scripted function."""
+    return torch.where(x > limit, torch.tensor(limit).type_as(x), x)
+
+
+class Scripted(nn.Module):
+    """Calls a scripted function between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = ConvBN(3, 8), ConvBN(8, 6), Head(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(bounded(self.stem(x), 1)))
 
 
 class Recurrent(nn.Module):

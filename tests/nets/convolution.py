@@ -403,6 +403,42 @@ def weight_norm() -> nn.Module:
     )  # fmt: skip
 
 
+def weight_norm_hooked() -> nn.Module:
+    """The older kind: a hook makes the weight before each run. One layer is transposed, with gains along its inputs."""
+    from torch.nn.utils import weight_norm as hooked
+
+    net = Chain(
+        stem=hooked(nn.Conv2d(3, 8, 3)), relu=nn.ReLU(), body=hooked(nn.Conv2d(8, 6, 3)), last=nn.ReLU(),
+        up=hooked(nn.ConvTranspose2d(6, 4, 2, 2)), act=nn.ReLU(), head=Head(4),
+    )  # fmt: skip
+    with torch.no_grad():  # what the hook makes with a gradient cannot be copied
+        net(torch.zeros(1, 3, 8, 8))
+    return net
+
+
+class GatedDilated(nn.Module):
+    """WaveNet: weight-normed dilated convolutions, tanh times sigmoid of two halves, residual and skip sums."""
+
+    def __init__(self):
+        super().__init__()
+        from torch.nn.utils.parametrizations import weight_norm as normed
+
+        self.stem, self.out = normed(nn.Conv1d(3, 8, 1)), normed(nn.Conv1d(6, 5, 1))
+        self.gates = nn.ModuleList(normed(nn.Conv1d(8, 12, 2, dilation=d, padding=d)) for d in (1, 2))
+        self.residuals = nn.ModuleList(normed(nn.Conv1d(6, 8, 1)) for _ in range(2))
+        self.skips = nn.ModuleList(normed(nn.Conv1d(6, 6, 1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, total = x.shape[-1], None
+        x = self.stem(x)
+        for gate, residual, skip in zip(self.gates, self.residuals, self.skips, strict=True):
+            signal, opening = gate(x)[..., :length].chunk(2, 1)
+            y = signal.tanh() * opening.sigmoid()
+            total = skip(y) if total is None else total + skip(y)
+            x = x + residual(y)
+        return self.out(F.relu(total))
+
+
 class StandardisedConv(nn.Conv2d):
     """Convolution with the weight of each output channel brought to mean 0 and deviation 1, as written by hand."""
 

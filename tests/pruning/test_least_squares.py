@@ -23,6 +23,8 @@ DAMPING = 0.03
 
 LEFT_ALONE = {
     "weight-norm": "also used by _weight_norm",
+    "weight-norm-hooked": "also used by _weight_norm",
+    "wavenet": "also used by _weight_norm",
     "weight-standardised": "also used by",
     "weight-standardised-batch-norm": "also used by",
     "tied-weights": "also used by embedding",

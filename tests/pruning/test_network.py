@@ -120,7 +120,8 @@ def test_the_whole_way(case, tmp_path):
     found, expected = named_tensors(network.model), named_tensors(at_once)
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        tolerance = 1e-14 if name in case.graph().gains else 0  # multiplied in each round by what was left of a length
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=0, msg=name)
     assert difference(wanted, outputs_of(network.model, case.inputs())) < EXACT
 
     recipe = network.recipe()

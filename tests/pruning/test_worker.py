@@ -77,8 +77,9 @@ def removed_slices(worker: Worker) -> dict[str, Tensor]:
     """The numbers of every parameter that belong to removed units."""
     network, found = worker.network, {}
     for name, parameter in network.model.named_parameters():
-        if name in network.graph.layouts and name not in network.graph.unmasked:
-            gone = ~surviving(network.graph.layouts[name], network.kept_here).expand(parameter.shape)
+        layout = network.graph.masking(name)
+        if layout is not None:
+            gone = ~surviving(layout, network.kept_here).expand(parameter.shape)
             if bool(gone.any()):
                 found[name] = parameter.detach().cpu()[gone]
     return found

@@ -137,21 +137,24 @@ def places(owner: Tensor, num_units: int) -> Tensor:
 def readers(graph: ChannelGraph, device: torch.device | str = "cpu") -> list[Reader]:
     """Where the masks act: on the slices that read a unit, as in the paper.
 
-    A unit that no weight reads (queries and keys, which meet only each other) is masked where it is made.
+    A unit that no weight reads (queries and keys, which meet only each other) is masked where it is made, and one that
+    a weight norm reads too: a norm makes up for what is scaled before it. There gains are scaled.
     """
     found: dict[tuple[str, int], Tensor] = {}
     for group in graph.groups:
-        for member in _masked_members(group):
+        for member in _masked_members(group, graph):
             owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
             key = (member.parameter, member.dim)
             found[key] = torch.maximum(found[key], owner) if key in found else owner
     return [Reader(name, dim, owner.to(device)) for (name, dim), owner in found.items()]
 
 
-def _masked_members(group: Group) -> list[Member]:
+def _masked_members(group: Group, graph: ChannelGraph) -> list[Member]:
     reading = [member for member in group.members if member.role == "consumes"]
-    if reading:
+    normed = {parameter for parameter, _ in graph.gains.values()}
+    if reading and not any(member.parameter in normed for member in reading):
         return reading
     made = [member for member in group.members if member.role == "produces"]
-    beside = {f"{member.parameter.rpartition('.')[0]}.bias" for member in made}
+    layers = (member.parameter.rpartition(".")[0].removesuffix(".parametrizations.weight") for member in made)
+    beside = {f"{layer}.bias" for layer in layers}
     return made + [member for member in group.members if member.parameter in beside]

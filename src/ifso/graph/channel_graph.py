@@ -7,7 +7,7 @@ Units are numbered through the whole network; a *group* is a run of units whose 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,8 @@ class ChannelGraph:
     inputs: Any
     output_shapes: tuple[tuple[int, ...], ...]
     reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
-    unmasked: frozenset[str] = frozenset()
+    unmasked: frozenset[tuple[str, int]] = frozenset()
+    gains: dict[str, tuple[str, int]] = field(default_factory=dict, repr=False)
     on_real_tensors: bool = False
     recording: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
@@ -160,6 +161,19 @@ class ChannelGraph:
             known = ", ".join(list(self._by_name)[:5])
             raise KeepError(f"no group named {name!r} in this graph; groups are {known}, … (see graph.groups)")
         return self._by_name[name]
+
+    def masking(self, name: str) -> Layout | None:
+        """What of a parameter or buffer is zero while units are masked: all but its ``unmasked`` dims; None if nothing.
+
+        A weight norm would divide the rows of removed channels by a length of zero: its ``gains``, by name with the
+        parameter and dim they are for, are zero instead.
+        """
+        layout = self.layouts.get(name)
+        if layout is None:
+            return None
+        spared = {dim for parameter, dim in self.unmasked if parameter == name}
+        layers = [item for item in layout.layers if not any(item.shape[dim] > 1 for dim in spared)]
+        return replace(layout, layers=tuple(layers)) if layers else None
 
     def keep_all(self) -> dict[str, Tensor]:
         """A ``keep`` that removes nothing."""

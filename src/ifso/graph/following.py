@@ -19,6 +19,7 @@ def follow_channels(tape: Tape, ignore: Collection[str] = ()) -> Labels:
         _settle_averaged_heads(function, labels)
         if function.name == "instance_norm":
             _measure_instance_norm(function, labels)
+    _count_attention_once(labels)
     labels.freeze_all(tape.outputs, "is an output of the model")
     for place, value in enumerate(tape.values):
         if value.kind in ("parameter", "buffer") and is_under(value.name, ignore):
@@ -46,6 +47,15 @@ def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
     for layer in labels[function.args[0]] if function.args else ():
         if layer.varies(layer.ids.dim() - 1):
             labels.scales.append((layer.ids.reshape(-1, layer.ids.shape[-1]), function.key))
+
+
+def _count_attention_once(labels: Labels) -> None:
+    """Attention writes what it returns, whether PyTorch takes one kernel for it or, for odd sizes, two products."""
+    attentions = {item.key for item in labels.tape.functions if item.name == "scaled_dot_product_attention"}
+    inside = [op for op in labels.operations if op.kind == "activation" and op.function in attentions]
+    last = {op.function: op for op in inside}
+    needless = {id(op) for op in inside if op is not last[op.function]}
+    labels.operations = [op for op in labels.operations if id(op) not in needless]
 
 
 def _flag_scale_of_layer(function: FunctionCall, labels: Labels) -> None:

@@ -59,6 +59,7 @@ class Operation:
     where: str
     shape: tuple[int, ...]
     layers: tuple[Tensor, ...]
+    function: FunctionKey | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class Labels:
         self.together: list[Tensor] = []
         self.flags: list[tuple[Tensor, str, FunctionKey | None]] = []
         self.scales: list[tuple[Tensor, FunctionKey]] = []
-        self.unmasked: set[str] = set()
+        self.unmasked: set[tuple[str, int]] = set()
+        self.gains: dict[str, tuple[str, int]] = {}
         self.roles: list[tuple[Tensor, str]] = []
         self.splits: list[tuple[Tensor, str]] = []
         self.locks: list[Tensor] = []
@@ -278,11 +280,28 @@ class Labels:
 
     def cost(self, kind: str, call: Call, shape: Sequence[int], layers: Iterable[Tensor]) -> None:
         """Note an operation for ``ifso.costs``."""
-        self.operations.append(Operation(kind, call.module, tuple(shape), tuple(layers)))
+        self.operations.append(Operation(kind, call.module, tuple(shape), tuple(layers), call.function))
 
     def measure(self, call: Call, names: tuple[str, ...], ids: Tensor, position: int | None = None) -> None:
         """Attribute ``names`` of the calling module counts ``ids``."""
         self.sizes.append(MeasuredBy(call.module, names, position, ids.flatten()))
+
+    def adopt(self, ref: Ref, layers: Iterable[Layer]) -> None:
+        """A tensor made in forward, the same all along some dims, is as large there as what it meets: it gets its ids.
+
+        ``layers`` have its dims, or more in front.
+        """
+        shape, own = self.tape.shape(ref), list(self[ref])
+        alike = range(len(shape)) if ref.index in self.uniform else self.flexible.get(ref.index, set())
+        if not alike or self.tape.values[ref.index].kind != "result":
+            return
+        for layer in layers:
+            offset = layer.ids.dim() - len(shape)
+            dims = {dim - offset for dim in layer.dims}
+            fits = dims <= set(alike) and all(shape[dim] == layer.ids.shape[dim + offset] for dim in dims)
+            if offset >= 0 and dims and fits and not any(set(item.dims) & dims for item in own):
+                own.append(replace(layer, ids=layer.ids.reshape(layer.ids.shape[offset:])))
+        self._layers[ref.index] = tuple(own)
 
     def rigid_dim(self, layer: Layer, ref: Ref, ndim: int) -> int | None:
         """A dim where the ids of ``layer`` vary, but the tensor has a full axis of fixed size; None if there is none.

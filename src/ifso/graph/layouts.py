@@ -22,6 +22,18 @@ def surviving(layout: Layout, kept: Tensor) -> Tensor:
     return alive
 
 
+def kept_length(v: Tensor, alive: Tensor, dim: int) -> Tensor:
+    """‖v'‖/‖v‖ over all dims but one, for what is alive of ``v``, with 1 for the sizes of the others.
+
+    >>> kept_length(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[True, False]]), 0)
+    tensor([[0.6000],
+            [1.0000]])
+    """
+    rest = [other for other in range(v.dim()) if other != dim]
+    before, after = (x.square().sum(rest, keepdim=True).sqrt() for x in (v, v * alive))
+    return torch.where(before > 0, after / before, 1)
+
+
 def kept_indices(layout: Layout, kept: Tensor) -> dict[int, Tensor] | None:
     """Positions to keep along each dim, in their new order; None if they differ from row to row."""
     if any(len(varying_dims(layer)) != 1 for layer in layout.layers):

@@ -23,8 +23,9 @@ def new_numbers(
     new: dict[Place, int] = {(item.module, item.name, item.position): item.value(kept) for item in attributes}
     first_names = {(id(module), key): name for name, module, key in tensor_slots(model)}
     for prefix, module in model.named_modules():
-        names = (first_names.get((id(module), key), "") for key in ("weight", "in_proj_weight"))
-        weight = next((shapes[name] for name in names if name in shapes), None)
+        names = [first_names.get((id(module), key), "") for key in ("weight", "in_proj_weight", "weight_v")]
+        normed = f"{prefix}.parametrizations.weight.original1".removeprefix(".")
+        weight = next((shapes[name] for name in [*names, normed] if name in shapes), None)
         if weight is not None:
             parts = new.get((prefix, "groups", None)) or new.get((prefix, "num_heads", None))
             for name, value in _describing(module, weight, parts):

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
@@ -74,12 +78,18 @@ def _any_other(alive: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A function that did not give the expected shapes, or (``by_value``) computes with a number that has changed."""
+    """A function that did not give the expected shapes, or (``by_value``) computes with a number that has changed.
+
+    ``numbers`` are the (old, new) ints among its arguments that the model's code has changed by itself, ``line`` is
+    where that code calls the function.
+    """
 
     module: str
     call: FunctionCall
     why: str
     by_value: bool = False
+    numbers: frozenset[tuple[int, int]] = frozenset()
+    line: str = ""
 
 
 class Diverged(Exception):
@@ -147,7 +157,7 @@ def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractC
     with mode:
         set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in shapes.items()})
         fakes = map_tensors(removal.inputs, mode.from_tensor)
-        with watch:
+        with watch, _BelowFunctions():
             return call_model(model, fakes)
 
 
@@ -193,6 +203,14 @@ def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple
     return None if same else "its outputs have other shapes"
 
 
+class _BelowFunctions(TorchDispatchMode):
+    """What fake tensors do inside a call is no torch function of the model, also where scripted code makes the call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
 class Rehearsal(TorchFunctionMode):
     """Compares each torch function with the recording and notes the problems."""
 
@@ -235,10 +253,11 @@ class Rehearsal(TorchFunctionMode):
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
         if _factors(call.name, args, kwargs) != _factors(call.name, call.args, call.kwargs):
             self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
+        changed = frozenset(_changed_numbers((call.args, call.kwargs), (args, kwargs)))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self._note(call, f"{type(error).__name__}: {error}")
+            self._note(call, f"{type(error).__name__}: {error}", numbers=changed)
             return self._stand_in(call.result)
         refs = list(refs_in(call.result))
         tensors = tensors_in(result)
@@ -246,12 +265,15 @@ class Rehearsal(TorchFunctionMode):
             return result
         wanted = [self._expected[ref] for ref in refs]
         if [tuple(tensor.shape) for tensor in tensors] != wanted:
-            self._note(call, f"gave {[tuple(t.shape) for t in tensors]}, expected {wanted}")
+            self._note(call, f"gave {[tuple(t.shape) for t in tensors]}, expected {wanted}", numbers=changed)
             return self._stand_in(call.result)
         return result
 
-    def _note(self, call: FunctionCall, why: str, by_value: bool = False) -> None:
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value))
+    def _note(
+        self, call: FunctionCall, why: str, by_value: bool = False, numbers: frozenset[tuple[int, int]] = frozenset()
+    ) -> None:
+        line = _line_outside(sys._getframe())
+        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers, line))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -283,3 +305,28 @@ def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
     if name.strip("_").removeprefix("i") not in ARITHMETIC and name.strip("_") not in ARITHMETIC:
         return []
     return [item for item in args if isinstance(item, (int, float)) and not isinstance(item, bool)]
+
+
+def _line_outside(frame: FrameType | None) -> str:
+    """The innermost line of code that is neither PyTorch's nor ours, as ``file.py:12``; empty if there is none."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "ifso"):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _changed_numbers(before: Any, now: Any) -> Iterator[tuple[int, int]]:
+    """(old, new) where arguments of a recorded call hold another int at the same place now.
+
+    >>> list(_changed_numbers((2, [1, 16]), (2, [1, 13])))
+    [(16, 13)]
+    """
+    if type(before) is int and type(now) is int:
+        if before != now:
+            yield before, now
+    elif isinstance(before, (tuple, list)) and isinstance(now, (tuple, list)):
+        for old, new in zip(before, now, strict=False):
+            yield from _changed_numbers(old, new)
+    elif isinstance(before, dict) and isinstance(now, dict):
+        yield from _changed_numbers([before[key] for key in before], [now.get(key) for key in before])

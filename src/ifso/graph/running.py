@@ -64,12 +64,22 @@ def _copied(value: Any) -> tuple[Any, Any]:
 
 
 def _restored(original: Any, copy: Any) -> Any:
+    """The container with its former content; one that still has it is left alone: it may refuse to be written."""
+    if copy is None or _items(original) == _items(copy):
+        return original
     if isinstance(original, list):
         original[:] = copy
     elif isinstance(original, (dict, set)):
         original.clear()
         original.update(copy)
     return original
+
+
+def _items(container: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
+    """What tells whether a container holds the same objects in the same order."""
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(item) for item in container]
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from ifso.graph.units import Units, build, partition
 ROUNDS = 20
 SEARCH_ROUNDS = 8
 TRIES_PER_MODULE = 4
+MORE_FOR_WHOLE = 3
 LIKELY = ("head", "dim", "channel", "chs", "width", "feature", "group", "planes", "embed", "hidden")
 NEVER = (
     "kernel", "stride", "pad", "dilation", "shift", "window", "patch", "img", "image", "grid", "resolution",
@@ -54,21 +55,25 @@ def settle(
     """Units that can really be removed, and the attributes to set when they are."""
     settler = _Settler(model, labels)
     clean = 0
+    whole: set[int] = set()
     for number in range(ROUNDS):
         units, attributes = settler.units(), settler.attributes()
         if not units.groups:
             break
-        kept = _trial(units, seed=number, everywhere=clean == 0 or bool(labels.together))
+        kept = _trial(units, seed=number, everywhere=clean == 0 or bool(labels.together), halve=whole)
         if clean:
             kept = _leave_one_whole(kept, units, labels.together, clean)
         removal = Removal(units, attributes, kept, labels, inputs, on_real_tensors)
         problems, stuck = rehearse(model, removal)
         if problems or stuck is not None:
-            clean = 0
+            clean, whole = 0, set()
             settler.react(kept, problems, stuck, may_search=number < SEARCH_ROUNDS)
             continue
+        unharmed = {place for place, group in enumerate(units.groups) if bool(kept[group.units].all())}
+        whole = whole & unharmed if clean else unharmed
         clean += 1
-        if clean >= (3 if labels.together else 2 if labels.splits or settler.found else 1):
+        beyond = clean - (3 if labels.together else 2 if labels.splits or settler.found else 1)
+        if beyond >= (0 if not whole or number == ROUNDS - 1 else MORE_FOR_WHOLE):
             break
     else:
         settler.frozen.append((torch.arange(labels.size, device="cpu"), "its removal could not be rehearsed"))
@@ -98,15 +103,18 @@ def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Sett
                     settler.found.pop(place)
 
 
-def _trial(units: Units, seed: int, everywhere: bool) -> Tensor:
-    """Some units of every group go, or of most groups, with different shares: sizes must not agree by chance."""
+def _trial(units: Units, seed: int, everywhere: bool, halve: Collection[int] = ()) -> Tensor:
+    """Some units of every group go, or of most groups, with different shares: sizes must not agree by chance.
+
+    Half of the groups in ``halve`` go: a balance had given them back all that an earlier trial took.
+    """
     random = torch.Generator().manual_seed(1234 + seed)
     total = sum(group.size for group in units.groups)
     kept = torch.ones(total + 1, dtype=torch.bool, device="cpu")
-    for group in units.groups:
-        share = 0.2 + 0.4 * float(torch.rand(1, generator=random, device="cpu"))
+    for place, group in enumerate(units.groups):
+        share = 0.5 if place in halve else 0.2 + 0.4 * float(torch.rand(1, generator=random, device="cpu"))
         count = min(max(1, round(group.size * share)), max(1, group.size - 1))
-        if everywhere or float(torch.rand(1, generator=random, device="cpu")) < 0.7:
+        if everywhere or place in halve or float(torch.rand(1, generator=random, device="cpu")) < 0.7:
             kept[group.first + torch.randperm(group.size, generator=random, device="cpu")[:count]] = False
     for layout in units.layouts.values():
         for layer in layout.layers:
@@ -133,7 +141,7 @@ class _Settler:
     def __init__(self, model: nn.Module, labels: Labels) -> None:
         self.found: dict[Place, Tensor] = {}
         self.frozen: list[tuple[Tensor, str]] = []
-        self.ties: dict[str, Tensor] = {}
+        self.ties: list[tuple[Tensor, str]] = []
         self._modules = dict(model.named_modules())
         self._labels = labels
         self._searches: dict[str, _Search] = {}
@@ -142,10 +150,9 @@ class _Settler:
 
     def units(self) -> Units:
         """Units of what is not frozen."""
-        state = (len(self.frozen), *(id(tie) for tie in self.ties.values()))
+        state = (len(self.frozen), *(id(tie) for tie in self.ties))
         if self._built is None or self._built[0] != state:
-            ties = [(blocks, where) for where, blocks in self.ties.items()]
-            self._built = (state, build(partition(self._labels, self.frozen, ties)))
+            self._built = (state, build(partition(self._labels, self.frozen, self.ties)))
         return self._built[1]
 
     def attributes(self, without: Collection[Place] = ()) -> tuple[SizeAttribute, ...]:
@@ -168,14 +175,18 @@ class _Settler:
             by_module.setdefault(problem.module, []).append(problem)
         acted = False
         for module, here in by_module.items():
-            if may_search and (self._try_attributes(module, here, kept) or self._try_tie(module, here, kept)):
+            if may_search and any(
+                found(module, here, kept) for found in (self._try_equal, self._try_attributes, self._try_tie)
+            ):
                 acted = True
                 continue
-            self.ties.pop(module, None)
+            self.ties = [tie for tie in self.ties if tie[1] != module]
             self._forget({place for tried in self._search(module).tried for place in tried})
             for problem in here:
                 acted |= self._freeze_for(problem, kept)
         if stuck is not None and not acted:
+            if may_search and self._try_attributes_alike(stuck, kept):
+                return
             reason = f"Python code in {stuck or 'the model'} does not run with fewer of them"
             if not self._freeze_module(stuck, kept, reason):
                 self.frozen.append((torch.arange(self._labels.size, device="cpu"), reason))
@@ -190,23 +201,37 @@ class _Settler:
             self.found.pop(place, None)
 
     def _try_attributes(self, module: str, problems: list[Problem], kept: Tensor) -> bool:
+        lines = [ids for problem in problems for ids in self._lines(problem, kept)]
+        return self._try_proposal(module, lines, len(problems))
+
+    def _try_attributes_alike(self, stuck: str, kept: Tensor) -> bool:
+        """The same for a module whose code does not run on, and for all of its kind: what one insists on, all do."""
+        kind = type(self._modules.get(stuck))
+        alike = [name for name, module in self._modules.items() if type(module) is kind and name != stuck]
+        if not self._try_proposal(stuck, self._lines_under(stuck, kept), 1):
+            return False
+        for name in alike:
+            self._try_proposal(name, self._lines_under(name, kept), 1)
+        return True
+
+    def _lines_under(self, module: str, kept: Tensor) -> list[Tensor]:
+        return [ids.view(1, -1) for ids in self._module_lines(module, kept)]
+
+    def _try_proposal(self, module: str, lines: list[Tensor], problems: int) -> bool:
         search = self._search(module)
-        if len(problems) >= search.before:
+        if problems >= search.before:
             self._forget(search.last)
         search.last = frozenset()
-        proposal = next(self._proposals(module, problems, kept), None)
+        proposal = next(self._proposals(module, lines), None)
         if proposal is None or len(search.tried) >= TRIES_PER_MODULE:
             return False
-        search.last, search.before = frozenset(proposal), len(problems)
+        search.last, search.before = frozenset(proposal), problems
         search.tried.add(search.last)
         self.found |= proposal
         return True
 
-    def _proposals(
-        self, module: str, problems: list[Problem], kept: Tensor, again: bool = False
-    ) -> Iterator[dict[Place, Tensor]]:
+    def _proposals(self, module: str, lines: list[Tensor], again: bool = False) -> Iterator[dict[Place, Tensor]]:
         """Sets of attributes to try: all likely ones of the running module, then one at a time, then further out."""
-        lines = [ids for problem in problems for ids in self._lines(problem, kept)]
         for name in _around(module):
             here = dict(self._candidates(name, lines))
             likely = {place: ids for place, ids in here.items() if _is_likely(place[1])}
@@ -258,11 +283,34 @@ class _Settler:
             for heads in self._passing(problem):
                 width = next((ids for ids in widths if self._can_tie(ids, heads)), None)
                 if width is not None:
-                    self.ties[module] = torch.stack([width, heads.flatten()[: width.numel()]])
-                    self.found |= next(self._proposals(module, problems, kept, again=True), {})
+                    self.ties.append((torch.stack([width, heads.flatten()[: width.numel()]]), module))
+                    lines = [ids for problem in problems for ids in self._lines(problem, kept)]
+                    self.found |= next(self._proposals(module, lines, again=True), {})
                     search.tried.add(frozenset(self.found))
                     return True
         return False
+
+    def _try_equal(self, module: str, problems: list[Problem], kept: Tensor) -> bool:
+        """Let an axis lose as many as the one whose new size the code took for it: values viewed as wide as keys."""
+        of, acted = self._rehearsed.of, False
+        for problem in problems:
+            for old, new in problem.numbers:
+                other = [ids for ids in self._module_lines(module, kept) if ids.numel() == old]
+                taken = next((ids for ids in other if int(kept[of[ids]].sum()) == new), None)
+                if taken is None:
+                    continue
+                for ids in self._passing(problem):
+                    if ids.shape == taken.shape and self._are_apart(ids, taken):
+                        self.ties.append((torch.stack([taken, ids]), module))
+                        acted = True
+        return acted
+
+    def _are_apart(self, ids: Tensor, others: Tensor) -> bool:
+        """Do none of the units stand on both sides, and is no such tie known?"""
+        of = self._rehearsed.of
+        pair = of[torch.stack([others, ids])]
+        known = any(of[tie].equal(pair) for tie, _ in self.ties if tie.shape == pair.shape)
+        return not known and not set(of[ids].tolist()) & set(of[others].tolist()) - {STAYS}
 
     def _can_tie(self, width: Tensor, heads: Tensor) -> bool:
         of, n = self._rehearsed.of, width.numel()
@@ -295,7 +343,8 @@ class _Settler:
     def _freeze_for(self, problem: Problem, kept: Tensor) -> bool:
         """Freeze padding of fixed width, else what goes through the function, else what goes through the module."""
         what = "computes with how many there are" if problem.by_value else "uses a size that is fixed in Python code"
-        reason = f"{problem.call.name} in {problem.module or 'the model'} {what}"
+        where = f" ({problem.line})" if problem.line else ""
+        reason = f"{problem.call.name} in {problem.module or 'the model'} {what}{where}"
         padding = [size.ids for size in self._labels.sizes if size.module == problem.module and size.is_padding]
         passing = list(self._passing(problem))
         return (

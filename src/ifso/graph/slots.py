@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -42,6 +45,21 @@ def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             module._parameters[key] = nn.Parameter(tensors[name], old.requires_grad)
         else:
             module._buffers[key] = tensors[name]
+
+
+@torch.no_grad()
+def refresh_hooked_weights_(model: nn.Module) -> None:
+    """Make now what the hook of ``torch.nn.utils.weight_norm`` makes before each run: weights of the present size."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                setattr(module, hook.name, hook.compute_weight(module))
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model whose weights a hook made with a gradient, which PyTorch refuses to copy."""
+    refresh_hooked_weights_(model)
+    return copy.deepcopy(model)
 
 
 def read_attribute(module: nn.Module, name: str, position: int | None) -> int | None:

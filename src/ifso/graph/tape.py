@@ -267,7 +267,10 @@ class Recorder(TorchDispatchMode):
         self.tape.module_ends[entry] = len(self.tape.functions)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._write(func, args, kwargs or {})
+
+    def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim" or (func.namespace == "prims" and "device" in func.__name__):
             return func(*args, **kwargs)
         recorded_args = map_tensors(tuple(args), self.ref)

@@ -57,6 +57,7 @@ def trace(
         output_shapes=tuple(tape.shape(ref) for ref in tape.outputs),
         reductions=reductions_of(labels, units),
         unmasked=frozenset(labels.unmasked),
+        gains=labels.gains,
         on_real_tensors=on_real_tensors,
         recording=(labels, units),
         notes=tuple(dict.fromkeys(labels.notes)),

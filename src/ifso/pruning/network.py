@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from ifso.graph.channel_graph import STAYS, ChannelGraph
 from ifso.graph.layouts import kept_indices, surviving
 from ifso.graph.reductions import ExactReductions
 from ifso.graph.running import forget_caches
-from ifso.graph.slots import named_tensors
+from ifso.graph.slots import copy_of, named_tensors
 from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_, round_of
+from ifso.surgery.mask import gain_of
 from ifso.surgery.recipe import Recipe, recipe_of, remember, unchanged
 
 
@@ -95,11 +95,15 @@ class ShrinkingNetwork:
         """
         forget_caches(self.model)
         kept = self.kept_here
+        for name in self.graph.gains:
+            gain = gain_of(self.model, self.graph, kept, name)
+            if gain is not None:
+                self.model.get_parameter(name).data.mul_(gain)
         for name, tensor in named_tensors(self.model).items():
-            masked = name in self.graph.layouts and name not in self.graph.unmasked
-            if not masked or not isinstance(tensor, nn.Parameter) or (names is not None and name not in names):
+            layout = self.graph.masking(name)
+            if layout is None or not isinstance(tensor, nn.Parameter) or (names is not None and name not in names):
                 continue
-            gone = ~surviving(self.graph.layouts[name], kept)
+            gone = ~surviving(layout, kept)
             if bool(gone.any()):
                 gone = gone.to(tensor.device)
                 for part in (tensor.data, *_own_state(optimizer, tensor)):
@@ -135,7 +139,7 @@ class ShrinkingNetwork:
     def _told_apart(self, keep: dict[str, Tensor]) -> bool:
         kept = self.graph.kept(keep)
         with self._as_traced():
-            trial = copy.deepcopy(self.model)
+            trial = copy_of(self.model)
         try:
             compact_(trial, self.graph, keep)
             smaller = trace(trial, self.graph.inputs, ignore=self._ignore)
@@ -163,7 +167,7 @@ class ShrinkingNetwork:
     def compacted_copy(self) -> tuple[nn.Module, Recipe]:
         """A copy of the model without the units that are gone, and its recipe. The model itself stays as it is."""
         with self._as_traced():
-            copied = copy.deepcopy(self.model)
+            copied = copy_of(self.model)
         earlier, keep = recipe_of(self.model), self._physical_keep(1)
         if earlier is not None:
             remember(copied, earlier)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.slots import copy_of
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
 from ifso.pruning.afterwards import Evaluate, mean_loss
@@ -364,7 +364,7 @@ class _Start:
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
     ) -> Run:
         """The run at its beginning, or where a checkpoint says."""
-        teacher = copy.deepcopy(self._model) if self._settings.recover else None
+        teacher = copy_of(self._model) if self._settings.recover else None
         network = ShrinkingNetwork(self._model, graph, self._ignore)
         position = (0, 0)
         if found is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.errors import UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.slots import copy_of
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.selection import Target, check_reachable, select
@@ -38,7 +38,7 @@ def timed(model: nn.Module, graph: ChannelGraph, moves: Moves, settings: Setting
         check_reachable(graph, ledger, moves, target)
         scores = torch.rand(graph.num_units, generator=torch.Generator().manual_seed(settings.seed)).double()
         select(ledger, moves, scores, target)
-        trial = copy.deepcopy(model)
+        trial = copy_of(model)
         compact_(trial, graph, {group.name: ledger.kept[group.units] for group in graph.groups})
 
         def corrected(pairs: int) -> tuple[float, LatencyModel]:

@@ -165,7 +165,7 @@ class Worker:
         return {
             name: torch.ones_like(parameter, requires_grad=False)
             for name, parameter in self.network.model.named_parameters()
-            if name in graph.layouts and name not in graph.unmasked
+            if graph.masking(name) is not None
         }
 
     def _whole(self) -> dict[str, Tensor]:
@@ -179,10 +179,12 @@ class Worker:
     @torch.no_grad()
     def _narrow(self, names: Collection[str]) -> None:
         """What is left of units, and of these weights; in place, for rounds that were captured."""
-        kept, layouts = self.network.kept_here, self.network.graph.layouts
+        kept = self.network.kept_here
         self._kept.copy_(kept)
         for name in self._alive.keys() & names:
-            self._alive[name].copy_(surviving(layouts[name], kept))
+            layout = self.network.graph.masking(name)
+            assert layout is not None
+            self._alive[name].copy_(surviving(layout, kept))
             if name in self._surviving:
                 self._surviving[name].copy_(self._alive[name])
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ifso.costs.counting import check_fits, count
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
-from ifso.graph.channel_graph import ChannelGraph, Group, Keep
+from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
 from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.running import forget_caches
 from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import named_tensors, read_attribute, set_attribute
-from ifso.surgery.mask import refuse_masked
+from ifso.graph.slots import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
+from ifso.surgery.mask import gain_of, refuse_masked
 from ifso.surgery.recipe import (
     AttributeChange,
     FrozenAxis,
@@ -110,10 +110,14 @@ def _apply(
     """Make all new tensors first, then swap them in: nothing can fail halfway."""
     smaller = []
     for name, tensor in named_tensors(model).items():
-        if recipe.shapes[name].before != recipe.shapes[name].after:
-            shrink = partial(compact, layout=graph.layouts[name], kept=kept, name=name)
-            grad = None if tensor.grad is None else shrink(tensor.grad)
-            smaller.append((tensor, shrink(tensor.detach()), grad, _shrunk_state(optimizer, tensor, shrink)))
+        gain = gain_of(model, graph, kept, name)
+        if gain is None and recipe.shapes[name].before == recipe.shapes[name].after:
+            continue
+        layout = graph.layouts.get(name, Layout(tuple(tensor.shape), ()))
+        shrink = partial(compact, layout=layout, kept=kept, name=name)
+        data = tensor.detach() if gain is None else tensor.detach() * gain
+        grad = None if tensor.grad is None else shrink(tensor.grad)
+        smaller.append((tensor, shrink(data), grad, _shrunk_state(optimizer, tensor, shrink)))
     for tensor, data, grad, state in smaller:
         tensor.grad = None
         tensor.data = data
@@ -125,6 +129,7 @@ def _apply(
         set_attribute(modules[change.module], change.name, change.position, change.after)
     slim_attention(model)
     forget_caches(model)
+    refresh_hooked_weights_(model)
 
 
 def _shrunk_state(

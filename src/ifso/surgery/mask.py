@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ifso.costs.counting import check_fits
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.layouts import surviving
+from ifso.graph.layouts import kept_length, surviving
 from ifso.graph.reductions import ExactReductions
 from ifso.graph.running import forget_caches
 from ifso.graph.slots import named_tensors
@@ -43,7 +44,7 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
     pieces = list(_pieces(model, graph, kept))
     parameters = [piece for piece in pieces if isinstance(piece.tensor, nn.Parameter)]
     for piece in parameters:
-        piece.tensor.data = piece.original.masked_fill(~piece.alive, 0)
+        piece.tensor.data = piece.put.clone()
     try:
         with contextlib.ExitStack() as stack:
             for piece in parameters:
@@ -72,29 +73,53 @@ def refuse_masked(model: nn.Module) -> None:
         raise CompactionError(f"{type(model).__name__} is masked; leave the block of ifso.masked first")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Piece:
-    """A parameter or buffer that loses slices; ``alive`` is broadcastable to it."""
+    """A parameter or buffer that loses slices; ``alive`` is broadcastable to it.
+
+    A ``gain`` of a weight norm is what a removal multiplies the parameter by.
+    """
 
     tensor: Tensor
     original: Tensor
     alive: Tensor
+    gain: Tensor | None = None
+
+    @cached_property
+    def put(self) -> Tensor:
+        """What takes the place of the original."""
+        scaled = self.original if self.gain is None else self.original * self.gain
+        return scaled.masked_fill(~self.alive, 0)
 
     @torch.no_grad()
     def restore(self) -> None:
         """What was removed as it was before, what was kept as it is now."""
-        self.original.copy_(torch.where(self.alive, self.tensor.data, self.original))
+        now, alive = self.tensor.data, self.alive
+        if self.gain is not None:
+            now, alive = now / self.gain, alive & (now != self.put)
+        self.original.copy_(torch.where(alive, now, self.original))
         self.tensor.data = self.original
 
 
 def _pieces(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> Iterator[_Piece]:
     for name, tensor in named_tensors(model).items():
-        if name not in graph.layouts or name in graph.unmasked:
+        layout, gain = graph.masking(name), gain_of(model, graph, kept, name)
+        if layout is None and gain is None:
             continue
-        alive = surviving(graph.layouts[name], kept).to(tensor.device)
-        if not bool(alive.all()):
+        alive = torch.ones_like(tensor, dtype=torch.bool) if layout is None else surviving(layout, kept)
+        if gain is not None or not bool(alive.all()):
             original = tensor.data if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-            yield _Piece(tensor, original, alive)
+            yield _Piece(tensor, original, alive.to(tensor.device), gain)
+
+
+def gain_of(model: nn.Module, graph: ChannelGraph, kept: Tensor, name: str) -> Tensor | None:
+    """What the gain of a weight norm is multiplied by, so that what is left of the weight stays as it is."""
+    normed, dim = graph.gains.get(name, ("", 0))
+    layout = graph.masking(normed)
+    if layout is None:
+        return None
+    v = model.get_parameter(normed).detach()
+    return kept_length(v, surviving(layout, kept).to(v.device), dim)
 
 
 @torch.no_grad()

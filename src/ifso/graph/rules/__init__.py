@@ -26,7 +26,17 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 def find(call: Call) -> Rule:
     """The rule for a call: by name, by PyTorch's own pointwise tag, or the one that freezes."""
-    from ifso.graph.rules import convolution, joins, layout, norms, pointwise, products, reduce, spatial  # noqa: F401
+    from ifso.graph.rules import (  # noqa: F401
+        convolution,
+        joins,
+        layout,
+        norms,
+        pointwise,
+        products,
+        recurrent,
+        reduce,
+        spatial,
+    )  # fmt: skip
 
     for name in (call.op, call.op.removesuffix("_")):
         if name in RULES:

@@ -168,7 +168,24 @@ def gather(call: Call, labels: Labels) -> None:
             labels.freeze(layer.ids, "is looked up by position")
         else:
             passing.append(layer)
+    labels.adopt(where, passing)
     labels.set(call.outputs[0], passing, like=x)
+
+
+@rule("aten.index_add", "aten.index_add_", "aten.index_copy", "aten.index_copy_")
+def index_add(call: Call, labels: Labels) -> None:
+    """Rows added by index along one axis, as experts give their tokens back: the other axes are the same channels."""
+    x, dim, _, source = call.args[:4]
+    out, layers = call.outputs[0], [*labels[x], *labels[source]]
+    if any(layer.varies(dim % len(labels.shape(x))) for layer in layers):
+        labels.freeze_all([x, source], "is written by position")
+        labels.set(out, ())
+        return
+    merged = labels.merge(layers)
+    _freeze_unmatched([x, source], merged, labels, lambda ids: ids)
+    labels.adopt(x, merged)
+    labels.set(out, merged, like=source)
+    labels.uniform.discard(x.index)
 
 
 @rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")

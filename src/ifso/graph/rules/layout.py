@@ -216,14 +216,20 @@ def _joined(layer: Layer, ids: Tensor, labels: Labels) -> Layer | None:
     """Axes joined into one. In order: fine. Blocks last: a shuffle. Anything else: frozen."""
     flat = ids.flatten()
     array = layer.ids.squeeze()
-    if bool((flat[1:] >= flat[:-1]).all()) or any(_same(array, blocks) for blocks, _ in labels.splits):
+    if _ascends(flat) or any(_same(array, blocks) for blocks, _ in labels.splits):
         return replace(layer, ids=ids)
     if array.dim() == 2 and any(_same(array.t(), blocks) for blocks, _ in labels.splits):
         return replace(layer, ids=ids, period=array.shape[1])
     if array.dim() == 2 and bool((array == array[:1]).all() or (array == array[:, :1]).all()):
         return replace(layer, ids=ids)
+    if array.dim() == 2 and _ascends(array.unique_consecutive(dim=0).flatten()):
+        return replace(layer, ids=ids)  # rows repeated in place: keys and values that several queries share
     labels.freeze(flat, "is reordered in a way that cannot be followed")
     return None
+
+
+def _ascends(flat: Tensor) -> bool:
+    return bool((flat[1:] >= flat[:-1]).all())
 
 
 def _same(array: Tensor, blocks: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -105,15 +104,15 @@ def instance_norm(call: Call, labels: Labels) -> None:
 
 @rule("aten._weight_norm_interface", "aten._weight_norm")
 def weight_norm(call: Call, labels: Labels) -> None:
-    """w = g · v/‖v‖ over all dims but one: that dim passes, the others must stay."""
+    """w = g · v/‖v‖ over all dims but one, along which g goes: g makes the channels, and v only says in what direction.
+
+    What is left of w stays as it is when other dims of v lose something: g takes over the change of ‖v‖. Along the one
+    dim a zero row of v would be divided by zero: there g alone is set to zero.
+    """
     v, g = call.args[:2]
-    dim: Any = call.argument(2, "dim", 0)
-    passing = []
-    for layer in labels[v]:
-        if layer.dims == (dim,):
-            passing.append(layer)
-        else:
-            labels.freeze(layer.ids, "weight norm divides by a length taken over it")
-    labels.unmasked.add(labels.tape.values[v.index].name)
-    passing = labels.merge([*passing, *(replace(layer) for layer in labels[g] if layer.dims == (dim,))])
-    labels.set(call.outputs[0], passing, like=v)
+    dim: Any = call.argument(2, "dim", 0) % len(labels.shape(v))
+    names = labels.tape.values[v.index].name, labels.tape.values[g.index].name
+    if all(names):
+        labels.unmasked.add((names[0], dim))
+        labels.gains[names[1]] = (names[0], dim)
+    labels.set(call.outputs[0], labels.merge([*labels[g], *labels[v]]), like=v)

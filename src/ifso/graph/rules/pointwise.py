@@ -42,6 +42,9 @@ def pointwise(call: Call, labels: Labels) -> None:
         labels.set(ref, layers, like=like)
     if written is not None and like is not None:
         _pass_on_why(written, like, labels)
+    for ref in refs:
+        if ref not in outputs:
+            labels.adopt(ref, layers)
     labels.pass_flexible(refs, outputs)
     alike = all(ref.index in labels.uniform or not labels.tape.shape(ref) for ref in refs)
     (labels.uniform.update if alike else labels.uniform.difference_update)(ref.index for ref in outputs)
@@ -75,8 +78,9 @@ def uniform(call: Call, labels: Labels) -> None:
     """A tensor whose elements are all alike: its size follows whatever it meets."""
     for ref in call.outputs:
         if ref is not None:
-            existing = labels[ref] if ref in tuple(call.inputs) else ()
-            labels.set(ref, existing)
+            inputs = tuple(call.inputs)
+            existing = labels[ref] if ref in inputs else ()
+            labels.set(ref, labels[inputs[0]] if call.op.endswith("_like") and inputs else existing)
             labels.uniform.add(ref.index)
             labels.set_why(ref, "a constant made in forward")
 

@@ -31,6 +31,23 @@ def add_matmul(call: Call, labels: Labels) -> None:
     _product(call, labels, a, b, bias)
 
 
+@rule("aten._grouped_mm", "aten._scaled_grouped_mm")
+def grouped_matmul(call: Call, labels: Labels) -> None:
+    """x [rows, k] with weights [experts, k, n], each expert for its own rows: the kernel takes few sizes."""
+    x, weight = call.args[:2]
+    labels.freeze_all(
+        call.inputs,
+        "runs through grouped_mm, which takes only sizes of a multiple of 16 bytes; let experts run without it "
+        '(transformers: experts_implementation="batched_mm" or "eager")',
+    )
+    out = call.outputs[0]
+    assert out is not None
+    labels.set(out, (), like=x)
+    shape = (*labels.tape.shape(x), labels.tape.shape(weight)[-1])
+    labels.cost("linear", call, shape, ())
+    labels.cost("activation", call, labels.tape.shape(out), ())
+
+
 @rule("aten.linear")
 def linear(call: Call, labels: Labels) -> None:
     """x [… , k] with weight [n, k]."""
@@ -46,6 +63,7 @@ def linear(call: Call, labels: Labels) -> None:
 def _product(call: Call, labels: Labels, a: Ref, b: Ref, bias: Ref | None) -> None:
     a_shape, b_shape = labels.shape(a), labels.shape(b)
     shape = (*a_shape, b_shape[-1])
+    labels.adopt(a, [replace(x, ids=x.ids.transpose(-1, -2)) for x in labels[b] if x.varies(len(b_shape) - 2)])
     layers_a, layers_b = list(labels[a]), list(labels[b])
     out = contract(labels, layers_a, layers_b, shape, (labels.why(a), labels.why(b)), call)
     _finish(call, labels, out, bias, layers_a, layers_b, shape, a)
