@@ -19,6 +19,7 @@ from ifso.curvature.dual_mode import DualMode, Manner, below_other_modes
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.taps import Taps
 from ifso.errors import ScoreError
+from ifso.graph.running import ALONE
 
 
 def dual_pass(
@@ -36,6 +37,7 @@ def dual_pass(
         undisturbed(model),
         torch.enable_grad(),
         sdpa_kernel(SDPBackend.MATH),
+        ALONE,
         forward_ad.dual_level(),
         within or contextlib.nullcontext(),
     ):

@@ -25,6 +25,7 @@ from ifso.curvature.dual_pass import explained
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.weights import sum_of
 from ifso.errors import ScoreError
+from ifso.graph.running import ALONE
 
 
 def gauss_newton_product(
@@ -32,7 +33,7 @@ def gauss_newton_product(
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
     with explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        with forward_ad.dual_level():
+        with ALONE, forward_ad.dual_level():
             cut = _Cut(tensors, dots)
             with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
                 loss = checked(loss_fn(model, batch))

@@ -142,6 +142,7 @@ class ChannelGraph:
     output_shapes: tuple[tuple[int, ...], ...]
     reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
     unmasked: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
     on_real_tensors: bool = False
     recording: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
-from ifso.graph.running import call_model, forget_caches, preserved, quiet_torch
+from ifso.graph.running import call_model, forget_caches, on_fake_tensors, on_real_tensors
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_tensors
+from ifso.graph.stage import Stage
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units
 
@@ -129,33 +129,39 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
     if removal.on_real_tensors:
         return [], _rehearse_real(model, removal)
     expected = removal.expected_results()
-    with preserved(model), quiet_torch():
-        exchanged = removal.set_numbers(model)
-        rehearsal = Rehearsal(model, removal.labels.tape, expected, set(exchanged))
+    problems: list[Problem] = []
+    exchanged: set[str] = set()
+
+    def run(stage: Stage) -> str | None:
+        rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems)
         try:
-            _run_smaller(model, removal, rehearsal)
+            _run_smaller(model, removal, stage, rehearsal)
         except Diverged as error:
-            return rehearsal.problems, error.module
+            return error.module
         except Exception:
-            return rehearsal.problems, rehearsal.module
-        return rehearsal.problems, None
+            return rehearsal.module
+        return None
+
+    return problems, on_fake_tensors(model, run, lambda: exchanged.update(removal.set_numbers(model)))
 
 
-def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractContextManager[Any]) -> Any:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors, shapes = named_tensors(model), removal.shapes
-    with mode:
-        set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in shapes.items()})
-        fakes = map_tensors(removal.inputs, mode.from_tensor)
-        with watch:
-            return call_model(model, fakes)
+def _run_smaller(
+    model: nn.Module, removal: Removal, stage: Stage, watch: contextlib.AbstractContextManager[Any]
+) -> list[tuple[int, ...]]:
+    """Shapes of the smaller model's outputs."""
+    tensors = named_tensors(model)
+    set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in removal.shapes.items()})
+    fakes = map_tensors(removal.inputs, stage.from_tensor)
+    with watch:
+        output = call_model(model, fakes)
+    return [tuple(tensor.shape) for tensor in tensors_in(output)]
 
 
 def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
     """The same with values, for models whose course depends on them; the module that failed, if any."""
-    tensors = named_tensors(model)
-    with preserved(model), quiet_torch():
-        layouts = removal.units.layouts
+
+    def run() -> str | None:
+        tensors, layouts = named_tensors(model), removal.units.layouts
         set_tensors(
             model, {name: compact(tensors[name].detach(), layouts[name], removal.kept, name) for name in layouts}
         )
@@ -167,7 +173,9 @@ def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
                 call_model(model, map_tensors(removal.inputs, lambda tensor: tensor.detach().clone()))
         except Exception:
             return last[0]
-    return None
+        return None
+
+    return on_real_tensors(model, run)
 
 
 def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...]) -> str | None:
@@ -183,22 +191,30 @@ def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple
     failure = f"the forward pass fails in {stuck or 'the model'}"
     if removal.on_real_tensors:
         return failure
-    with preserved(model), quiet_torch():
-        removal.set_numbers(model)
-        try:
-            output = _run_smaller(model, removal, contextlib.nullcontext())
-        except Exception:
-            return failure
-    same = tuple(tuple(tensor.shape) for tensor in tensors_in(output)) == output_shapes
-    return None if same else "its outputs have other shapes"
+
+    def run(stage: Stage) -> list[tuple[int, ...]]:
+        return _run_smaller(model, removal, stage, contextlib.nullcontext())
+
+    try:
+        shapes = on_fake_tensors(model, run, lambda: removal.set_numbers(model))
+    except Exception:
+        return failure
+    return None if tuple(shapes) == output_shapes else "its outputs have other shapes"
 
 
 class Rehearsal(TorchFunctionMode):
-    """Compares each torch function with the recording and notes the problems."""
+    """Compares each torch function with the recording and notes the ``problems``."""
 
-    def __init__(self, model: nn.Module, tape: Tape, expected: dict[Ref, tuple[int, ...]], exchanged: set[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tape: Tape,
+        expected: dict[Ref, tuple[int, ...]],
+        exchanged: set[str],
+        problems: list[Problem],
+    ) -> None:
         super().__init__()
-        self.problems: list[Problem] = []
+        self._problems = problems
         self._tape = tape
         self._expected = expected
         self._stack = ModuleStack(model, self._resume)
@@ -251,7 +267,7 @@ class Rehearsal(TorchFunctionMode):
         return result
 
     def _note(self, call: FunctionCall, why: str, by_value: bool = False) -> None:
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value))
+        self._problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
