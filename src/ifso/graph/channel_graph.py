@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ifso.errors import KeepError
+from ifso.graph.wiring import Wiring
 
 if TYPE_CHECKING:
     from ifso.costs.terms import Term
@@ -143,6 +144,8 @@ class ChannelGraph:
     reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
     unmasked: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+    wiring: Wiring = field(default_factory=dict, repr=False)
+    modes: tuple[bool, ...] = field(default=(), repr=False)
     on_real_tensors: bool = False
     recording: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()

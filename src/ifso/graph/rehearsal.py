@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
@@ -28,6 +30,8 @@ from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_t
 from ifso.graph.stage import Stage
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units
+from ifso.graph.values import Values, content_of, place_of, values_of
+from ifso.graph.wiring import modes_of
 
 
 def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:
@@ -178,12 +182,22 @@ def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
     return on_real_tensors(model, run)
 
 
-def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...]) -> str | None:
+def check_removal(
+    model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...], modes: tuple[bool, ...]
+) -> str | None:
     """What is wrong with a removal, in words; None if the smaller model runs to the same output shapes.
 
-    A model that takes another way than in its recording (it is in train mode now, say) is only asked for its outputs.
+    ``modes`` are those of the recording. A model in others (it is in train mode now, say) that takes another way is
+    only asked for its outputs; in the same modes it must take the same way, or the recording is of another model.
     """
     problems, stuck = rehearse(model, removal)
+    if stuck is not None and not removal.on_real_tensors and modes_of(model) == modes:
+        _, whole = rehearse(model, replace(removal, kept=torch.ones_like(removal.kept)))
+        if whole is not None:
+            raise StaleGraphError(
+                f"the graph was traced from another model: {whole or 'it'} runs other functions now; "
+                "call ifso.trace again"
+            )
     if problems:
         return f"{problems[0].call.name} in {problems[0].module or 'the model'} {problems[0].why}"
     if stuck is None:
@@ -222,6 +236,7 @@ class Rehearsal(TorchFunctionMode):
         self._place = 0
         self._inside = False
         self._exchanged = exchanged
+        self._computed = _Computed(model)
 
     @property
     def module(self) -> str:
@@ -234,8 +249,13 @@ class Rehearsal(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or any(name in self._exchanged for name in self._stack.running):
+        if self._inside:
             return func(*args, **kwargs)
+        if any(name in self._exchanged for name in self._stack.running):
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._computed.calls.clear()
         self._last = self._stack.module
         name = getattr(func, "__name__", str(func))
         if self._place >= len(self._tape.functions) or self._tape.functions[self._place].name != name:
@@ -249,13 +269,16 @@ class Rehearsal(TorchFunctionMode):
             self._inside = False
 
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
-        if _factors(call.name, args, kwargs) != _factors(call.name, call.args, call.kwargs):
-            self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
+        before = len(self._computed.calls)
         try:
             result = func(*args, **kwargs)
         except Exception as error:
+            self._computed.calls.clear()
             self._note(call, f"{type(error).__name__}: {error}")
             return self._stand_in(call.result)
+        recorded = _recorded(call, self._tape)
+        if (recorded or len(self._computed.calls) > before) and not self._computes_the_same(call, recorded, kwargs):
+            self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
         refs = list(refs_in(call.result))
         tensors = tensors_in(result)
         if not refs:
@@ -265,6 +288,13 @@ class Rehearsal(TorchFunctionMode):
             self._note(call, f"gave {[tuple(t.shape) for t in tensors]}, expected {wanted}")
             return self._stand_in(call.result)
         return result
+
+    def _computes_the_same(self, call: FunctionCall, recorded: list[Computed], kwargs: Mapping[str, Any]) -> bool:
+        now = self._computed.calls[:]
+        self._computed.calls.clear()
+        if call.name in OWN_SCALES:
+            return bool(kwargs.get("scale") == call.kwargs.get("scale"))
+        return _same_numbers(recorded, now)
 
     def _note(self, call: FunctionCall, why: str, by_value: bool = False) -> None:
         self._problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value))
@@ -279,23 +309,65 @@ class Rehearsal(TorchFunctionMode):
 
     def __enter__(self) -> Rehearsal:
         self._stack.__enter__()
+        self._computed.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        self._computed.__exit__(*exc)
         self._stack.__exit__(*exc)
 
 
-ARITHMETIC = frozenset(
-    ("add", "sub", "rsub", "mul", "div", "rdiv", "truediv", "rtruediv", "true_divide", "pow", "rpow")
-)
+class _Computed(TorchDispatchMode):
+    """Notes what the ATen calls of one torch function compute with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[Computed] = []
+        self._known = {id(tensor) for tensor in named_tensors(model).values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if func.namespace != "prim":
+                self.calls.append(_computed(func, args, kwargs, self._content, lambda tensor: tuple(tensor.shape)))
+            return func(*args, **kwargs)
+
+    def _content(self, item: Any) -> Any:
+        return None if id(item) in self._known else content_of(item)
 
 
-def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
-    """Numbers that a function computes with: masking cannot change them, so removal must not."""
-    if name == "scaled_dot_product_attention":
-        scale = kwargs.get("scale")
-        return [] if scale is None else [scale]
-    if name.strip("_").removeprefix("i") not in ARITHMETIC and name.strip("_") not in ARITHMETIC:
-        return []
-    return [item for item in args if isinstance(item, (int, float)) and not isinstance(item, bool)]
+Computed = tuple[str, Values, "tuple[int, ...] | None"]
+"""An ATen call: its operator, the numbers it computes with, and the place along an axis that it picks."""
+
+
+def _computed(func: Any, args: Any, kwargs: Any, content: Callable[[Any], Any], size: Callable[[Any], Any]) -> Computed:
+    return str(func.overloadpacket), values_of(func, args, kwargs, content), place_of(func, args, size)
+
+
+def _recorded(call: FunctionCall, tape: Tape) -> list[Computed]:
+    def content(item: Any) -> Any:
+        return tape.values[item.index].content if isinstance(item, Ref) else None
+
+    return [_computed(one.func, one.args, one.kwargs, content, tape.shape) for one in tape.calls_of(call.key)]
+
+
+def _same_numbers(before: list[Computed], now: list[Computed]) -> bool:
+    """Do two runs of a function compute with the same numbers? A place may move with the size of its axis.
+
+    Where PyTorch itself takes other operators for other sizes, as in an einsum, their dims and places tell nothing.
+    """
+    if [op for op, _, _ in before] != [op for op, _, _ in now]:
+        return _fractions(before) == _fractions(now)
+    if [values for _, values, _ in before] != [values for _, values, _ in now]:
+        return False
+    places = [[place for _, _, place in calls if place is not None] for calls in (before, now)]
+    return all(one == other or one[0] != other[0] for one, other in zip(*places, strict=True))
+
+
+def _fractions(calls: list[Computed]) -> list[Any]:
+    return [value for _, values, _ in calls for _, whole, value in values if not whole]
+
+
+OWN_SCALES = ("scaled_dot_product_attention", "multi_head_attention_forward")
+"""Functions that divide by the root of a head's size, which masks account for."""

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ifso.graph.values import content_of
+
 FunctionKey = tuple[str, int, int]
 """(module name, visit, n): the n-th torch function called while that module ran for the visit-th time in a run."""
 
@@ -35,6 +37,8 @@ class Value:
     name: str
     dtype: torch.dtype
     device: torch.device
+    content: Any = None
+    """The numbers in a small constant, if it was met on a run without values."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,22 @@ class Tape:
     outputs: tuple[Ref, ...] = ()
     written: set[str] = field(default_factory=set)
     """Names of parameters and buffers that the run wrote into or replaced."""
+    _by_function: dict[FunctionKey, list[Call]] | None = field(default=None, repr=False)
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
         """Shape of a recorded tensor."""
         return self.values[ref.index].shape
+
+    def calls_of(self, function: FunctionKey) -> list[Call]:
+        """The ATen calls that a torch function made, and those before it that belong to none."""
+        if self._by_function is None:
+            self._by_function, before = {}, []
+            for call in self.calls:
+                before.append(call)
+                if call.function is not None:
+                    self._by_function.setdefault(call.function, []).extend(before)
+                    before = []
+        return self._by_function.get(function, [])
 
 
 def refs_in(tree: Any) -> Iterator[Ref]:
@@ -280,11 +296,11 @@ class Recorder(TorchDispatchMode):
     def ref(self, tensor: Tensor) -> Ref:
         """The reference of a tensor; one never seen before is a constant from outside."""
         known = self._refs.get(tensor)
-        return known if known is not None else self._register(tensor, "constant")
+        return known if known is not None else self._register(tensor, "constant", content=content_of(tensor))
 
-    def _register(self, tensor: Tensor, kind: str, name: str = "") -> Ref:
+    def _register(self, tensor: Tensor, kind: str, name: str = "", content: Any = None) -> Ref:
         ref = Ref(len(self.tape.values))
-        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype, tensor.device))
+        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype, tensor.device, content))
         self._refs[tensor] = ref
         return ref
 
@@ -300,7 +316,10 @@ class Recorder(TorchDispatchMode):
         self.tape.module_ends[entry] = len(self.tape.functions)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim" or (func.namespace == "prims" and "device" in func.__name__):
             return func(*args, **kwargs)
         owners = (self._owners.get(tensor) for tensor in written_by(func, args, kwargs))

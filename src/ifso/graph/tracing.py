@@ -18,6 +18,7 @@ from ifso.graph.running import ALONE, GuardedRecorder, available_memory, explain
 from ifso.graph.settling import settle
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import Recorder, Tape, tensors_in
+from ifso.graph.wiring import modes_of, wiring_of
 
 
 def trace(
@@ -62,6 +63,8 @@ def _trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str], memory_
         reductions=reductions_of(labels, units),
         unmasked=frozenset(labels.unmasked),
         written=frozenset(tape.written),
+        wiring=wiring_of(model),
+        modes=modes_of(model),
         on_real_tensors=on_real_tensors,
         recording=(labels, units),
         notes=tuple(dict.fromkeys(labels.notes)),
