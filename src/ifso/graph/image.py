@@ -80,7 +80,7 @@ Look = tuple[Undo | None, "list[Any] | tuple[Any, ...]"]
 def _module(module: nn.Module) -> Look:
     attributes, kind = _dict(vars(module)), type(module)
     stores = (module._parameters, module._buffers) if isinstance(module, torch.jit.ScriptModule) else ()
-    slots = [(store, dict(store.items())) for store in stores]
+    slots: list[tuple[Any, dict[str, Any]]] = [(store, dict(store.items())) for store in stores]
 
     def undo() -> None:
         if type(module) is not kind:
