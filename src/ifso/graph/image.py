@@ -41,6 +41,7 @@ class Image:
         self._undo: list[Undo] = [_random_state()]
         self._seen: set[int] = set()
         self._alive: list[Any] = []
+        self._empty: list[dict[Any, Any]] = []
         self.tensors: list[Tensor] = []
         self._todo: deque[tuple[Any, int]] = deque((module, DEPTH) for module in model.modules())
         for tensor in named_tensors(model).values():
@@ -54,11 +55,17 @@ class Image:
         """Put everything back."""
         for undo in self._undo:
             undo()
+        for items in self._empty:
+            if items:
+                items.clear()
 
     def _look(self, item: Any, depth: int) -> None:
         if isinstance(item, _IMMUTABLE) or id(item) in self._seen:
             return
         self._seen.add(id(item))
+        if isinstance(item, dict) and not item:
+            self._empty.append(item)
+            return
         self._alive.append(item)
         for kind, look in _LOOKS:
             if isinstance(item, kind):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import STAYS, SizeAttribute
@@ -32,6 +31,7 @@ from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, r
 from ifso.graph.units import Units
 from ifso.graph.values import Values, content_of, place_of, values_of
 from ifso.graph.wiring import modes_of
+from ifso.graph.writes import LEAVING, WatchedLeavings
 
 
 def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
     exchanged: set[str] = set()
 
     def run(stage: Stage) -> str | None:
-        rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems)
+        rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems, stage)
         try:
             _run_smaller(model, removal, stage, rehearsal)
         except Diverged as error:
@@ -207,7 +207,7 @@ def check_removal(
         return failure
 
     def run(stage: Stage) -> list[tuple[int, ...]]:
-        return _run_smaller(model, removal, stage, contextlib.nullcontext())
+        return _run_smaller(model, removal, stage, WatchedLeavings(stage.writes))
 
     try:
         shapes = on_fake_tensors(model, run, lambda: removal.set_numbers(model))
@@ -226,6 +226,7 @@ class Rehearsal(TorchFunctionMode):
         expected: dict[Ref, tuple[int, ...]],
         exchanged: set[str],
         problems: list[Problem],
+        stage: Stage,
     ) -> None:
         super().__init__()
         self._problems = problems
@@ -236,6 +237,7 @@ class Rehearsal(TorchFunctionMode):
         self._place = 0
         self._inside = False
         self._exchanged = exchanged
+        self._stage = stage
         self._computed = _Computed(model)
 
     @property
@@ -258,6 +260,8 @@ class Rehearsal(TorchFunctionMode):
                 self._computed.calls.clear()
         self._last = self._stack.module
         name = getattr(func, "__name__", str(func))
+        if name in LEAVING and args and isinstance(args[0], Tensor):
+            self._stage.writes.protect(args[0])
         if self._place >= len(self._tape.functions) or self._tape.functions[self._place].name != name:
             raise Diverged(self._stack.module)
         call = self._tape.functions[self._place]
@@ -309,29 +313,25 @@ class Rehearsal(TorchFunctionMode):
 
     def __enter__(self) -> Rehearsal:
         self._stack.__enter__()
-        self._computed.__enter__()
+        self._stage.listen = self._computed.note
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._computed.__exit__(*exc)
+        self._stage.listen = None
         self._stack.__exit__(*exc)
 
 
-class _Computed(TorchDispatchMode):
+class _Computed:
     """Notes what the ATen calls of one torch function compute with."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.calls: list[Computed] = []
         self._known = {id(tensor) for tensor in named_tensors(model).values()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            if func.namespace != "prim":
-                self.calls.append(_computed(func, args, kwargs, self._content, lambda tensor: tuple(tensor.shape)))
-            return func(*args, **kwargs)
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An ATen call is about to be made."""
+        self.calls.append(_computed(func, args, kwargs, self._content, lambda tensor: tuple(tensor.shape)))
 
     def _content(self, item: Any) -> Any:
         return None if id(item) in self._known else content_of(item)

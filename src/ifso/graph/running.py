@@ -75,7 +75,13 @@ def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callab
 
 def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
     """What ``run`` returns; it runs the model on values, and whatever is written into old tensors is taken back."""
-    with preserved(model) as image, quiet_torch(), _written_back(model, image) as writes, WatchedCalls(writes):
+    with (
+        preserved(model) as image,
+        quiet_torch(),
+        _written_back(model, image) as writes,
+        WatchedLeavings(writes),
+        WatchedCalls(writes),
+    ):
         return run()
 
 
@@ -83,8 +89,7 @@ def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
 def _written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
     writes = Writes([*named_tensors(model).values(), *image.tensors])
     try:
-        with WatchedLeavings(writes):
-            yield writes
+        yield writes
     finally:
         writes.undo()
 
@@ -133,7 +138,7 @@ def run_fake(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
         forget_caches(model)
         fakes = map_tensors(inputs, stage.from_tensor)
         recorder.add_inputs(fakes)
-        with recorder:
+        with WatchedLeavings(stage.writes), recorder:
             output = call_model(model, fakes)
         return recorder.finish(output)
 

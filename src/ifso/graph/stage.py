@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -28,17 +29,32 @@ ROUNDS = 6
 
 
 class Stage(FakeTensorMode):
-    """Fake tensors for one run, none of which may be alive after it; ``writes`` are told of every call."""
+    """Fake tensors for one run, none of which may be alive after it; ``writes`` are told of every call.
+
+    ``listen`` is told of the calls that the model makes, not of those that are made for them.
+    """
 
     def __init__(self, writes: Writes) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._writes = writes
+        self.writes = writes
+        self.listen: Callable[[Any, Any, Any], None] | None = None
         self._made: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._writes.before(func, args, kwargs)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs, listen = kwargs or {}, self.listen
+        if func.namespace == "prim":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.writes.before(func, args, kwargs)
+        if listen is None:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            self.listen = None
+            try:
+                with torch._C.DisableTorchFunction():
+                    listen(func, args, kwargs)
+                    result = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.listen = listen
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, FakeTensor):
                 self._made.append(weakref.ref(item))
