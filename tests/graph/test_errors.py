@@ -9,7 +9,7 @@ from nets import attention, calling, convolution
 from torch import Tensor, nn
 
 import ifso
-from ifso.errors import TraceError, TraceMemoryError
+from ifso.errors import CompactionError, StaleGraphError, TraceError, TraceMemoryError
 
 IMAGES = torch.zeros(2, 3, 8, 8)
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear)
@@ -224,3 +224,96 @@ def test_memory_of_an_unused_input_is_not_needed():
 
     graph = ifso.trace(Ignores().eval(), (torch.zeros(4, 6), torch.zeros(1)))
     assert [group.size for group in graph.groups] == [8, 7]
+
+
+def other_wiring() -> dict[str, nn.Module]:
+    """Networks with the parameters of the one that is traced, and other modules, settings or ways."""
+
+    def net(**changes: nn.Module) -> nn.Module:
+        parts = {"0": nn.Linear(6, 8), "1": nn.ReLU(), "2": nn.Linear(8, 8), "3": nn.ReLU(), "4": nn.Linear(8, 3)}
+        return nn.Sequential(*(parts | changes).values())
+
+    patched = net()
+    patched[2].forward = lambda x: x + nn.functional.linear(x, patched[2].weight, patched[2].bias)
+    return {"softmax": net(**{"1": nn.Softmax(1)}), "patched": patched, "more": nn.Sequential(*net(), nn.ReLU())}
+
+
+@pytest.mark.parametrize("name", ["softmax", "patched", "more"])
+def test_a_graph_of_other_wiring_is_stale(name):
+    """Only shapes were compared, so masked and compacted differed without a word."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    graph, other = ifso.trace(model, torch.randn(4, 6)), other_wiring()[name]
+    keep = {"0": torch.arange(8) < 5}
+    assert ifso.cost(nn.Sequential(*(type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m
+                                     for m in model)), graph).macs  # fmt: skip
+    for use in (lambda: ifso.compact_(other, graph, keep), lambda: ifso.cost(other, graph, keep),
+                lambda: ifso.masked(other, graph, keep).__enter__()):  # fmt: skip
+        with pytest.raises(StaleGraphError, match="another model"):
+            use()
+    assert other[0].weight.shape == (8, 6)
+
+
+class Switched(nn.Module):
+    """Adds its input or not, as an attribute says."""
+
+    def __init__(self, residual: bool):
+        super().__init__()
+        self.residual, self.a, self.b, self.c = residual, nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).relu()
+        return self.c(x + self.b(x) if self.residual else self.b(x))
+
+
+def test_a_model_that_runs_other_functions_is_stale():
+    graph, other = ifso.trace(Switched(residual=False), torch.randn(4, 6)), Switched(residual=True)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(StaleGraphError, match="runs other functions"):
+        ifso.compact_(other, graph, {"b": torch.arange(8) < 5})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+class Thresholded(nn.Module):
+    """Doubles its features as long as there are more than three: no trial run on the way sees that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.second(x)
+        return self.last(x.mul(2.0 if x.shape[1] > 3 else 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_net_under_the_rules_names_the_module(dtype, monkeypatch):
+    """With the comparison of numbers switched off, the outputs tell."""
+    monkeypatch.setattr("ifso.graph.rehearsal._same_numbers", lambda before, now: True)
+    torch.manual_seed(0)
+    model = Thresholded().to(dtype)
+    graph = ifso.trace(model, torch.zeros(4, 6, dtype=dtype))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    keep = {"first": torch.arange(8) < 4, "second": torch.arange(8) < 3}
+    with pytest.raises(CompactionError, match="removing units of 'second'"):
+        ifso.compact_(model, graph, keep)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.second.out_features == 8
+    ifso.compact_(model, graph, keep | {"second": torch.arange(8) < 4})
+
+
+def test_random_networks_are_not_held_to_the_same_outputs():
+    """Dropout leaves out others where there are fewer."""
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(nn.functional.dropout(self.a(x)))
+
+    model = Dropping().train()
+    graph = ifso.trace(model, torch.randn(4, 6))
+    ifso.compact_(model, graph, {"a": torch.arange(8) < 5})
+    assert model.a.out_features == 5

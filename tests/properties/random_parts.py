@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -216,6 +217,26 @@ def centred(shape: Map, numbers: Numbers) -> Made:
 def by_size(shape: Map, numbers: Numbers) -> Made:
     """Computes with the number of channels: no mask can follow that, so they must stay."""
     options = (lambda x: x * x.shape[1] ** -0.5, lambda x: x - x.sum(1, keepdim=True) / x.shape[1])
+    return Lambda(numbers.pick(*options)), shape
+
+
+@part
+def argument_by_size(shape: Map, numbers: Numbers) -> Made:
+    """Hands a number that depends on how many channels there are to a function, or makes a tensor of it."""
+    options = (
+        lambda x: torch.add(x, x.square(), alpha=1 / x.shape[1]),
+        lambda x: F.leaky_relu(x, 1 / x.shape[1]),
+        lambda x: x.clamp(-1 / x.shape[1], 1 / x.shape[1]),
+        lambda x: F.group_norm(x, 1, eps=1 / x.shape[1]),
+        lambda x: torch.lerp(x, x.square(), 1 / x.shape[1]),
+        lambda x: torch.addcmul(x, x, x, value=1 / x.shape[1]),
+        lambda x: F.hardshrink(x, 1 / x.shape[1]),
+        lambda x: x * torch.tensor(1 / x.shape[1]),
+        lambda x: x * torch.full((1,), 1 / x.shape[1], dtype=x.dtype),
+        lambda x: x * torch.from_numpy(np.full(1, 1 / x.shape[1])),
+        lambda x: x.masked_fill(x > 0, 1 / x.shape[1]),
+        lambda x: x + x.roll(x.shape[1] % 2, 2),
+    )
     return Lambda(numbers.pick(*options)), shape
 
 

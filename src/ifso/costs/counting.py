@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.slots import named_tensors
+from ifso.graph.wiring import difference, wiring_of
 
 MAC_KINDS = ("conv", "linear", "matmul")
 
@@ -112,7 +113,7 @@ def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitC
 
 
 def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
-    """Refuse a model whose parameters are not those the graph was traced from."""
+    """Refuse a model whose parameters or modules are not those the graph was traced from."""
     tensors = named_tensors(model)
     for term in graph.terms:
         if term.kind == "parameter" and (term.where not in tensors or tuple(tensors[term.where].shape) != term.shape):
@@ -121,3 +122,6 @@ def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
                 f"the graph was traced from another model: {term.where} was {term.shape} and is {now}; "
                 "call ifso.trace again (after ifso.compact_, too)"
             )
+    changed = difference(graph.wiring, wiring_of(model))
+    if changed is not None:
+        raise StaleGraphError(f"the graph was traced from another model: {changed}; call ifso.trace again")

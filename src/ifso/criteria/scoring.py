@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.running import forget_caches
+from ifso.graph.running import ALONE, forget_caches
+from ifso.graph.slots import named_tensors
 from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
 
@@ -101,14 +102,15 @@ def _score_here(
     task = Task(model, graph, watched, graph.kept(keep))
     check_keep(graph, task.kept)
     soft = contextlib.nullcontext() if keep is None or criterion.masks_itself else masked(model, graph, keep)
-    with same_modes(model), soft:
+    with same_modes(model), soft, _written_back(model, graph):
         if not criterion.needs_batches:
             return Sum(_on_batch(criterion, task, None, watched), 1)
         total, count = torch.zeros(graph.num_units, dtype=torch.float64, device="cpu"), 0
         found = _iterable(batches, criterion)
         if criterion.prepares:
             found = list(found)
-            criterion.prepare(task, found)
+            with ALONE:
+                criterion.prepare(task, found)
         for batch in found:
             count += 1
             watched.where = f" on batch {count}"
@@ -117,6 +119,21 @@ def _score_here(
         if note:
             warnings.warn(f"criterion {criterion.name!r}: {note}", ScoreWarning, stacklevel=3)
         return Sum(total, count)
+
+
+@contextlib.contextmanager
+def _written_back(model: nn.Module, graph: ChannelGraph) -> Iterator[None]:
+    """Put back the weights that the model itself changes whenever it runs."""
+    tensors = named_tensors(model)
+    before = [
+        (tensors[name], tensors[name].data, tensors[name].detach().clone()) for name in graph.written if name in tensors
+    ]
+    try:
+        yield
+    finally:
+        for tensor, data, content in before:
+            data.copy_(content)
+            tensor.data = data
 
 
 def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:
@@ -146,7 +163,8 @@ def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: WatchedLoss
     """Scores of one batch on the CPU, 0 for units that are gone; finite, or an error."""
     forget_caches(task.model)
     try:
-        values = criterion.units(task, batch)
+        with ALONE:
+            values = criterion.units(task, batch)
     except (IfsoError, RuntimeError) as error:
         watched.refuse_infinite()
         if isinstance(error, IfsoError):

@@ -15,6 +15,7 @@ from ifso.curvature.dual_mode import DualMode, Manner, below_other_modes
 from ifso.curvature.forward_rules import load_forward_mode
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.taps import Taps
+from ifso.graph.running import ALONE
 
 
 def dual_pass(
@@ -32,6 +33,7 @@ def dual_pass(
         torch.enable_grad(),
         sdpa_kernel(SDPBackend.MATH),
         without_checkpoints(),
+        ALONE,
         forward_ad.dual_level(),
         within or contextlib.nullcontext(),
     ):

@@ -27,6 +27,7 @@ from ifso.curvature.forward_rules import load_forward_mode
 from ifso.curvature.losses import LossFn, checked, undisturbed
 from ifso.curvature.weights import sum_of
 from ifso.errors import ScoreError
+from ifso.graph.running import ALONE
 
 
 def gauss_newton_product(
@@ -35,7 +36,7 @@ def gauss_newton_product(
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
     load_forward_mode()
     with _explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
-        with forward_ad.dual_level():
+        with ALONE, forward_ad.dual_level():
             cut = _Cut(tensors, dots)
             with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
                 loss = checked(loss_fn(model, batch))

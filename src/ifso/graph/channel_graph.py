@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ifso.errors import KeepError
+from ifso.graph.wiring import Wiring
 
 if TYPE_CHECKING:
     from ifso.costs.terms import Term
@@ -143,6 +144,9 @@ class ChannelGraph:
     reductions: dict[Any, Any] = field(default_factory=dict, repr=False)
     unmasked: frozenset[tuple[str, int]] = frozenset()
     gains: dict[str, tuple[str, int]] = field(default_factory=dict, repr=False)
+    written: frozenset[str] = frozenset()
+    wiring: Wiring = field(default_factory=dict, repr=False)
+    modes: tuple[bool, ...] = field(default=(), repr=False)
     on_real_tensors: bool = False
     recording: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()

@@ -6,7 +6,10 @@ from collections.abc import Collection
 
 from ifso.graph import rules
 from ifso.graph.labels import Labels, MeasuredBy
-from ifso.graph.tape import Call, FunctionCall, Ref, Tape
+from ifso.graph.tape import Call, FunctionCall, Ref, Tape, refs_in
+
+LEAVING = frozenset(("numpy", "tolist", "__array__", "__dlpack__"))
+"""Functions that hand values to code that nobody follows."""
 
 
 def follow_channels(tape: Tape, ignore: Collection[str] = ()) -> Labels:
@@ -19,6 +22,10 @@ def follow_channels(tape: Tape, ignore: Collection[str] = ()) -> Labels:
         _settle_averaged_heads(function, labels)
         if function.name == "instance_norm":
             _measure_instance_norm(function, labels)
+        if function.name in LEAVING:
+            labels.freeze_all(refs_in(function.args), f"its values leave torch by {function.name}")
+        if function.name == "__set__":
+            labels.freeze_all(refs_in(function.args), "is replaced while the model runs (.data = …)")
     _count_attention_once(labels)
     labels.freeze_all(tape.outputs, "is an output of the model")
     for place, value in enumerate(tape.values):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -19,19 +19,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
-from ifso.graph.running import call_model, forget_caches, preserved, quiet_torch
+from ifso.graph.running import call_model, forget_caches, on_fake_tensors, on_real_tensors
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_tensors
+from ifso.graph.stage import Stage
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units
+from ifso.graph.values import Values, content_of, place_of, values_of
+from ifso.graph.wiring import modes_of
+from ifso.graph.writes import LEAVING, WatchedLeavings
 
 
 def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:
@@ -139,33 +143,39 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
     if removal.on_real_tensors:
         return [], _rehearse_real(model, removal)
     expected = removal.expected_results()
-    with preserved(model), quiet_torch():
-        exchanged = removal.set_numbers(model)
-        rehearsal = Rehearsal(model, removal.labels.tape, expected, set(exchanged))
+    problems: list[Problem] = []
+    exchanged: set[str] = set()
+
+    def run(stage: Stage) -> str | None:
+        rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems, stage)
         try:
-            _run_smaller(model, removal, rehearsal)
+            _run_smaller(model, removal, stage, rehearsal)
         except Diverged as error:
-            return rehearsal.problems, error.module
+            return error.module
         except Exception:
-            return rehearsal.problems, rehearsal.module
-        return rehearsal.problems, None
+            return rehearsal.module
+        return None
+
+    return problems, on_fake_tensors(model, run, lambda: exchanged.update(removal.set_numbers(model)))
 
 
-def _run_smaller(model: nn.Module, removal: Removal, watch: contextlib.AbstractContextManager[Any]) -> Any:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors, shapes = named_tensors(model), removal.shapes
-    with mode:
-        set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in shapes.items()})
-        fakes = map_tensors(removal.inputs, mode.from_tensor)
-        with watch, _BelowFunctions():
-            return call_model(model, fakes)
+def _run_smaller(
+    model: nn.Module, removal: Removal, stage: Stage, watch: contextlib.AbstractContextManager[Any]
+) -> list[tuple[int, ...]]:
+    """Shapes of the smaller model's outputs."""
+    tensors = named_tensors(model)
+    set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in removal.shapes.items()})
+    fakes = map_tensors(removal.inputs, stage.from_tensor)
+    with watch, _BelowFunctions():
+        output = call_model(model, fakes)
+    return [tuple(tensor.shape) for tensor in tensors_in(output)]
 
 
 def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
     """The same with values, for models whose course depends on them; the module that failed, if any."""
-    tensors = named_tensors(model)
-    with preserved(model), quiet_torch():
-        layouts = removal.units.layouts
+
+    def run() -> str | None:
+        tensors, layouts = named_tensors(model), removal.units.layouts
         set_tensors(
             model, {name: compact(tensors[name].detach(), layouts[name], removal.kept, name) for name in layouts}
         )
@@ -177,15 +187,27 @@ def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
                 call_model(model, map_tensors(removal.inputs, lambda tensor: tensor.detach().clone()))
         except Exception:
             return last[0]
-    return None
+        return None
+
+    return on_real_tensors(model, run)
 
 
-def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...]) -> str | None:
+def check_removal(
+    model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...], modes: tuple[bool, ...]
+) -> str | None:
     """What is wrong with a removal, in words; None if the smaller model runs to the same output shapes.
 
-    A model that takes another way than in its recording (it is in train mode now, say) is only asked for its outputs.
+    ``modes`` are those of the recording. A model in others (it is in train mode now, say) that takes another way is
+    only asked for its outputs; in the same modes it must take the same way, or the recording is of another model.
     """
     problems, stuck = rehearse(model, removal)
+    if stuck is not None and not removal.on_real_tensors and modes_of(model) == modes:
+        _, whole = rehearse(model, replace(removal, kept=torch.ones_like(removal.kept)))
+        if whole is not None:
+            raise StaleGraphError(
+                f"the graph was traced from another model: {whole or 'it'} runs other functions now; "
+                "call ifso.trace again"
+            )
     if problems:
         return f"{problems[0].call.name} in {problems[0].module or 'the model'} {problems[0].why}"
     if stuck is None:
@@ -193,14 +215,15 @@ def check_removal(model: nn.Module, removal: Removal, output_shapes: tuple[tuple
     failure = f"the forward pass fails in {stuck or 'the model'}"
     if removal.on_real_tensors:
         return failure
-    with preserved(model), quiet_torch():
-        removal.set_numbers(model)
-        try:
-            output = _run_smaller(model, removal, contextlib.nullcontext())
-        except Exception:
-            return failure
-    same = tuple(tuple(tensor.shape) for tensor in tensors_in(output)) == output_shapes
-    return None if same else "its outputs have other shapes"
+
+    def run(stage: Stage) -> list[tuple[int, ...]]:
+        return _run_smaller(model, removal, stage, WatchedLeavings(stage.writes))
+
+    try:
+        shapes = on_fake_tensors(model, run, lambda: removal.set_numbers(model))
+    except Exception:
+        return failure
+    return None if tuple(shapes) == output_shapes else "its outputs have other shapes"
 
 
 class _BelowFunctions(TorchDispatchMode):
@@ -212,11 +235,19 @@ class _BelowFunctions(TorchDispatchMode):
 
 
 class Rehearsal(TorchFunctionMode):
-    """Compares each torch function with the recording and notes the problems."""
+    """Compares each torch function with the recording and notes the ``problems``."""
 
-    def __init__(self, model: nn.Module, tape: Tape, expected: dict[Ref, tuple[int, ...]], exchanged: set[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tape: Tape,
+        expected: dict[Ref, tuple[int, ...]],
+        exchanged: set[str],
+        problems: list[Problem],
+        stage: Stage,
+    ) -> None:
         super().__init__()
-        self.problems: list[Problem] = []
+        self._problems = problems
         self._tape = tape
         self._expected = expected
         self._stack = ModuleStack(model, self._resume)
@@ -224,6 +255,8 @@ class Rehearsal(TorchFunctionMode):
         self._place = 0
         self._inside = False
         self._exchanged = exchanged
+        self._stage = stage
+        self._computed = _Computed(model)
 
     @property
     def module(self) -> str:
@@ -236,10 +269,17 @@ class Rehearsal(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or any(name in self._exchanged for name in self._stack.running):
+        if self._inside:
             return func(*args, **kwargs)
+        if any(name in self._exchanged for name in self._stack.running):
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._computed.calls.clear()
         self._last = self._stack.module
         name = getattr(func, "__name__", str(func))
+        if name in LEAVING and args and isinstance(args[0], Tensor):
+            self._stage.writes.protect(args[0])
         if self._place >= len(self._tape.functions) or self._tape.functions[self._place].name != name:
             raise Diverged(self._stack.module)
         call = self._tape.functions[self._place]
@@ -251,14 +291,17 @@ class Rehearsal(TorchFunctionMode):
             self._inside = False
 
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
-        if _factors(call.name, args, kwargs) != _factors(call.name, call.args, call.kwargs):
-            self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
         changed = frozenset(_changed_numbers((call.args, call.kwargs), (args, kwargs)))
+        before = len(self._computed.calls)
         try:
             result = func(*args, **kwargs)
         except Exception as error:
+            self._computed.calls.clear()
             self._note(call, f"{type(error).__name__}: {error}", numbers=changed)
             return self._stand_in(call.result)
+        recorded = _recorded(call, self._tape)
+        if (recorded or len(self._computed.calls) > before) and not self._computes_the_same(call, recorded, kwargs):
+            self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
         refs = list(refs_in(call.result))
         tensors = tensors_in(result)
         if not refs:
@@ -269,11 +312,18 @@ class Rehearsal(TorchFunctionMode):
             return self._stand_in(call.result)
         return result
 
+    def _computes_the_same(self, call: FunctionCall, recorded: list[Computed], kwargs: Mapping[str, Any]) -> bool:
+        now = self._computed.calls[:]
+        self._computed.calls.clear()
+        if call.name in OWN_SCALES:
+            return bool(kwargs.get("scale") == call.kwargs.get("scale"))
+        return _same_numbers(recorded, now)
+
     def _note(
         self, call: FunctionCall, why: str, by_value: bool = False, numbers: frozenset[tuple[int, int]] = frozenset()
     ) -> None:
         line = _line_outside(sys._getframe())
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers, line))
+        self._problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers, line))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -285,26 +335,28 @@ class Rehearsal(TorchFunctionMode):
 
     def __enter__(self) -> Rehearsal:
         self._stack.__enter__()
+        self._stage.listen = self._computed.note
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        self._stage.listen = None
         self._stack.__exit__(*exc)
 
 
-ARITHMETIC = frozenset(
-    ("add", "sub", "rsub", "mul", "div", "rdiv", "truediv", "rtruediv", "true_divide", "pow", "rpow")
-)
+class _Computed:
+    """Notes what the ATen calls of one torch function compute with."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Computed] = []
+        self._known = {id(tensor) for tensor in named_tensors(model).values()}
 
-def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
-    """Numbers that a function computes with: masking cannot change them, so removal must not."""
-    if name == "scaled_dot_product_attention":
-        scale = kwargs.get("scale")
-        return [] if scale is None else [scale]
-    if name.strip("_").removeprefix("i") not in ARITHMETIC and name.strip("_") not in ARITHMETIC:
-        return []
-    return [item for item in args if isinstance(item, (int, float)) and not isinstance(item, bool)]
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An ATen call is about to be made."""
+        self.calls.append(_computed(func, args, kwargs, self._content, lambda tensor: tuple(tensor.shape)))
+
+    def _content(self, item: Any) -> Any:
+        return None if id(item) in self._known else content_of(item)
 
 
 def _line_outside(frame: FrameType | None) -> str:
@@ -330,3 +382,39 @@ def _changed_numbers(before: Any, now: Any) -> Iterator[tuple[int, int]]:
             yield from _changed_numbers(old, new)
     elif isinstance(before, dict) and isinstance(now, dict):
         yield from _changed_numbers([before[key] for key in before], [now.get(key) for key in before])
+
+
+Computed = tuple[str, Values, "tuple[int, ...] | None"]
+"""An ATen call: its operator, the numbers it computes with, and the place along an axis that it picks."""
+
+
+def _computed(func: Any, args: Any, kwargs: Any, content: Callable[[Any], Any], size: Callable[[Any], Any]) -> Computed:
+    return str(func.overloadpacket), values_of(func, args, kwargs, content), place_of(func, args, size)
+
+
+def _recorded(call: FunctionCall, tape: Tape) -> list[Computed]:
+    def content(item: Any) -> Any:
+        return tape.values[item.index].content if isinstance(item, Ref) else None
+
+    return [_computed(one.func, one.args, one.kwargs, content, tape.shape) for one in tape.calls_of(call.key)]
+
+
+def _same_numbers(before: list[Computed], now: list[Computed]) -> bool:
+    """Do two runs of a function compute with the same numbers? A place may move with the size of its axis.
+
+    Where PyTorch itself takes other operators for other sizes, as in an einsum, their dims and places tell nothing.
+    """
+    if [op for op, _, _ in before] != [op for op, _, _ in now]:
+        return _fractions(before) == _fractions(now)
+    if [values for _, values, _ in before] != [values for _, values, _ in now]:
+        return False
+    places = [[place for _, _, place in calls if place is not None] for calls in (before, now)]
+    return all(one == other or one[0] != other[0] for one, other in zip(*places, strict=True))
+
+
+def _fractions(calls: list[Computed]) -> list[Any]:
+    return [value for _, values, _ in calls for _, whole, value in values if not whole]
+
+
+OWN_SCALES = ("scaled_dot_product_attention", "multi_head_attention_forward")
+"""Functions that divide by the root of a head's size, which masks account for."""

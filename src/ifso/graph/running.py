@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ifso.errors import TraceError, TraceMemoryError
-from ifso.graph.tape import Recorder, map_tensors
+from ifso.graph.image import Image
+from ifso.graph.slots import named_tensors
+from ifso.graph.stage import Stage, forget_frames
+from ifso.graph.tape import Recorder, Tape, map_tensors
+from ifso.graph.writes import WatchedCalls, WatchedLeavings, Writes
+
+T = TypeVar("T")
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -27,95 +34,143 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
+ALONE = threading.RLock()
+"""Held by whoever changes a model for a moment, or a setting of the whole process."""
+
+
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Put every attribute of every module, and what the buffers hold, back afterwards."""
-    modules = list(model.modules())
-    classes = [type(module) for module in modules]
-    before = [{key: _copied(value) for key, value in vars(module).items()} for module in modules]
-    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def preserved(model: nn.Module) -> Iterator[Image]:
+    """Put back afterwards every attribute of every module, what hangs on them, and what the buffers hold."""
+    with ALONE:
+        image = Image(model)
+        contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            yield image
+        finally:
+            image.restore()
+            with torch.no_grad():
+                for buffer, content in contents:
+                    buffer.copy_(content)
+
+
+def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callable[[], Any] | None = None) -> T:
+    """What ``run`` returns, which must hold no tensor; it runs the model on tensors without values or memory.
+
+    ``prepare`` changes the model beforehand, with values.
+    """
+    stage = None
+    try:
+        with ALONE, _uncollected(), preserved(model) as image, quiet_torch():
+            if prepare is not None:
+                prepare()
+            with _written_back(model, image) as writes:
+                stage = Stage(writes)
+                with stage:
+                    return run(stage)
+    except BaseException as error:
+        forget_frames(error)
+        raise
+    finally:
+        if stage is not None:
+            stage.clear()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which looks at every object of the process while nothing here takes memory."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        for module, kind, attributes in zip(modules, classes, before, strict=True):
-            module.__class__ = kind
-            module.__dict__.clear()
-            module.__dict__.update({key: _restored(original, copy) for key, (original, copy) in attributes.items()})
-        with torch.no_grad():
-            for buffer, content in contents:
-                buffer.copy_(content)
+        if enabled:
+            gc.enable()
+
+
+def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
+    """What ``run`` returns; it runs the model on values, and whatever is written into old tensors is taken back."""
+    with (
+        preserved(model) as image,
+        quiet_torch(),
+        _written_back(model, image) as writes,
+        WatchedLeavings(writes),
+        WatchedCalls(writes),
+    ):
+        return run()
+
+
+@contextlib.contextmanager
+def _written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
+    writes = Writes([*named_tensors(model).values(), *image.tensors])
+    try:
+        yield writes
+    finally:
+        writes.undo()
 
 
 def forget_caches(model: nn.Module) -> None:
-    """Empty the dicts in which modules keep tensors they computed from their parameters (``…cache…``)."""
+    """Empty the dicts in which modules keep tensors computed from their parameters (``…cache…``), and autocast's."""
     forget_caches_of(model.modules())
 
 
 def forget_caches_of(modules: Iterable[nn.Module]) -> None:
     """The same for modules that are known: to find all of a model takes long."""
+    torch.clear_autocast_cache()
     for module in modules:
         for name, value in vars(module).items():
             if "cache" in name and isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
                 value.clear()
 
 
-def _copied(value: Any) -> tuple[Any, Any]:
-    return (value, value.copy()) if isinstance(value, (dict, list, set)) else (value, None)
-
-
-def _restored(original: Any, copy: Any) -> Any:
-    """The container with its former content; one that still has it is left alone: it may refuse to be written."""
-    if copy is None or _items(original) == _items(copy):
-        return original
-    if isinstance(original, list):
-        original[:] = copy
-    elif isinstance(original, (dict, set)):
-        original.clear()
-        original.update(copy)
-    return original
-
-
-def _items(container: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
-    """What tells whether a container holds the same objects in the same order."""
-    if isinstance(container, dict):
-        return [(key, id(value)) for key, value in container.items()]
-    return [id(item) for item in container]
-
-
 @contextlib.contextmanager
 def quiet_torch() -> Iterator[None]:
-    """No gradients, no fused attention kernels, no log lines about shapes we try; random state put back."""
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        log.setLevel(level)
+    """No gradients, no fused attention kernels, no log lines about shapes we try; random state put back.
+
+    Weights that ``torch.autocast`` has cast are not kept: the cache would mix those of this run with others.
+    """
+    with ALONE:
+        fused, caching = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        level = log.level
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(False)
+            log.setLevel(logging.CRITICAL + 1)
+            with torch.no_grad(), torch.random.fork_rng():
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            torch.set_autocast_cache_enabled(caching)
+            log.setLevel(level)
 
 
-def run_fake(model: nn.Module, inputs: Any, recorder: Recorder, mode: FakeTensorMode) -> Any:
-    """Record a run on fake tensors: shapes only, no memory."""
-    forget_caches(model)
-    with quiet_torch(), mode:
-        fakes = map_tensors(inputs, mode.from_tensor)
+def run_fake(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
+    """The tape of a run on fake tensors: shapes only, no memory."""
+
+    def run(stage: Stage) -> Tape:
+        forget_caches(model)
+        fakes = map_tensors(inputs, stage.from_tensor)
         recorder.add_inputs(fakes)
-        with recorder:
-            return call_model(model, fakes)
+        with WatchedLeavings(stage.writes), recorder:
+            output = call_model(model, fakes)
+        return recorder.finish(output)
+
+    return on_fake_tensors(model, run)
 
 
-def run_real(model: nn.Module, inputs: Any, recorder: Recorder) -> Any:
-    """Record a run on the real tensors."""
-    forget_caches(model)
-    with quiet_torch():
+def run_real(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
+    """The tape of a run on the real tensors."""
+
+    def run() -> Tape:
+        forget_caches(model)
         copies = map_tensors(inputs, lambda tensor: tensor.detach().clone())
         recorder.add_inputs(copies)
         with recorder:
-            return call_model(model, copies)
+            output = call_model(model, copies)
+        return recorder.finish(output)
+
+    return on_real_tensors(model, run)
 
 
 def available_memory() -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ifso.graph.values import content_of
 
 FunctionKey = tuple[str, int, int]
 """(module name, visit, n): the n-th torch function called while that module ran for the visit-th time in a run."""
@@ -34,6 +37,8 @@ class Value:
     name: str
     dtype: torch.dtype
     device: torch.device
+    content: Any = None
+    """The numbers in a small constant, if it was met on a run without values."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,24 @@ class Tape:
     functions: list[FunctionCall] = field(default_factory=list)
     module_ends: dict[int, int] = field(default_factory=dict)
     outputs: tuple[Ref, ...] = ()
+    written: set[str] = field(default_factory=set)
+    """Names of parameters and buffers that the run wrote into or replaced."""
+    _by_function: dict[FunctionKey, list[Call]] | None = field(default=None, repr=False)
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
         """Shape of a recorded tensor."""
         return self.values[ref.index].shape
+
+    def calls_of(self, function: FunctionKey) -> list[Call]:
+        """The ATen calls that a torch function made, and those before it that belong to none."""
+        if self._by_function is None:
+            self._by_function, before = {}, []
+            for call in self.calls:
+                before.append(call)
+                if call.function is not None:
+                    self._by_function.setdefault(call.function, []).extend(before)
+                    before = []
+        return self._by_function.get(function, [])
 
 
 def refs_in(tree: Any) -> Iterator[Ref]:
@@ -124,6 +143,26 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return []
 
 
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an ATen call writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    places = [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tensors_in([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What tells the memory of a tensor from that of others; None if it has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 OUTSIDE = "<outside the model>"
 
 
@@ -136,7 +175,7 @@ class _Frame:
 
 
 class ModuleStack:
-    """Knows which module is running, through PyTorch's global forward hooks."""
+    """Knows which module is running in this thread, through PyTorch's global forward hooks."""
 
     def __init__(
         self,
@@ -151,6 +190,7 @@ class ModuleStack:
         self._on_exit = on_exit
         self._on_enter = on_enter
         self._handles: list[Any] = []
+        self._thread = 0
 
     @property
     def module(self) -> str:
@@ -174,6 +214,8 @@ class ModuleStack:
         return (frame.name, frame.visit, frame.functions)
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._entries += 1
         if len(self._running) == 1:
             self._visits.clear()
@@ -184,11 +226,14 @@ class ModuleStack:
             self._on_enter(self.module)
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if get_ident() != self._thread:
+            return
         frame = self._running.pop()
         if self._on_exit is not None:
             self._on_exit(frame.name, frame.entry)
 
     def __enter__(self) -> ModuleStack:
+        self._thread = get_ident()
         self._handles = [
             module_hooks.register_module_forward_pre_hook(self._enter),
             module_hooks.register_module_forward_hook(self._leave, always_call=True),
@@ -231,9 +276,11 @@ class Recorder(TorchDispatchMode):
         self.function: FunctionKey | None = None
         self._log = _FunctionLog(self)
         self._refs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for name, tensor in named.items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._register(tensor, kind, name)
+            self._owners[tensor] = name
 
     def add_inputs(self, inputs: Any) -> None:
         """Mark the tensors in ``inputs`` as what the model is given."""
@@ -249,11 +296,11 @@ class Recorder(TorchDispatchMode):
     def ref(self, tensor: Tensor) -> Ref:
         """The reference of a tensor; one never seen before is a constant from outside."""
         known = self._refs.get(tensor)
-        return known if known is not None else self._register(tensor, "constant")
+        return known if known is not None else self._register(tensor, "constant", content=content_of(tensor))
 
-    def _register(self, tensor: Tensor, kind: str, name: str = "") -> Ref:
+    def _register(self, tensor: Tensor, kind: str, name: str = "", content: Any = None) -> Ref:
         ref = Ref(len(self.tape.values))
-        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype, tensor.device))
+        self.tape.values.append(Value(tuple(tensor.shape), kind, name, tensor.dtype, tensor.device, content))
         self._refs[tensor] = ref
         return ref
 
@@ -261,6 +308,8 @@ class Recorder(TorchDispatchMode):
         """Write down a torch-level call."""
         name = getattr(func, "__name__", str(func))
         known = lambda tree: map_tensors(tree, self._refs.get)  # noqa: E731
+        if name == "__set__" and isinstance(ref := known(args[0]), Ref) and self.tape.values[ref.index].name:
+            self.tape.written.add(self.tape.values[ref.index].name)
         self.tape.functions.append(FunctionCall(key, name, known(tuple(args)), known(kwargs), known(result)))
 
     def _end_module(self, _name: str, entry: int) -> None:
@@ -268,11 +317,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._write(func, args, kwargs or {})
+            return self._record(func, args, kwargs or {})
 
-    def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "prim" or (func.namespace == "prims" and "device" in func.__name__):
             return func(*args, **kwargs)
+        owners = (self._owners.get(tensor) for tensor in written_by(func, args, kwargs))
+        self.tape.written.update(name for name in owners if name is not None)
         recorded_args = map_tensors(tuple(args), self.ref)
         recorded_kwargs = map_tensors(kwargs, self.ref)
         result = func(*args, **kwargs)
@@ -287,11 +338,17 @@ class Recorder(TorchDispatchMode):
                 self.note_new(item)
             if known is None or self.tape.shape(known) != tuple(item.shape):
                 known = self._register(item, "result")
+                self._note_view(func, args, item)
             outputs.append(known)
         op = str(func.overloadpacket)
         call = Call(func, op, recorded_args, recorded_kwargs, tuple(outputs), self.stack.module, self.function)
         self.tape.calls.append(call)
         return result
+
+    def _note_view(self, func: Any, args: Any, result: Tensor) -> None:
+        """What is written into a view of a parameter is written into the parameter."""
+        if args and isinstance(args[0], Tensor) and args[0] in self._owners and func.is_view:
+            self._owners[result] = self._owners[args[0]]
 
     def note_new(self, tensor: Tensor) -> None:
         """A tensor that did not exist before; subclasses watch memory here."""

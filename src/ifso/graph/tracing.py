@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from ifso.costs.terms import terms_of
@@ -15,10 +14,11 @@ from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.following import follow_channels
 from ifso.graph.reductions import reductions_of
-from ifso.graph.running import GuardedRecorder, available_memory, explain, preserved, run_fake, run_real
+from ifso.graph.running import ALONE, GuardedRecorder, available_memory, explain, run_fake, run_real
 from ifso.graph.settling import settle
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import Recorder, Tape, tensors_in
+from ifso.graph.wiring import modes_of, wiring_of
 
 
 def trace(
@@ -42,6 +42,11 @@ def trace(
     >>> [(group.name, group.size, [member.parameter for member in group.members]) for group in graph.groups]
     [('0', 8, ['0.weight', '0.bias', '1.weight', '1.bias', '1.running_mean', '1.running_var', '3.weight'])]
     """
+    with ALONE:
+        return _trace(model, example_inputs, ignore, memory_limit)
+
+
+def _trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str], memory_limit: int | None) -> ChannelGraph:
     _check_arguments(model, example_inputs, ignore)
     tape, on_real_tensors = record(model, example_inputs, memory_limit)
     labels = follow_channels(tape, ignore)
@@ -58,6 +63,9 @@ def trace(
         reductions=reductions_of(labels, units),
         unmasked=frozenset(labels.unmasked),
         gains=labels.gains,
+        written=frozenset(tape.written),
+        wiring=wiring_of(model),
+        modes=modes_of(model),
         on_real_tensors=on_real_tensors,
         recording=(labels, units),
         notes=tuple(dict.fromkeys(labels.notes)),
@@ -113,17 +121,13 @@ def record(model: nn.Module, inputs: Any, memory_limit: int | None = None) -> tu
     """A tape of one run, and whether it took real tensors."""
     named: dict[str, Tensor] = named_tensors(model)
     try:
-        with preserved(model):
-            recorder = Recorder(model, named)
-            output = run_fake(model, inputs, recorder, FakeTensorMode(allow_non_fake_inputs=True))
-            return recorder.finish(output), False
+        return run_fake(model, inputs, Recorder(model, named)), False
+    except TraceError:
+        raise
     except Exception:
         free = available_memory()
         limit = memory_limit if memory_limit is not None else (int(free * 0.7) if free else None)
     try:
-        with preserved(model):
-            guarded = GuardedRecorder(model, named, limit)
-            output = run_real(model, inputs, guarded)
-            return guarded.finish(output), True
+        return run_real(model, inputs, GuardedRecorder(model, named, limit)), True
     except Exception as error:
         raise explain(error, model, inputs) from error

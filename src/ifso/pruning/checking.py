@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 from ifso.curvature.losses import LossFn, same_modes, scalar, undisturbed
 from ifso.curvature.primal import full_float32
 from ifso.errors import VerificationError
-from ifso.graph.running import preserved
-from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.pruning.modes import steady_
 from ifso.pruning.network import ShrinkingNetwork
+from ifso.surgery.verifying import as_float64, in_float64
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROUGH = 5e-2
@@ -45,33 +44,13 @@ def outputs(network: ShrinkingNetwork, loss_fn: LossFn, batch: Any) -> list[Tens
     with same_modes(network.model), full_float32(), network.running():
         if network.graph.on_real_tensors:
             with suppress(Exception), in_float64(network.model):
-                return _steadily(network.model, loss_fn, map_tensors(batch, _doubled))
+                return _steadily(network.model, loss_fn, map_tensors(batch, as_float64))
         return _steadily(network.model, loss_fn, batch)
 
 
 def _steadily(model: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
     steady_(model, loss_fn, batch)
     return _run(model, loss_fn, batch)
-
-
-@contextlib.contextmanager
-def in_float64(model: nn.Module) -> Iterator[None]:
-    """Within it parameters, buffers and new tensors are float64; afterwards all is exactly as before."""
-    before, default = [(tensor, tensor.data) for tensor in named_tensors(model).values()], torch.get_default_dtype()
-    with preserved(model):
-        try:
-            torch.set_default_dtype(torch.float64)
-            for tensor, data in before:
-                tensor.data = _doubled(data)
-            yield
-        finally:
-            torch.set_default_dtype(default)
-            for tensor, data in before:
-                tensor.data = data
-
-
-def _doubled(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ class ShrinkingNetwork:
         self.numbers = torch.arange(graph.num_units, device="cpu")
         self.present = torch.ones(graph.num_units, dtype=torch.bool, device="cpu")
         self.can_shrink = self.told_apart = True
+        self._verified = False
         self._rehearsed: tuple[Tensor, ChannelGraph] | None = None
         self._ignore, self._earlier = tuple(ignore), recipe_of(model)
         self._modes = {name: module.training for name, module in model.named_modules()}
@@ -121,7 +122,8 @@ class ShrinkingNetwork:
         old, numbers, kept = self.graph, self.numbers, self.graph.kept(keep)
         rehearsed, self._rehearsed = self._rehearsed, None
         with self._as_traced():
-            compact_(self.model, old, keep, optimizer=optimizer)
+            compact_(self.model, old, keep, optimizer=optimizer, verify=not self._verified)
+            self._verified = True
             if rehearsed is not None and torch.equal(rehearsed[0], kept):
                 smaller = rehearsed[1]
             else:
@@ -141,7 +143,7 @@ class ShrinkingNetwork:
         with self._as_traced():
             trial = copy_of(self.model)
         try:
-            compact_(trial, self.graph, keep)
+            compact_(trial, self.graph, keep, verify=False)
             smaller = trace(trial, self.graph.inputs, ignore=self._ignore)
         except IfsoError:
             return False
@@ -172,7 +174,7 @@ class ShrinkingNetwork:
         if earlier is not None:
             remember(copied, earlier)
         if not all(bool(part.all()) for part in keep.values()):
-            compact_(copied, self.graph, keep)
+            compact_(copied, self.graph, keep, verify=False)
         return copied, self._recipe_for(copied)
 
     def _recipe_for(self, model: nn.Module) -> Recipe:

@@ -1,0 +1,250 @@
+"""``trace``, ``score`` and ``masked`` leave a network, its weights and the world around it bit for bit as they were."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from cases import every_case, outputs, random_keep, run
+from nets import keeping
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import ifso
+from ifso.errors import TraceError
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def assert_same(before: dict[str, Tensor], model: nn.Module) -> None:
+    now = dict((*model.named_parameters(), *model.named_buffers()))
+    assert list(before) == list(now)
+    for name, tensor in before.items():
+        assert type(now[name].data) is Tensor, name
+        assert torch.equal(tensor, now[name]), name
+
+
+def fakes() -> list[Any]:
+    """Fake tensors that somebody holds."""
+    found = [item for item in gc.get_objects() if type(item) is FakeTensor]
+    if found:
+        del found
+        gc.collect()
+    return [item for item in gc.get_objects() if type(item) is FakeTensor]
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def world() -> list[Any]:
+    """What the networks may have left in the globals of their file."""
+    stores = keeping.GLOBAL_DICT, keeping.GLOBAL_LIST, keeping.GLOBAL_DEQUE, keeping.GLOBAL_NESTED["tables"]
+    others = keeping.REGISTRY.found, keeping.REGISTRY.by_name, keeping.Net.shared, vars(keeping.REGISTRY)
+    names = keeping.LAST, keeping.COUNT, keeping.Net.kept, keeping.Holder.kept, vars(keeping.table).get("last")
+    return [*(copy.copy(store) for store in (*stores, *others)), *names, keeping.GLOBAL_TENSOR.clone()]
+
+
+def assert_same_world(before: list[Any]) -> None:
+    for one, other in zip(before, world(), strict=True):
+        if isinstance(one, Tensor):
+            assert torch.equal(one, other)
+        elif isinstance(one, dict):
+            assert one.keys() == other.keys()
+            assert all(other[key] is value for key, value in one.items())
+        else:
+            assert one == other or list(map(id, one)) == list(map(id, other))
+
+
+@pytest.mark.parametrize("ran_before", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("name", keeping.NETWORKS)
+def test_nothing_is_left_of_a_trace(name, ran_before):
+    torch.manual_seed(0)
+    model = keeping.NETWORKS[name]()
+    twin = copy.deepcopy(model) if "script" not in name and "closure" not in name else None
+    if ran_before:
+        model(X), twin is not None and twin(X)
+    before, attributes, around, generator = weights(model), _attributes(model), world(), torch.get_rng_state()
+    with torch.no_grad():
+        try:
+            ifso.trace(model, X)
+        except TraceError:
+            pytest.fail("refused")
+    assert fakes() == []
+    assert_same(before, model)
+    assert_same_world(around)
+    assert _attributes(model) == attributes
+    assert torch.equal(torch.get_rng_state(), generator)
+    wanted = twin(X) if twin is not None else None
+    found = model(X)
+    assert type(found) is Tensor
+    assert found.isfinite().all()
+    assert wanted is None or torch.equal(found, wanted)
+
+
+def _attributes(model: nn.Module) -> list[tuple[str, list[str], list[int]]]:
+    """Names and identities of everything that hangs on the modules, a few containers deep."""
+
+    def inside(item: Any, depth: int) -> list[Any]:
+        values = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple, set)) else ()
+        values = vars(item).values() if isinstance(item, (keeping.Holder, type(keeping.REGISTRY))) else values
+        return [id(item), *(part for value in values if depth for part in inside(value, depth - 1))]
+
+    return [(name, sorted(vars(module)), inside(vars(module), 4)[1:]) for name, module in model.named_modules()]
+
+
+@every_case()
+def test_weights_and_outputs_are_the_same_bits_afterwards(case):
+    model, inputs = case.model(), case.inputs()
+    before, wanted = weights(model), outputs(model, inputs)
+    graph = ifso.trace(model, inputs)
+    assert_same(before, model)
+    if graph.num_units:
+        ifso.score(model, graph, lambda net, batch: sum(map(_mean, outputs_with_grad(net, batch))), [inputs], "taylor")
+        assert_same(before, model)
+        with ifso.masked(model, graph, random_keep(graph, seed=0)):
+            outputs(model, inputs)
+        assert_same(before, model)
+    assert all(map(torch.equal, wanted, outputs(model, inputs)))
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    return tensor.square().mean()
+
+
+def outputs_with_grad(model: nn.Module, inputs: Any) -> list[Tensor]:
+    found = run(model, inputs)
+    found = list(found.values()) if isinstance(found, dict) else found if isinstance(found, (tuple, list)) else [found]
+    flat = [part for item in found for part in (item if isinstance(item, (tuple, list)) else [item])]
+    return [item for item in flat if isinstance(item, Tensor) and item.is_floating_point()]
+
+
+KEPT = ("lru-cache", "global-dict", "class-dict", "attribute", "weight-halved", "buffer-counted", "hook-that-collects")
+
+
+@pytest.mark.parametrize("criterion", ["ifso", "taylor"])
+@pytest.mark.parametrize("name", KEPT)
+def test_score_leaves_weights_alone(name, criterion):
+    torch.manual_seed(0)
+    model = keeping.NETWORKS[name]()
+    graph = ifso.trace(model, X)
+    before = weights(model)
+    scores = ifso.score(model, graph, loss, [X], criterion)
+    assert all(score.isfinite().all() for score in scores.values())
+    assert_same(before, model)
+    assert fakes() == []
+
+
+def test_inside_autocast():
+    """Weights that were cast in the trial run were taken for real ones, and masks were not seen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = model(X)
+        graph = ifso.trace(model, X)
+        assert [group.size for group in graph.groups] == [8]
+        assert type(model(X)) is Tensor
+        keep = {"0": torch.arange(8) < 5}
+        with ifso.masked(model, graph, keep):
+            soft = model(X)
+        assert not torch.equal(soft, whole)
+        assert torch.equal(model(X), whole)
+        ifso.compact_(model, graph, keep)
+        torch.testing.assert_close(model(X), soft, rtol=2e-2, atol=2e-2)
+    assert fakes() == []
+
+
+def test_tensors_that_cannot_be_taken_back_are_refused():
+    def between(net: nn.Module, h: Tensor) -> Tensor:
+        random.kept = iter((h,))
+        return h
+
+    try:
+        with pytest.raises(TraceError, match="keeps tensors of a trial run in an object of type tuple_iterator"):
+            ifso.trace(keeping.Net(between), X)
+    finally:
+        del random.kept
+
+
+@pytest.mark.parametrize("wrap", [lambda h: h, lambda h: (h,), lambda h: [h], lambda h: {"deep": (h,)}])
+def test_places_that_nobody_knew_of_are_emptied(wrap):
+    """Attributes of a module of the standard library, and of an object with slots there."""
+    random.kept = keeping.Slotted()
+
+    def between(net: nn.Module, h: Tensor) -> Tensor:
+        random.more, random.kept.kept = wrap(h), wrap(h)
+        return h
+
+    try:
+        ifso.trace(keeping.Net(between), X)
+        assert fakes() == []
+    finally:
+        del random.kept
+        vars(random).pop("more", None)
+
+
+def test_caches_keep_what_is_real():
+    """A cache that no trial run touched stays filled."""
+    filled = functools.lru_cache(torch.ones)
+    filled(3)
+    ifso.trace(keeping.NETWORKS["lru-cache"](), X)
+    assert filled.cache_info().currsize == 1
+
+
+def test_threads():
+    """Each thread traces and scores networks of its own; a hook that all shared mixed their modules up."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(6, 8 + n), nn.ReLU(), nn.Linear(8 + n, 4), nn.Linear(4, 3)) for n in range(4)]
+    wanted = [_traced_and_scored(model) for model in models]
+    fastpath, found, errors = torch.backends.mha.get_fastpath_enabled(), {}, []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(3):
+                found.setdefault(number, []).append(_traced_and_scored(models[number]))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for number, results in found.items():
+        for sizes, scores in results:
+            assert sizes == wanted[number][0]
+            assert all(torch.equal(scores[name], score) for name, score in wanted[number][1].items())
+    assert torch.backends.mha.get_fastpath_enabled() == fastpath
+
+
+def _traced_and_scored(model: nn.Module) -> tuple[list[tuple[str, int]], dict[str, Tensor]]:
+    graph = ifso.trace(model, X)
+    return [(group.name, group.size) for group in graph.groups], ifso.score(model, graph, loss, [X])
+
+
+def test_an_interrupted_trace_leaves_nothing():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            keeping.GLOBAL_LIST.append(self.a(x))
+            raise KeyboardInterrupt
+
+    before = list(map(id, keeping.GLOBAL_LIST))
+    with pytest.raises(KeyboardInterrupt):
+        ifso.trace(Stops(), X)
+    assert list(map(id, keeping.GLOBAL_LIST)) == before
+    assert fakes() == []
