@@ -186,6 +186,7 @@ ALL = (
     Case("many-outputs", calling.ManyOutputs, _IMAGES),
     Case("nested-inputs", calling.NestedInputs, _image_list),
     Case("data-dependent", calling.DataDependent, _IMAGES),
+    Case("chosen-positions", calling.ChosenPositions, _IMAGES),
     Case("real-residual", calling.real_residual, _IMAGES),
     Case("real-along-channels", calling.real_along_channels, _IMAGES),
     Case("real-channels-as-batch", calling.real_channels_as_batch, _IMAGES, prunable=False),

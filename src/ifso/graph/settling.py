@@ -72,11 +72,11 @@ def settle(
             break
     else:
         settler.frozen.append((torch.arange(labels.size, device="cpu"), "its removal could not be rehearsed"))
-    _drop_needless(model, inputs, labels, settler)
+    _drop_needless(model, inputs, labels, settler, on_real_tensors)
     return settler.units(), settler.attributes()
 
 
-def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Settler) -> None:
+def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Settler, on_real_tensors: bool) -> None:
     """Forget attributes that the model runs without: they were taken along by chance, and may mean something else.
 
     One attribute of each module at a time is left as it is; a module that then has no problem does not need it.
@@ -89,7 +89,7 @@ def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Sett
         dropped = {module: places[number] for module, places in by_module.items() if number < len(places)}
         attributes = settler.attributes(without=set(dropped.values()))
         kept = _trial(units, seed=100 + number, everywhere=True)
-        problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors=False))
+        problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors))
         if stuck is None:
             needed = {name for problem in problems for name in _around(problem.module)}
             changing = {(item.module, item.name, item.position) for item in settler.attributes() if item.changes(kept)}
