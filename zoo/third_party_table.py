@@ -13,8 +13,8 @@ Detectors, segmenters and classifiers of other libraries, built with random, non
 in eval mode, and in train mode with the network's own loss where it has one (ultralytics, transformers). Each time the
 network is traced, 30 % of the units of every group are removed at random (then balanced), and the compacted network is
 compared with the masked one; what was pruned in train mode is also compared in eval mode. *Prunable* is the share of
-the parameters that belong to a unit. *Error* is the largest max |masked − compacted| / max |masked| over the outputs, in
-float64 unless marked; *exact* means error ≤ 1e-5 (1e-3 in float32) where the removal itself changed the outputs by
+the parameters that belong to a unit. *Error* is the largest max |masked − compacted| / max |masked| over the outputs,
+in float64 unless marked; *exact* means error ≤ 1e-5 (1e-3 in float32) where the removal itself changed the outputs by
 1e-4 or more. Written by `python zoo/run.py --set third-party --out docs/third-party`, which goes on with `--resume`."""
 
 
