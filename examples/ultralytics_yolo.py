@@ -8,8 +8,7 @@ import ifso
 
 def keeping(yolo):
     """The trainer of this YOLO's task, with the network as it is: theirs would build it anew from its yaml file."""
-    trainer = yolo.task_map[yolo.task]["trainer"]
-    return type("Trainer", (trainer,), {"get_model": lambda *_, **__: yolo.model})
+    return type("Trainer", (yolo.task_map[yolo.task]["trainer"],), {"get_model": lambda *_, **__: yolo.model})
 
 
 def calibration(trainer, images, size=8):
@@ -27,6 +26,7 @@ def loss_fn(model, batch):
 
 def main(weights, data, macs=0.7, images=256, **options):
     yolo = YOLO(weights)
+    yolo.model.requires_grad_()  # their files hold networks that do not learn
     batches = calibration(keeping(yolo)(overrides={"model": weights, "data": data, **options}), images)
     print(ifso.prune(yolo.model, batches, loss_fn, budget=ifso.Budget(macs=macs), example_inputs=(batches[0],)))
     for block in yolo.model.modules():

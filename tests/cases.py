@@ -157,6 +157,7 @@ ALL = (
     Case("padded-lambda", layout.padded_lambda, _IMAGES),
     Case("zero-joined", layout.ZeroJoined, _IMAGES, prunable=False),
     Case("res2net", layout.Res2Net, _IMAGES),
+    Case("halves", layout.Halves, _IMAGES),
     Case("unequal-split", layout.UnequalSplit, _IMAGES),
     Case("sliced-by-number", layout.SlicedByNumber, _IMAGES),
     Case("reversible", layout.Reversible, _IMAGES),

@@ -217,11 +217,14 @@ def test_ultralytics_yolo(name, tmp_path, monkeypatch, capsys):
     runtime = pytest.importorskip("onnxruntime", reason='it is not installed; pip install "ifso[onnx]"')
     from ultralytics import YOLO
     from ultralytics.utils import ROOT, YAML
+    from ultralytics.utils.torch_utils import strip_optimizer
 
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     (file,) = (ROOT / "cfg" / "models").rglob(f"{name[:-1]}.yaml")
     YAML.save(f"{name}.yaml", {**YAML.load(file), "nc": 2, "scales": {"n": [0.33, 0.125, 1024]}})
+    YOLO(f"{name}.yaml").save("best.pt")
+    strip_optimizer("best.pt")
     options = {"imgsz": 64, "epochs": 1, "batch": 4, "workers": 0, "device": "cpu", "plots": False, "simplify": False}
     yolo, onnx, script = example("ultralytics_yolo").main(
         f"{name}.yaml", squares(tmp_path / "data"), images=8, **options

@@ -582,6 +582,18 @@ def test_split_by_a_width_in_an_attribute():
     assert ("", "width") in {(item.module, item.name) for item in graph.attributes}
 
 
+def test_halves_cut_by_one_number_keep_equally_many():
+    graph = CASES["halves"].graph()
+    assert found(graph) == expected(
+        made("stem", each(0, 4)) | read("head.fc", each(0, 4)),
+        made("stem", each(4, 8)) | read("branch.conv", each(0, 4)),
+        made("branch", each(0, 6)) | read("head.fc", each(4, 10)),
+    )
+    halves = ("stem.conv", "stem.conv#2")
+    assert balances(graph) == {frozenset(tuple((half, unit) for unit in range(4)) for half in halves)}
+    assert ("", "c") in {(item.module, item.name) for item in graph.attributes}
+
+
 def test_reversible_halves():
     graph = CASES["reversible"].graph()
     first, second = (0, 4), (4, 8)

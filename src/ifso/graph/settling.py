@@ -253,16 +253,32 @@ class _Settler:
         if search.tied:
             return False
         search.tied = True
+        tie = next(self._possible_ties(module, problems, kept), None)
+        if tie is None:
+            return False
+        self.ties[module] = tie
+        self.found |= next(self._proposals(module, problems, kept, again=True), {})
+        search.tried.add(frozenset(self.found))
+        return True
+
+    def _possible_ties(self, module: str, problems: list[Problem], kept: Tensor) -> Iterator[Tensor]:
+        """Rows of ids: parts of an axis that one number cuts, then a width and the channels of heads."""
+        yield from (parts for problem in problems for parts in self._equal_parts(problem))
         widths = list(self._module_lines(module, kept))
         for problem in problems:
             for heads in self._passing(problem):
                 width = next((ids for ids in widths if self._can_tie(ids, heads)), None)
                 if width is not None:
-                    self.ties[module] = torch.stack([width, heads.flatten()[: width.numel()]])
-                    self.found |= next(self._proposals(module, problems, kept, again=True), {})
-                    search.tried.add(frozenset(self.found))
-                    return True
-        return False
+                    yield torch.stack([width, heads.flatten()[: width.numel()]])
+
+    def _equal_parts(self, problem: Problem) -> Iterator[Tensor]:
+        """Results of equal size, each with channels of its own, as of ``x.split((self.c, self.c), 1)``."""
+        refs = list(refs_in(problem.call.result))
+        parts = [layer.ids.flatten() for ref in refs for layer in self._labels[ref] if len(layer.dims) == 1]
+        if len(parts) > 1 and len(parts) == len(refs) and len({part.numel() for part in parts}) == 1:
+            units = self._rehearsed.of[torch.stack(parts)]
+            if units.unique().numel() == units.numel():
+                yield torch.stack(parts)
 
     def _can_tie(self, width: Tensor, heads: Tensor) -> bool:
         of, n = self._rehearsed.of, width.numel()
