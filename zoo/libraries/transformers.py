@@ -66,7 +66,7 @@ SEGMENTERS: dict[str, dict[str, Any]] = {
     "Mask2FormerForUniversalSegmentation": MASKS,
     "MaskFormerForInstanceSegmentation": {},
     "OneFormerForUniversalSegmentation": {
-        "hidden_dim": 32, "mask_dim": 32, "conv_dim": 32, "num_queries": 6, "num_attention_heads": 4,
+        "hidden_dim": 64, "mask_dim": 64, "conv_dim": 64, "num_queries": 6, "num_attention_heads": 4,
         "encoder_layers": 1, "decoder_layers": 2, "dim_feedforward": 48, "encoder_feedforward_dim": 48,
         "train_num_points": 64, "strides": [4, 8, 16, 32], "query_dec_layers": 1, "text_encoder_width": 64,
         "text_encoder_num_layers": 1, "text_encoder_n_ctx": 2, "is_training": True,
