@@ -26,11 +26,11 @@ class Absent(Exception):
 
 @dataclass
 class Case:
-    """A network in eval mode with positional inputs, and for detectors the inputs of train mode."""
+    """A network in eval mode with positional or keyword inputs, and those of train mode where they are others."""
 
     model: nn.Module
-    inputs: tuple[Any, ...]
-    training_inputs: tuple[Any, ...] | None = None
+    inputs: tuple[Any, ...] | dict[str, Any]
+    training_inputs: tuple[Any, ...] | dict[str, Any] | None = None
     ran: set[str] = field(default_factory=set)
     """Names of the convolutions and linear layers that the inputs reach."""
     notes: list[str] = field(default_factory=list)
@@ -38,8 +38,9 @@ class Case:
     def run(self) -> Any:
         """The outputs in the present mode, always from the same random state."""
         torch.manual_seed(SEED)
+        inputs = self.training_inputs if self.model.training and self.training_inputs else self.inputs
         with torch.no_grad():
-            return self.model(*(self.training_inputs if self.model.training and self.training_inputs else self.inputs))
+            return self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
 
     @property
     def input_shape(self) -> str:

@@ -1,7 +1,8 @@
-"""Which networks the zoo holds: every torchvision builder and one small variant of every timm family."""
+"""Which networks the zoo holds: torchvision's, one small variant of every timm family, and those of other libraries."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import warnings
@@ -14,7 +15,14 @@ HERE = Path(__file__).resolve().parent
 NAMES = HERE / "timm_names.json"
 """Like ``FAMILIES``, by the first word of the model name: finer than modules, which may hold several architectures."""
 
-SETS = ("torchvision", "timm", "timm-names", "all")
+SETS = ("torchvision", "timm", "timm-names", "all", "third-party")
+LIBRARIES = {
+    "ultralytics": "ultralytics",
+    "segmentation_models": "segmentation_models_pytorch",
+    "transformers": "transformers",
+    "monai": "monai",
+}
+"""Files of ``libraries/``, and the package each needs."""
 TORCHVISION_KINDS = ("classification", "segmentation", "video", "detection", "optical_flow")
 
 
@@ -27,7 +35,18 @@ def entries(which: str) -> list[Entry]:
         found += timm_entries(FAMILIES)
     if which == "timm-names":
         found += timm_entries(NAMES)
+    if which == "third-party":
+        found += third_party_entries()
     return found
+
+
+def third_party_entries() -> list[Entry]:
+    """Every network of ``libraries/``."""
+    return [
+        Entry(source, package, name)
+        for source, package in LIBRARIES.items()
+        for name in importlib.import_module(f"libraries.{source}").builders()
+    ]
 
 
 def write_timm_choices() -> str:

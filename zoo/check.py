@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from build import SEED, Absent, Case, build
-from catalog import Entry
+from catalog import LIBRARIES, Entry
 from measure import (
     flag_counts,
     frozen_reasons,
@@ -61,7 +61,12 @@ def check(entry: Entry, double_below: float, device: str = "cpu") -> dict[str, A
     torch.backends.cudnn.allow_tf32 = False
     result = Result()
     try:
-        _check(build(entry, double_below, device), result)
+        if entry.source in LIBRARIES:
+            from both_modes import check_both
+
+            check_both(entry, result)
+        else:
+            _check(build(entry, double_below, device), result)
     except Absent as error:
         result.fail("absent", str(error))
     except IfsoError as error:
@@ -135,7 +140,7 @@ def _check_removal(case: Case, graph: Any, prefix: str, result: Result) -> None:
     _compare(result, prefix, whole, soft, hard)
     if soft_training is not None:
         error = relative_error(soft_training, hard_training)
-        result.values[f"{prefix}training_error"] = _rounded(error)
+        result.values[f"{prefix}training_error"] = rounded(error)
         if not error <= TOLERANCE:
             result.fail("inexact", f"{ROUND[prefix]}losses in train mode differ by {error:.1e}")
 
@@ -153,7 +158,7 @@ def _check_second_round(case: Case, result: Result) -> None:
 def _compare(result: Result, prefix: str, whole: Any, soft: Any, hard: Any) -> None:
     """Record the error and the change, and fail if the error is large or the change too small to prove anything."""
     error, change = relative_error(soft, hard), relative_error(whole, soft)
-    result.values |= {f"{prefix}error": _rounded(error), f"{prefix}change": _rounded(change)}
+    result.values |= {f"{prefix}error": rounded(error), f"{prefix}change": rounded(change)}
     if not (finite(soft) and finite(hard)):
         result.fail("inexact", f"{ROUND[prefix]}outputs are not finite")
     if not error <= TOLERANCE:
@@ -178,13 +183,13 @@ def _check_training_partition(case: Case, graph: Any, result: Result) -> None:
     """A detector traced in train mode with its losses must couple the same slices as in eval mode."""
     from ifso.graph.tracing import trace
 
-    with _training(case.model), result.timed("training_trace"):
+    with training(case.model), result.timed("training_trace"):
         torch.manual_seed(SEED)
         training_graph = trace(case.model, case.training_inputs)
-    evaluation, training = partition(graph), partition(training_graph)
-    result.values["same_partition"] = evaluation == training
-    if evaluation != training:
-        only = f"{len(evaluation - training)} units only in eval, {len(training - evaluation)} only in train mode"
+    here, there = partition(graph), partition(training_graph)
+    result.values["same_partition"] = here == there
+    if here != there:
+        only = f"{len(here - there)} units only in eval, {len(there - here)} only in train mode"
         result.fail("inexact", f"eval and train mode couple differently: {only}")
 
 
@@ -192,12 +197,12 @@ def _losses(case: Case) -> Any:
     """The losses of a detector in train mode, None for other networks."""
     if case.training_inputs is None:
         return None
-    with _training(case.model):
+    with training(case.model):
         return case.run()
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def training(model: nn.Module) -> Iterator[None]:
     """Train mode without moving the running statistics."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
@@ -218,7 +223,7 @@ def _check_same(result: Result, what: str, before: Any, after: Any) -> None:
         result.fail("inexact", f"{what}: outputs moved by {error:.1e}")
 
 
-def _rounded(number: float) -> float | str:
+def rounded(number: float) -> float | str:
     """Two digits; text where JSON has no number."""
     return float(f"{number:.2g}") if number < float("inf") else str(number)
 

@@ -6,14 +6,17 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from catalog import SETS, Entry, entries, write_timm_choices
+import table
+import third_party_table
+from catalog import LIBRARIES, SETS, Entry, entries, write_timm_choices
 from pool import Limits, run_all
-from table import headline, render
 
 PACKAGES = ("torch", "torchvision", "timm")
 INTERRUPTED = 130
@@ -26,7 +29,7 @@ def main() -> int:
         print(write_timm_choices())
         return 0
     if arguments.command == "table":
-        write_page(arguments.out, load(arguments.out))
+        write_page(arguments.out, load(arguments.out), arguments.set)
         return 0
     return run(arguments)
 
@@ -53,7 +56,8 @@ def parse() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> int:
     """Check the chosen networks, writing results as they come."""
     document = load(arguments.out)
-    document["versions"] = versions_now(arguments.device)
+    packages = (*PACKAGES, *LIBRARIES.values()) if arguments.set == "third-party" else PACKAGES
+    document["versions"] = versions_now(arguments.device, packages)
     results = document["results"]
     todo = chosen(arguments, results)
     limits = Limits(arguments.limit_seconds, arguments.limit_gib, arguments.double_below * 1e6, arguments.device)
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; continue with --resume", file=sys.stderr)
         return INTERRUPTED
-    write_page(arguments.out, document)
+    write_page(arguments.out, document, arguments.set)
     return 4 if failed else 0
 
 
@@ -92,8 +96,16 @@ def chosen(arguments: argparse.Namespace, results: dict[str, Any]) -> list[Entry
 
 def progress(number: int, total: int, entry: Entry, row: dict[str, Any]) -> str:
     """One line on one network."""
-    detail = row.get("reason") or f"{row['groups']} groups, {row['units']} units, error {row['error']}"
+    detail = row.get("reason") or found(row)
     return f"[{number}/{total}] {entry.key}: {row['status']} ({row['seconds']} s, {row['peak_gib']} GiB): {detail}"
+
+
+def found(row: dict[str, Any]) -> str:
+    """What an exact network came to."""
+    if "groups" in row:
+        return f"{row['groups']} groups, {row['units']} units, error {row['error']}"
+    modes = ("eval", "train")
+    return ", ".join(f"{mode} {row[f'{mode}_prunable']:.1%}, error {row[f'{mode}_error']}" for mode in modes)
 
 
 def load(out: Path) -> dict[str, Any]:
@@ -102,9 +114,9 @@ def load(out: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {"versions": {}, "results": {}}
 
 
-def versions_now(device: str) -> dict[str, str]:
+def versions_now(device: str, packages: Sequence[str]) -> dict[str, str]:
     """What the results are made with."""
-    libraries = {name: metadata.version(name) for name in PACKAGES}
+    libraries = {name: metadata.version(name) for name in packages if find_spec(name)}
     return {"Python": platform.python_version()} | libraries | {"device": device_name(device)}
 
 
@@ -128,11 +140,12 @@ def save(out: Path, document: dict[str, Any]) -> None:
     partial.replace(out / "results.json")
 
 
-def write_page(out: Path, document: dict[str, Any]) -> None:
+def write_page(out: Path, document: dict[str, Any], which: str) -> None:
     """Render OUT.md and print its headline."""
+    page = third_party_table if which == "third-party" else table
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(out.name + ".md").write_text(render(document))
-    print("\n".join(headline(document["results"])))
+    out.with_name(out.name + ".md").write_text(page.render(document))
+    print("\n".join(page.headline(document["results"])))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def _table(rows: Results) -> Iterable[str]:
             row.get("input", "–"),
             _number(row, "groups"),
             _number(row, "units"),
-            _percent(row, "prunable_params"),
-            _percent(row, "prunable_conv_channels"),
+            percent(row, "prunable_params"),
+            percent(row, "prunable_conv_channels"),
             _number(row, "change"),
             _error(row),
             _number(row, "trace_seconds"),
@@ -91,7 +91,8 @@ def _digits(value: float | str) -> str:
     return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
-def _percent(row: Mapping[str, Any], name: str) -> str:
+def percent(row: Mapping[str, Any], name: str) -> str:
+    """A share of a row; a dash where there is none."""
     value = row.get(name)
     return "–" if value is None else f"{value:.1%}"
 
@@ -107,10 +108,11 @@ def _remark(row: Mapping[str, Any]) -> str:
     flags = ", ".join(f"{flag} ×{count}" for flag, count in row.get("flags", {}).items())
     if row["status"] == "exact":
         return flags
-    return f"**{row['status']}**: {_escaped(row.get('reason', ''))}" + (f" ({flags})" if flags else "")
+    return f"**{row['status']}**: {escaped(row.get('reason', ''))}" + (f" ({flags})" if flags else "")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Text for a cell of a table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
@@ -132,5 +134,5 @@ def _frozen(rows: Results) -> Iterable[str]:
         yield from ("## What stays, where less than 90 % of the parameters are prunable", "")
         yield from ("| model | parameters | reasons (parameter axes) |", "|---|---:|---|")
         for key, row in sorted(low.items()):
-            reasons = "; ".join(f"{_escaped(reason)} ({count})" for reason, count in row["frozen"])
-            yield f"| {key} | {_percent(row, 'prunable_params')} | {reasons} |"
+            reasons = "; ".join(f"{escaped(reason)} ({count})" for reason, count in row["frozen"])
+            yield f"| {key} | {percent(row, 'prunable_params')} | {reasons} |"

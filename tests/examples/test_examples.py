@@ -40,7 +40,7 @@ def same(model, other, *shape):
 
 def test_examples_are_short():
     found = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(found) == 7
+    assert len(found) == 8
     assert {name: lines for name, lines in found.items() if lines > MOST_LINES} == {}
 
 
@@ -186,3 +186,56 @@ class TestHubFolder:
         module = example("hub_folder")
         module.push(folder, "somebody/small", Offline())
         assert sorted(pushed) == [("somebody/small", name) for name in sorted(module.FILES)]
+
+
+def squares(folder, number=8, size=64):
+    """Red and green squares on noise, as ultralytics wants them; the file that describes them."""
+    image_of = pytest.importorskip("PIL.Image").fromarray
+    random = torch.Generator().manual_seed(0)
+    for kind in ("images", "labels"):
+        (folder / kind).mkdir(parents=True)
+    for place in range(number):
+        x, y, colour = torch.randint(2, 40, (3,), generator=random).tolist()
+        pixels = torch.randint(0, 90, (size, size, 3), generator=random, dtype=torch.uint8)
+        pixels[y : y + 20, x : x + 20, colour % 2] = 255
+        image_of(pixels.numpy()).save(folder / "images" / f"{place}.png")
+        box = " ".join(str(number / size) for number in (x + 10, y + 10, 20, 20))
+        (folder / "labels" / f"{place}.txt").write_text(f"{colour % 2} {box}\n")
+    described = folder / "data.yaml"
+    described.write_text(f"path: {folder}\ntrain: images\nval: images\nnames: {{0: red, 1: green}}\n")
+    return str(described)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["yolov8n", "yolo11n"])
+def test_ultralytics_yolo(name, tmp_path, monkeypatch, capsys):
+    """The trainer keeps the pruned shapes, its checkpoint holds them, and both exported files give what they should."""
+    for variable, value in {"AUTOINSTALL": "false", "OFFLINE": "true", "CONFIG_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"YOLO_{variable}", value)
+    pytest.importorskip("ultralytics", reason="it is not installed; pip install ultralytics")
+    pytest.importorskip("onnx", reason='it is not installed; pip install "ifso[onnx]"')
+    runtime = pytest.importorskip("onnxruntime", reason='it is not installed; pip install "ifso[onnx]"')
+    from ultralytics import YOLO
+    from ultralytics.utils import ROOT, YAML
+    from ultralytics.utils.torch_utils import strip_optimizer
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    (file,) = (ROOT / "cfg" / "models").rglob(f"{name[:-1]}.yaml")
+    YAML.save(f"{name}.yaml", {**YAML.load(file), "nc": 2, "scales": {"n": [0.33, 0.125, 1024]}})
+    YOLO(f"{name}.yaml").save("best.pt")
+    strip_optimizer("best.pt")
+    options = {"imgsz": 64, "epochs": 1, "batch": 4, "workers": 0, "device": "cpu", "plots": False, "simplify": False}
+    yolo, onnx, script = example("ultralytics_yolo").main(
+        f"{name}.yaml", squares(tmp_path / "data"), images=8, **options
+    )
+    assert "budget met" in capsys.readouterr().out
+    assert parameters(yolo.model) < 0.8 * parameters(YOLO(f"{name}.yaml").model)
+    assert parameters(YOLO(yolo.trainer.best).model) == parameters(yolo.model)
+    images = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        wanted = yolo.model.eval()(images)[0]
+    session = runtime.InferenceSession(onnx)
+    found = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    assert torch.allclose(torch.from_numpy(found), wanted, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(torch.jit.load(script)(images), wanted, rtol=1e-3, atol=1e-3)

@@ -391,6 +391,27 @@ def test_convolution_along_channels_freezes_only_them(name):
     assert (f"{prefix}stem.conv.weight", 0) in frozen(graph)
 
 
+@pytest.mark.parametrize("name", ["attention", "padded", "res2net"])
+def test_numbers_in_python_follow_on_real_tensors_too(name):
+    plain, real = CASES[name].graph(), CASES[f"real-{name}"].graph()
+    assert real.on_real_tensors
+    assert found(real) == {
+        frozenset(frozenset((f"net.{parameter}", *rest) for parameter, *rest in unit) for unit in group)
+        for group in found(plain)
+    }
+
+
+def test_positions_chosen_by_value_after_a_split():
+    graph = CASES["chosen-positions"].graph()
+    assert graph.on_real_tensors
+    assert found(graph) == expected(
+        made("stem", each(0, 4)) | read("score", each(0, 4)) | read("deep", each(0, 4)),
+        made("stem", each(4, 8)) | read("branch.conv", each(0, 4)),
+        made("branch", each(0, 6)) | read("score", each(4, 10)) | read("deep", each(4, 10)),
+        rows("deep", each(0, 6)) | read("head", each(0, 6)),
+    )
+
+
 def test_fpn_with_shared_heads():
     graph = CASES["fpn"].graph()
     laterals, outputs = ("l1", "l2", "l3"), ("o1", "o2", "o3")
@@ -559,6 +580,18 @@ def test_split_by_a_width_in_an_attribute():
     parts = ("conv1.conv", "conv1.conv#2", "conv1.conv#3")
     assert balances(graph) == {frozenset(tuple((part, unit) for unit in range(4)) for part in parts)}
     assert ("", "width") in {(item.module, item.name) for item in graph.attributes}
+
+
+def test_halves_cut_by_one_number_keep_equally_many():
+    graph = CASES["halves"].graph()
+    assert found(graph) == expected(
+        made("stem", each(0, 4)) | read("head.fc", each(0, 4)),
+        made("stem", each(4, 8)) | read("branch.conv", each(0, 4)),
+        made("branch", each(0, 6)) | read("head.fc", each(4, 10)),
+    )
+    halves = ("stem.conv", "stem.conv#2")
+    assert balances(graph) == {frozenset(tuple((half, unit) for unit in range(4)) for half in halves)}
+    assert ("", "c") in {(item.module, item.name) for item in graph.attributes}
 
 
 def test_reversible_halves():

@@ -78,6 +78,22 @@ class DataDependent(nn.Module):
         return self.head(F.relu(self.deep(strongest))) + self.score(features).mean()
 
 
+class ChosenPositions(nn.Module):
+    """A detector in small: channels split by a width kept in Python, then only the positions with a good score."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = 4
+        self.stem, self.branch, self.score = ConvBN(3, 8), ConvBN(4, 6), nn.Conv2d(10, 1, 1)
+        self.deep, self.head = nn.Linear(10, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.stem(x).split(self.width, 1)
+        features = torch.cat([first, self.branch(second)], 1)
+        chosen = features.movedim(1, -1)[self.score(features)[:, 0] > 0]
+        return self.head(F.relu(self.deep(chosen))).sum(0)
+
+
 class OnRealTensors(nn.Module):
     """Makes any network data-dependent: it looks at a value of the input before it runs."""
 

@@ -203,6 +203,19 @@ class Res2Net(nn.Module):
         return self.head(F.relu(x + self.conv3(torch.cat([first, second, parts[2]], 1))))
 
 
+class Halves(nn.Module):
+    """Two halves cut by one number, given twice; one of them is worked on (YOLO's C2PSA)."""
+
+    def __init__(self):
+        super().__init__()
+        self.c = 4
+        self.stem, self.branch, self.head = ConvBN(3, 8), ConvBN(4, 6), Head(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.stem(x).split((self.c, self.c), 1)
+        return self.head(torch.cat([first, self.branch(second)], 1))
+
+
 class UnequalSplit(nn.Module):
     """Parts of different sizes, kept as a list in an attribute."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -122,11 +122,24 @@ class Removal:
 
     def expected_results(self) -> dict[Ref, tuple[int, ...]]:
         """The shape that each result of a torch function should have."""
+        return self._expected(ref for call in self.labels.tape.functions for ref in refs_in(call.result))
+
+    def expected_arguments(self) -> dict[Ref, tuple[int, ...]]:
+        """The shape that each argument of a torch function should have."""
+        return self._expected(ref for call in self.labels.tape.functions for ref in refs_in((call.args, call.kwargs)))
+
+    def _expected(self, refs: Iterable[Ref]) -> dict[Ref, tuple[int, ...]]:
         tape, of = self.labels.tape, self.units.of
-        results = {ref for call in tape.functions for ref in refs_in(call.result)}
-        layers = {ref: [of[layer.ids] for layer in self.labels[ref]] for ref in results}
         blocks = [of[rows] for rows, _ in self.labels.splits]
-        return {ref: expected_shape(tape.shape(ref), layers[ref], self.kept, blocks) for ref in results}
+        expected = {}
+        for ref in dict.fromkeys(refs):
+            value = tape.values[ref.index]
+            if value.name:
+                expected[ref] = self.shapes.get(value.name, value.shape)
+            else:
+                layers = [of[layer.ids] for layer in self.labels[ref]]
+                expected[ref] = expected_shape(value.shape, layers, self.kept, blocks)
+        return expected
 
     def set_numbers(self, model: nn.Module) -> list[str]:
         """Set the Python numbers; returns the names of attention layers whose class was exchanged."""
@@ -141,7 +154,7 @@ class Removal:
 def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:
     """Run the smaller model. Returns the problems, and the module where it could not go on or took another way."""
     if removal.on_real_tensors:
-        return [], _rehearse_real(model, removal)
+        return _rehearse_real(model, removal)
     expected = removal.expected_results()
     problems: list[Problem] = []
     exchanged: set[str] = set()
@@ -171,23 +184,21 @@ def _run_smaller(
     return [tuple(tensor.shape) for tensor in tensors_in(output)]
 
 
-def _rehearse_real(model: nn.Module, removal: Removal) -> str | None:
-    """The same with values, for models whose course depends on them; the module that failed, if any."""
+def _rehearse_real(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:
+    """The same with values, for models whose course depends on them."""
 
-    def run() -> str | None:
+    def run() -> tuple[list[Problem], str | None]:
         tensors, layouts = named_tensors(model), removal.units.layouts
         set_tensors(
             model, {name: compact(tensors[name].detach(), layouts[name], removal.kept, name) for name in layouts}
         )
-        removal.set_numbers(model)
-        last = [""]
-        stack = ModuleStack(model, on_enter=lambda name: last.__setitem__(0, name))
+        rehearsal = LooseRehearsal(model, removal, set(removal.set_numbers(model)))
         try:
-            with stack:
+            with rehearsal:
                 call_model(model, map_tensors(removal.inputs, lambda tensor: tensor.detach().clone()))
         except Exception:
-            return last[0]
-        return None
+            return rehearsal.problems, rehearsal.module
+        return rehearsal.problems, None
 
     return on_real_tensors(model, run)
 
@@ -235,7 +246,10 @@ class _BelowFunctions(TorchDispatchMode):
 
 
 class Rehearsal(TorchFunctionMode):
-    """Compares each torch function with the recording and notes the ``problems``."""
+    """Compares each torch function with the recording and notes the ``problems``.
+
+    Numbers that functions compute with are compared where there is a ``stage`` to hear of them.
+    """
 
     def __init__(
         self,
@@ -244,10 +258,10 @@ class Rehearsal(TorchFunctionMode):
         expected: dict[Ref, tuple[int, ...]],
         exchanged: set[str],
         problems: list[Problem],
-        stage: Stage,
+        stage: Stage | None,
     ) -> None:
         super().__init__()
-        self._problems = problems
+        self.problems = problems
         self._tape = tape
         self._expected = expected
         self._stack = ModuleStack(model, self._resume)
@@ -278,7 +292,7 @@ class Rehearsal(TorchFunctionMode):
                 self._computed.calls.clear()
         self._last = self._stack.module
         name = getattr(func, "__name__", str(func))
-        if name in LEAVING and args and isinstance(args[0], Tensor):
+        if self._stage is not None and name in LEAVING and args and isinstance(args[0], Tensor):
             self._stage.writes.protect(args[0])
         if self._place >= len(self._tape.functions) or self._tape.functions[self._place].name != name:
             raise Diverged(self._stack.module)
@@ -299,18 +313,21 @@ class Rehearsal(TorchFunctionMode):
             self._computed.calls.clear()
             self._note(call, f"{type(error).__name__}: {error}", numbers=changed)
             return self._stand_in(call.result)
-        recorded = _recorded(call, self._tape)
+        recorded = _recorded(call, self._tape) if self._stage is not None else []
         if (recorded or len(self._computed.calls) > before) and not self._computes_the_same(call, recorded, kwargs):
             self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
         refs = list(refs_in(call.result))
         tensors = tensors_in(result)
         if not refs:
             return result
-        wanted = [self._expected[ref] for ref in refs]
-        if [tuple(tensor.shape) for tensor in tensors] != wanted:
+        if not self._fits(tensors, refs):
+            wanted = [self._expected[ref] for ref in refs]
             self._note(call, f"gave {[tuple(t.shape) for t in tensors]}, expected {wanted}", numbers=changed)
             return self._stand_in(call.result)
         return result
+
+    def _fits(self, tensors: list[Tensor], refs: list[Ref]) -> bool:
+        return [tuple(tensor.shape) for tensor in tensors] == [self._expected[ref] for ref in refs]
 
     def _computes_the_same(self, call: FunctionCall, recorded: list[Computed], kwargs: Mapping[str, Any]) -> bool:
         now = self._computed.calls[:]
@@ -323,25 +340,72 @@ class Rehearsal(TorchFunctionMode):
         self, call: FunctionCall, why: str, by_value: bool = False, numbers: frozenset[tuple[int, int]] = frozenset()
     ) -> None:
         line = _line_outside(sys._getframe())
-        self._problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers, line))
+        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], by_value, numbers, line))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
             value = self._tape.values[tree.index]
-            return torch.empty(self._expected[tree], dtype=value.dtype, device=value.device)
+            return torch.zeros(self._expected[tree], dtype=value.dtype, device=value.device)
         if isinstance(tree, (tuple, list)):
             return type(tree)(self._stand_in(item) for item in tree) if type(tree) in (tuple, list) else tree
         return tree
 
     def __enter__(self) -> Rehearsal:
         self._stack.__enter__()
-        self._stage.listen = self._computed.note
+        if self._stage is not None:
+            self._stage.listen = self._computed.note
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._stage.listen = None
+        if self._stage is not None:
+            self._stage.listen = None
         self._stack.__exit__(*exc)
+
+
+class LooseRehearsal(Rehearsal):
+    """The same for models whose course depends on values, which differ from those of the recording.
+
+    A call is only judged if it is the one that was recorded at this place and its arguments have the expected shapes,
+    and only by the axes that lose something: boxes chosen by their scores may be more or fewer for other reasons.
+    """
+
+    def __init__(self, model: nn.Module, removal: Removal, exchanged: set[str]) -> None:
+        tape = removal.labels.tape
+        super().__init__(model, tape, removal.expected_arguments() | removal.expected_results(), exchanged, [], None)
+        self._by_key = {call.key: call for call in tape.functions if call.key[2]}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or any(name in self._exchanged for name in self._stack.running):
+            return func(*args, **kwargs)
+        self._last = self._stack.module
+        call = self._by_key.get(self._stack.next_function(func))
+        self._inside = True
+        try:
+            if call is None or not self._is_judged(call, getattr(func, "__name__", str(func)), (args, kwargs)):
+                return func(*args, **kwargs)
+            return self._compare(call, func, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _is_judged(self, call: FunctionCall, name: str, arguments: Any) -> bool:
+        refs = list(refs_in((call.args, call.kwargs)))
+        loses = any(self._expected[ref] != self._tape.shape(ref) for ref in (*refs, *refs_in(call.result)))
+        return (
+            loses
+            and call.name == name
+            and [tuple(tensor.shape) for tensor in tensors_in(arguments)] == [self._expected[ref] for ref in refs]
+        )
+
+    def _fits(self, tensors: list[Tensor], refs: list[Ref]) -> bool:
+        return len(tensors) == len(refs) and all(map(self._loses_as_expected, tensors, refs))
+
+    def _loses_as_expected(self, tensor: Tensor, ref: Ref) -> bool:
+        old, new = self._tape.shape(ref), self._expected[ref]
+        return tensor.dim() == len(new) and all(
+            size == after for size, before, after in zip(tensor.shape, old, new, strict=True) if before != after
+        )
 
 
 class _Computed:

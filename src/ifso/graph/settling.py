@@ -77,11 +77,11 @@ def settle(
             break
     else:
         settler.frozen.append((torch.arange(labels.size, device="cpu"), "its removal could not be rehearsed"))
-    _drop_needless(model, inputs, labels, settler)
+    _drop_needless(model, inputs, labels, settler, on_real_tensors)
     return settler.units(), settler.attributes()
 
 
-def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Settler) -> None:
+def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Settler, on_real_tensors: bool) -> None:
     """Forget attributes that the model runs without: they were taken along by chance, and may mean something else.
 
     One attribute of each module at a time is left as it is; a module that then has no problem does not need it.
@@ -94,7 +94,7 @@ def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Sett
         dropped = {module: places[number] for module, places in by_module.items() if number < len(places)}
         attributes = settler.attributes(without=set(dropped.values()))
         kept = _trial(units, seed=100 + number, everywhere=True)
-        problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors=False))
+        problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors))
         if stuck is None:
             needed = {name for problem in problems for name in _around(problem.module)}
             changing = {(item.module, item.name, item.position) for item in settler.attributes() if item.changes(kept)}
@@ -278,17 +278,33 @@ class _Settler:
         if search.tied:
             return False
         search.tied = True
+        tie = next(self._possible_ties(module, problems, kept), None)
+        if tie is None:
+            return False
+        self.ties.append((tie, module))
+        lines = [ids for problem in problems for ids in self._lines(problem, kept)]
+        self.found |= next(self._proposals(module, lines, again=True), {})
+        search.tried.add(frozenset(self.found))
+        return True
+
+    def _possible_ties(self, module: str, problems: list[Problem], kept: Tensor) -> Iterator[Tensor]:
+        """Rows of ids: parts of an axis that one number cuts, then a width and the channels of heads."""
+        yield from (parts for problem in problems for parts in self._equal_parts(problem))
         widths = list(self._module_lines(module, kept))
         for problem in problems:
             for heads in self._passing(problem):
                 width = next((ids for ids in widths if self._can_tie(ids, heads)), None)
                 if width is not None:
-                    self.ties.append((torch.stack([width, heads.flatten()[: width.numel()]]), module))
-                    lines = [ids for problem in problems for ids in self._lines(problem, kept)]
-                    self.found |= next(self._proposals(module, lines, again=True), {})
-                    search.tried.add(frozenset(self.found))
-                    return True
-        return False
+                    yield torch.stack([width, heads.flatten()[: width.numel()]])
+
+    def _equal_parts(self, problem: Problem) -> Iterator[Tensor]:
+        """Results of equal size, each with channels of its own, as of ``x.split((self.c, self.c), 1)``."""
+        refs = list(refs_in(problem.call.result))
+        parts = [layer.ids.flatten() for ref in refs for layer in self._labels[ref] if len(layer.dims) == 1]
+        if len(parts) > 1 and len(parts) == len(refs) and len({part.numel() for part in parts}) == 1:
+            units = self._rehearsed.of[torch.stack(parts)]
+            if units.unique().numel() == units.numel():
+                yield torch.stack(parts)
 
     def _try_equal(self, module: str, problems: list[Problem], kept: Tensor) -> bool:
         """Let an axis lose as many as the one whose new size the code took for it: values viewed as wide as keys."""

@@ -280,9 +280,8 @@ class _Start:
                 other = trace(self._model, example_inputs, ignore=self._ignore)
                 where = "eval" if mode else "train"
                 more = sorted(idle - _idle(other))
-                progress.notes.append(
-                    f"costs are those of {where} mode, in which {more[0]} and {len(more) - 1} other parameters run, too"
-                )
+                others = f" and {len(more) - 1} other parameters run" if len(more) > 1 else " runs"
+                progress.notes.append(f"costs are those of {where} mode, in which {more[0]}{others}, too")
                 return other
         self._model.train(mode)
         return graph
