@@ -18,7 +18,7 @@ from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.running import forget_caches
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
-from ifso.surgery.mask import gain_of, refuse_masked
+from ifso.surgery.mask import left_of, refuse_masked
 from ifso.surgery.recipe import (
     AttributeChange,
     FrozenAxis,
@@ -117,16 +117,13 @@ def _apply(
     model: nn.Module, graph: ChannelGraph, kept: Tensor, recipe: Recipe, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Make all new tensors first, then swap them in: nothing can fail halfway."""
-    smaller = []
-    for name, tensor in named_tensors(model).items():
-        gain = gain_of(model, graph, kept, name)
-        if gain is None and recipe.shapes[name].before == recipe.shapes[name].after:
-            continue
+    smaller, tensors = [], named_tensors(model)
+    for name, data in left_of(model, graph, kept).items():
+        tensor = tensors[name]
         layout = graph.layouts.get(name, Layout(tuple(tensor.shape), ()))
         shrink = partial(compact, layout=layout, kept=kept, name=name)
-        data = tensor.detach() if gain is None else tensor.detach() * gain
         grad = None if tensor.grad is None else shrink(tensor.grad)
-        smaller.append((tensor, shrink(data), grad, _shrunk_state(optimizer, tensor, shrink)))
+        smaller.append((tensor, data, grad, _shrunk_state(optimizer, tensor, shrink)))
     for tensor, data, grad, state in smaller:
         tensor.grad = None
         tensor.data = data

@@ -16,7 +16,7 @@ from ifso.costs.counting import check_fits
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.layouts import kept_length, surviving
+from ifso.graph.layouts import compact, kept_length, surviving
 from ifso.graph.reductions import ExactReductions
 from ifso.graph.running import forget_caches
 from ifso.graph.slots import named_tensors
@@ -120,6 +120,19 @@ def gain_of(model: nn.Module, graph: ChannelGraph, kept: Tensor, name: str) -> T
         return None
     v = model.get_parameter(normed).detach()
     return kept_length(v, surviving(layout, kept).to(v.device), dim)
+
+
+def left_of(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> dict[str, Tensor]:
+    """What is left of every parameter and buffer that loses slices or is a gain that makes up for them, by name."""
+    found = {}
+    for name, tensor in named_tensors(model).items():
+        gain, layout = gain_of(model, graph, kept, name), graph.layouts.get(name)
+        data = tensor.detach() if gain is None else tensor.detach() * gain
+        if layout is not None:
+            data = compact(data, layout, kept, name)
+        if gain is not None or data.shape != tensor.shape:
+            found[name] = data
+    return found
 
 
 @torch.no_grad()

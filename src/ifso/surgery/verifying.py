@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from ifso.errors import CompactionError, KeepError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.layouts import compact
 from ifso.graph.rehearsal import Removal
 from ifso.graph.running import call_model, on_real_tensors, preserved
 from ifso.graph.slots import named_tensors, set_tensors
 from ifso.graph.tape import map_tensors, tensors_in
-from ifso.surgery.mask import masked
+from ifso.surgery.mask import left_of, masked
 
 UNSEEN = 1e-5
 """Differences up to this, relative to the largest output, are rounding in any precision."""
@@ -106,9 +105,7 @@ def _run(model: nn.Module, graph: ChannelGraph, removal: Removal, inputs: Any, s
     def run() -> Answers:
         torch.manual_seed(seed)
         if smaller:
-            tensors, layouts = named_tensors(model), removal.units.layouts
-            new = {name: compact(tensors[name].detach(), layouts[name], removal.kept, name) for name in layouts}
-            set_tensors(model, new)
+            set_tensors(model, left_of(model, graph, removal.kept))
             removal.set_numbers(model)
         output = call_model(model, map_tensors(inputs, lambda tensor: tensor.detach().clone()))
         return [tensor.detach().clone() for tensor in tensors_in(output)]
