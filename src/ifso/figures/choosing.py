@@ -33,7 +33,8 @@ def draw_choices(records: Sequence[Record], stem: Path) -> tuple[Path, Path]:
     for record in records:
         if not any("top1" in row for row in record.rows):
             raise IfsoError(f"{record.path} has no row to draw; run ifso bench choose --json {record.path} first")
-    methods = dict.fromkeys(row["method"] for record in records for row in record.rows if "top1" in row)
+    found = dict.fromkeys(row["method"] for record in records for row in record.rows if "top1" in row)
+    methods = sorted(found, key=lambda method: method != "default")
     looks = dict(zip(methods, cycle((*LOOKS, *MORE)), strict=False))
     width = COLUMN if len(records) == 1 else PAGE
     return draw(stem, TITLE, (width, 3.4), lambda figure: _fill(figure, records, looks))
