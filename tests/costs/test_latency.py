@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import queue
 import time
 from collections.abc import Callable
 
@@ -69,10 +71,9 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
 def clocked(ticks: Ticks) -> tuple[nn.Module, ChannelGraph]:
     """A traced network: conv 4 s, norm 1 s, head 2 s, the network itself 0.5 s."""
     model = Clocked()
-    graph = ifso.trace(model, torch.randn(2, 3, 5, 5))
     for module, seconds in ((model.conv, 4.0), (model.norm, 1.0), (model.head, 2.0), (model, 0.5)):
         ticks.delay(module, seconds)
-    return model, graph
+    return model, ifso.trace(model, torch.randn(2, 3, 5, 5))
 
 
 def by_term(model: LatencyModel, graph: ChannelGraph) -> dict[tuple[str, str], float]:
@@ -123,13 +124,13 @@ def test_nothing_is_left_behind(how: str):
     model.modes.clear()
     model.grads.clear()
     seen = (model.modes, model.grads)
-    record: list[tuple[bool, bool]] = []
-    handle = model.register_forward_pre_hook(lambda *_: record.append((model.training, torch.is_grad_enabled())))
+    record: queue.SimpleQueue[tuple[bool, bool]] = queue.SimpleQueue()
+    handle = model.register_forward_pre_hook(lambda *_: record.put((model.training, torch.is_grad_enabled())))
     tensors, given = copy.deepcopy(model.state_dict()), inputs.clone()
     attributes = {name: list(vars(module)) for name, module in model.named_modules()}
     random = torch.get_rng_state()
     measure_latency(model, inputs) if how == "measure_latency" else LatencyModel.measure(model, graph)
-    assert set(record) == {(False, False)}
+    assert {record.get() for _ in range(record.qsize())} == {(False, False)}
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(inputs, given)
     assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
@@ -194,17 +195,15 @@ def test_watching_is_not_counted(ticks: Ticks):
     model, graph = clocked(ticks)
     plain = LatencyModel.measure(model, graph, repeats=1)
     real = ticks.perf_counter
-    reads = 0
+    reads = itertools.count(1)
 
     def slow_clock() -> float:
-        nonlocal reads
-        reads += 1
-        ticks.now += 0.1 if reads > 2 * (1 + latency.WARM_UP) else 0.0
+        ticks.now += 0.1 if next(reads) > 2 * (1 + latency.WARM_UP) else 0.0
         return real()
 
     ticks.perf_counter = slow_clock
     watched = LatencyModel.measure(model, graph, repeats=1)
-    assert reads > 20
+    assert next(reads) > 20
     assert watched.total == plain.total == pytest.approx(7.5)
     assert watched.seconds(graph) == pytest.approx(7.5)
 

@@ -53,10 +53,12 @@ def test_scores_or_a_clear_error(any_criterion):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_the_model_is_left_as_it_was(any_criterion, mode):
-    model, graph = CASES["residual"].model(), CASES["residual"].graph()
+    model = CASES["residual"].model()
+    model.append(nn.Dropout(0.5))
+    graph = ifso.trace(model, CASES["residual"].inputs())
     model.train(mode == "train")
     model.head.eval()
-    model.append(nn.Dropout(0.5).train())
+    model[-1].train()
     model.stem.conv.weight.requires_grad_(False)
     model.head.fc.weight.grad = torch.ones_like(model.head.fc.weight)
     before = snapshot(model)

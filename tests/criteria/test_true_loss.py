@@ -26,6 +26,7 @@ OTHERWISE = {
 NOT_HERE = (
     "weight-standardised", "weight-standardised-batch-norm", "cross-attention", "nested-inputs", "in-place-shape",
     "group-norm", "multihead-sequence-first", "weight-norm", "weight-norm-hooked", "wavenet", "experts",
+    "chosen-positions",
 )  # fmt: skip
 """The truth knows no weights that are computed, no lists, no samples but along the first dim, no constant network."""
 NETS = [name for name in CASES if CASES[name].prunable and name not in OTHERWISE and name not in NOT_HERE]

@@ -246,8 +246,10 @@ def test_a_graph_of_other_wiring_is_stale(name):
     keep = {"0": torch.arange(8) < 5}
     assert ifso.cost(nn.Sequential(*(type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m
                                      for m in model)), graph).macs  # fmt: skip
-    for use in (lambda: ifso.compact_(other, graph, keep), lambda: ifso.cost(other, graph, keep),
-                lambda: ifso.masked(other, graph, keep).__enter__()):  # fmt: skip
+    uses = [lambda: ifso.compact_(other, graph, keep)]
+    if name != "patched":  # a forward of its own may only be wrapped: compaction runs it and sees
+        uses += [lambda: ifso.cost(other, graph, keep), lambda: ifso.masked(other, graph, keep).__enter__()]
+    for use in uses:
         with pytest.raises(StaleGraphError, match="another model"):
             use()
     assert other[0].weight.shape == (8, 6)

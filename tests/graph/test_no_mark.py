@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
 from ifso.errors import TraceError
+from ifso.graph.stage import Stage
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -35,12 +36,14 @@ def assert_same(before: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def fakes() -> list[Any]:
-    """Fake tensors that somebody holds."""
-    found = [item for item in gc.get_objects() if type(item) is FakeTensor]
-    if found:
-        del found
+    """Fake tensors of our trial runs that somebody holds."""
+    if _held():
         gc.collect()
-    return [item for item in gc.get_objects() if type(item) is FakeTensor]
+    return _held()
+
+
+def _held() -> list[Any]:
+    return [item for item in gc.get_objects() if type(item) is FakeTensor and isinstance(item.fake_mode, Stage)]
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

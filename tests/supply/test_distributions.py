@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_000
 WHEEL = re.compile(
     r"ifso/(?:[\w/]+\.py|py\.typed|repro/toml/[\w-]+\.toml|report/assets/[\w-]+\.(?:js|css|html)"
-    r"|data/digits\.npz|data/LICENSE-digits\.txt)"
+    r"|data/digits\.npz|data/LICENSE-digits\.txt|bench/timm_families\.json)"
     r"|ifso-[\w.]+\.dist-info/(?:METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)"
 )
 SDIST_TOP = {

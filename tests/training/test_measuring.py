@@ -2,6 +2,7 @@
 
 import copy
 import json
+import queue
 import subprocess
 import sys
 
@@ -104,17 +105,17 @@ class TestTimed:
         assert len(found["a"].latency.samples) == 2
 
     def test_the_layout_and_precision_that_are_asked_for(self):
-        seen = []
+        seen = queue.SimpleQueue()
 
         class Conv(nn.Conv2d):
             def forward(self, x):
                 found = super().forward(x)
-                seen.append((x.is_contiguous(memory_format=torch.channels_last), found.dtype))
+                seen.put((x.is_contiguous(memory_format=torch.channels_last), found.dtype))
                 return found
 
         inputs = laid_out(torch.zeros(1, 3, 4, 4), channels_last=True)
         timed({"a": Conv(3, 2, 1)}, inputs, 2, "bf16", repeats=1)
-        assert set(seen) == {(True, torch.bfloat16)}
+        assert {seen.get() for _ in range(seen.qsize())} == {(True, torch.bfloat16)}
 
     def test_throughput(self):
         assert Timing(32, Latency(0.5, 0.0, (0.5,))).throughput == 64

@@ -93,7 +93,7 @@ def test_the_papers_recipe():
 def test_recipes_with_changes():
     assert recipe_of("paper") == TrainSettings()
     assert recipe_of("ours", epochs=3, distill=0.0) == dataclasses.replace(RECIPES["ours"], epochs=3, distill=0.0)
-    known = "paper, quick, ours, patient, scratch, detection"
+    known = "paper, brief, quick, ours, patient, scratch, detection"
     with pytest.raises(TrainingError, match=f"recipe 'best' is unknown; choose one of {known}"):
         recipe_of("best")
     with pytest.raises(TrainingError, match="training has no setting learning_rate, wd; it has accumulate, batch"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from ifso.criteria.base import Task
 from ifso.criteria.registry import create
 from ifso.curvature.memory import let_go_of, out_of_memory
 from ifso.data.devices import usable_device
-from ifso.errors import IfsoError
+from ifso.errors import IfsoError, ScoreError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.models.detectors import is_detector
 from ifso.surgery.files import one_line
@@ -133,6 +133,7 @@ def poisoned(reason: str) -> bool:
     return any(words in reason for words in POISONED) and not reason.startswith("out of memory")
 
 
+T = TypeVar("T")
 Stage = tuple[str, tuple[str, ...], Callable[[], Found]]
 """Its name, the parts of an examination that it needs, and what it does."""
 
@@ -154,6 +155,22 @@ class _Exam:
         self._small_graph: ChannelGraph | None = None
         self._copy: nn.Module | None = None
         self._sums = torch.empty(0)
+        self._refused: dict[str, str] = {}
+
+    def _each(self, work: Callable[[str], T]) -> dict[str, T]:
+        """What ``work`` gives for each criterion; one that refuses the network is left out from then on."""
+        found = {}
+        for name in CRITERIA:
+            if name not in self._refused:
+                try:
+                    found[name] = work(name)
+                except ScoreError as error:
+                    if out_of_memory(error):
+                        raise
+                    self._refused[name] = reason_of(error)
+        if not found:
+            raise IfsoError("; ".join(self._refused.values()))
+        return found
 
     def stages(self) -> list[Stage]:
         """All, in order."""
@@ -208,9 +225,8 @@ class _Exam:
         self._copy = copied if self.exact is None else None
         self.sample = sample
         still_(model)
-        self.found = {
-            name: sample.taken(graph, ifso.score(model, graph, self.small.loss_fn, [batch], name)) for name in CRITERIA
-        }
+        loss_fn = self.small.loss_fn
+        self.found = self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
         return {"kept_float64": self.exact is not None}
 
     def _trace_small(self, batch: Any) -> ChannelGraph:
@@ -226,7 +242,7 @@ class _Exam:
         exact, batch = still_(moved_(model, "cpu", torch.float64)), on("cpu", self.small.feed(SEED), torch.float64)
         loss_fn = self.small.loss_fn
         with _float64_by_default():
-            scores = {name: sample.taken(graph, ifso.score(exact, graph, loss_fn, [batch], name)) for name in CRITERIA}
+            scores = self._each(lambda name: sample.taken(graph, ifso.score(exact, graph, loss_fn, [batch], name)))
         if self.setup.kept is not None:
             path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
             zoo_float64.write(path, scores, self._sums, {**about("cpu"), "network": self.entry.key})
@@ -244,7 +260,9 @@ class _Exam:
         if self.exact is None:
             assert self._copy is not None
             self.exact = self._in_float64(self._copy)
-        ranks = {name: self.sample.rank(self.found[name], self.exact[name]) for name in CRITERIA}
+        ranks = {
+            name: self.sample.rank(self.found[name], self.exact[name]) for name in self.found if name in self.exact
+        }
         return {
             "compared_units": len(self.sample.units),
             "rank": {name: rank[0] for name, rank in ranks.items()},
@@ -279,11 +297,14 @@ class _Exam:
         """Both scores as a user gets them: finite, or an error."""
         assert self.native is not None
         assert self.graph is not None
-        batch, dead = on(self.device, self.native.feed(SEED)), {}
-        for name in CRITERIA:
-            scores = ifso.score(self.native.model, self.graph, self.native.loss_fn, [batch], name)
-            dead[name] = float((torch.cat(list(scores.values())) == 0).double().mean())
-        return {"scored": True, "zero_scores": dead}
+        case, graph, batch = self.native, self.graph, on(self.device, self.native.feed(SEED))
+
+        def share_of_zeros(name: str) -> float:
+            scores = ifso.score(case.model, graph, case.loss_fn, [batch], name)
+            return float((torch.cat(list(scores.values())) == 0).double().mean())
+
+        zeros = self._each(share_of_zeros)
+        return {"scored": list(zeros), "zero_scores": zeros, **({"refused": self._refused} if self._refused else {})}
 
     def _functions(self) -> dict[str, Callable[[], Any]]:
         """A gradient and the scores, of the same batch."""
@@ -297,7 +318,8 @@ class _Exam:
             "gradient": lambda: torch.autograd.grad(loss_fn(model, batch), weights, allow_unused=True)
         }
         for name in CRITERIA:
-            functions[name] = partial(create(name).units, task, batch)
+            if name not in self._refused:
+                functions[name] = partial(create(name).units, task, batch)
         return functions
 
     def _times(self) -> Found:
@@ -381,5 +403,6 @@ def _seconds(rounds: dict[str, list[float]]) -> dict[str, Any]:
     ratios = {
         name: middle([own / one for own, one in zip(rounds[name], rounds["gradient"], strict=True)])[0]
         for name in CRITERIA
+        if name in rounds
     }
     return {**medians, "in_gradients": ratios}

@@ -61,17 +61,19 @@ def summary(rows: Rows) -> Iterator[str]:
     yield "| | ifso | group-fisher |"
     yield "|---|---:|---:|"
     total = len(rows)
-    scored = sum(bool(row.get("scored")) for row in rows.values())
-    yield f"| scored at their own size | {scored} of {total} | {scored} of {total} |"
+    scored = [sum(name in row.get("scored", ()) for row in rows.values()) for name in CRITERIA]
+    yield _line("scored at their own size", *(f"{number} of {total}" for number in scored))
     for title, key in (("rank over all units", "rank"), ("rank within groups", "rank_in_groups")):
         yield _line(f"{title} ≥ {CLOSE_RANK}", *(_share(_all(rows, key, name)) for name in CRITERIA))
         yield _line(f"{title}: median, lowest", *(_lowest(_all(rows, key, name)) for name in CRITERIA))
     for title, key in (("time in gradients", "seconds"), ("the same, replayed as CUDA graphs", "replayed_seconds")):
-        times = [[row[key]["in_gradients"][name] for row in rows.values() if key in row] for name in CRITERIA]
+        ratios = [row[key]["in_gradients"] for row in rows.values() if key in row]
+        times = [[found[name] for found in ratios if name in found] for name in CRITERIA]
         if any(times):
             yield _line(f"{title}: median, 90th percentile, most", *map(_spread, times))
-    memory = [[_memory(row, name) for row in rows.values() if "peak_bytes" in row] for name in CRITERIA]
-    yield _line("memory in training steps: median, 90th percentile, most", *map(_spread, memory))
+    memory = [[_memory(row, name) for row in rows.values()] for name in CRITERIA]
+    known = [[value for value in values if value is not None] for values in memory]
+    yield _line("memory in training steps: median, 90th percentile, most", *map(_spread, known))
     done = sum("pruned" in row for row in rows.values())
     yield f"| pruned by one stage, and trained a step before and after | {done} of {total} | |"
 
@@ -108,8 +110,9 @@ def _spread(values: Sequence[float]) -> str:
     return f"{np.median(values):.2f}, {np.percentile(values, 90):.2f}, {max(values):.2f}" if values else "–"
 
 
-def _memory(row: Mapping[str, Any], criterion: str) -> float:
-    return row["peak_bytes"][criterion] / max(row["peak_bytes"]["step"], 1)
+def _memory(row: Mapping[str, Any], criterion: str) -> float | None:
+    peaks = row.get("peak_bytes", {})
+    return peaks[criterion] / max(peaks["step"], 1) if criterion in peaks else None
 
 
 def _places(rows: Rows) -> Iterator[str]:
@@ -141,11 +144,13 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"{row['trace_s']:.1f}" if "units" in row else "–"
     seconds = row.get("seconds")
     yield f"{1000 * seconds['gradient']:.1f}" if seconds else "–"
-    yield from (f"{seconds['in_gradients'][name]:.2f}" if seconds else "–" for name in CRITERIA)
-    yield from (f"{_memory(row, name):.2f}" if "peak_bytes" in row else "–" for name in CRITERIA)
+    times = (seconds["in_gradients"].get(name) if seconds else None for name in CRITERIA)
+    memory = (_memory(row, name) for name in CRITERIA)
+    yield from ("–" if value is None else f"{value:.2f}" for value in (*times, *memory))
     ranks = (row.get("rank_in_groups", {}).get(name) for name in CRITERIA)
     yield from ("–" if rank is None else f"{rank:.4f}" for rank in ranks)
     yield f"{row['pruned']['macs']:.1%}" if "pruned" in row else "–"
     yield ", ".join(f"{row[key]['loss']:.3g}" for key in ("step", "step_after") if key in row) or "–"
-    reasons = "; ".join(f"**{stage}**: {reason}" for stage, reason in row.get("failed", {}).items())
+    told = {**row.get("failed", {}), **row.get("refused", {})}
+    reasons = "; ".join(f"**{what}**: {reason}" for what, reason in told.items())
     yield reasons.replace("|", "\\|").replace("<", "&lt;")

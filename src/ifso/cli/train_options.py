@@ -32,8 +32,8 @@ RECIPE, BOXES = "paper", "detection"
 
 
 RECIPES = (
-    "paper; ours: one cycle, and a teacher; quick: shorter; patient: longer, on mixed images; "
-    "scratch: from random weights; "
+    "paper; ours: one cycle, and a teacher; quick: shorter; brief: 30 epochs, no teacher; "
+    "patient: longer, on mixed images; scratch: from random weights; "
     f"detection: the paper's for RetinaNet ({RECIPE}; {BOXES} on coco:)"
 )
 

@@ -28,13 +28,19 @@ class MagnitudeAverage(Criterion):
         """Scores [units]."""
         total = torch.zeros(task.graph.num_units, dtype=torch.float64, device=task.device)
         for maker in task.makers:
-            alive = _alive(task, maker)
-            sums = task.add_slices([(maker, task.weight(maker.parameter).abs() * alive)])
-            total += sums / task.add_slices([(maker, alive)]).clamp(min=1)
+            weights, alive = _filters(task, maker)
+            total += task.add_slices([(maker, weights)]) / task.add_slices([(maker, alive)]).clamp(min=1)
         return total
 
 
-def _alive(task: Task, maker: Reader) -> Tensor:
-    """1 for the weights of a parameter that are still there, 0 for the others."""
-    layout = task.graph.layouts[maker.parameter]
-    return surviving(layout, task.kept).expand(layout.shape).to(task.device, torch.float64)
+def _filters(task: Task, maker: Reader) -> tuple[Tensor, Tensor]:
+    """|weight| of a parameter, and 1 for what is left of it; for the gain of a weight norm, the means of its filters."""
+    name, _ = task.graph.gains.get(maker.parameter, (maker.parameter, 0))
+    layout = task.graph.layouts[name]
+    alive = surviving(layout, task.kept).expand(layout.shape).to(task.device, torch.float64)
+    weights = task.weight(name).abs() * alive
+    if name == maker.parameter:
+        return weights, alive
+    shape = task.tensors[maker.parameter].shape
+    alive, weights = alive.sum_to_size(shape), weights.sum_to_size(shape)
+    return weights / alive.clamp(min=1), torch.ones_like(alive)

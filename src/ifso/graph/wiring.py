@@ -19,7 +19,7 @@ def wiring_of(model: nn.Module) -> Wiring:
     >>> wiring_of(nn.Sequential(nn.Softmax(1)))["0"]
     ('torch.nn.modules.activation.Softmax', ('dim', 1))
     """
-    return {name: (_class(module), *_settings(module), *_own_forward(module)) for name, module in model.named_modules()}
+    return {name: (_class(module), *_settings(module)) for name, module in model.named_modules()}
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:
@@ -32,15 +32,16 @@ def difference(before: Wiring, now: Wiring) -> str | None:
     for name in (*before, *now):
         one, other = before.get(name), now.get(name)
         if one != other:
-            return f"{name or 'the model'} was {_words(one)} and is {_words(other)}"
+            return f"{name or 'the model'} was {_words(one, other)} and is {_words(other, one)}"
     return None
 
 
-def _words(found: tuple[Any, ...] | None) -> str:
+def _words(found: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> str:
+    """The class of a module and the settings in which it differs from the other."""
     if found is None:
         return "not there"
     kind = str(found[0]).rpartition(".")[2]
-    settings = ", ".join(f"{item[0]}={item[1]!r}" for item in found[1:])
+    settings = ", ".join(f"{item[0]}={item[1]!r}" for item in found[1:] if item not in (other or ()))
     return f"{kind}({settings[:80]})" if settings else kind
 
 
@@ -60,8 +61,3 @@ def _plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return isinstance(value, (int, str)) or value is None
-
-
-def _own_forward(module: nn.Module) -> list[tuple[str, str]]:
-    forward = vars(module).get("forward")
-    return [] if forward is None else [("forward", str(getattr(forward, "__qualname__", type(forward).__name__)))]

@@ -20,6 +20,7 @@ NAMES = {
     "group-fisher": "Group Fisher",
     "magnitude": "magnitude",
     "magnitude-average": "magnitude-A",
+    "true-loss": "the default run",
     "random": "random",
 }
 PAPER_NAMES = {"ifso": "IFSO", "group-fisher": "GFP"}

@@ -233,7 +233,8 @@ def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file as readable to others as any file. ValueError for a dtype that the format has not."""
-    write_bytes(path, b"")
+    if not path.exists():
+        write_bytes(path, b"")
     mode = path.stat().st_mode
     folder = scratch(path)
     folder.mkdir(exist_ok=True)
