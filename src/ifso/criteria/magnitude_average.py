@@ -34,7 +34,7 @@ class MagnitudeAverage(Criterion):
 
 
 def _filters(task: Task, maker: Reader) -> tuple[Tensor, Tensor]:
-    """|weight| of a parameter, and 1 for what is left of it; for the gain of a weight norm, the means of its filters."""
+    """|weight| of a parameter, and 1 for what is left of it; of a weight norm's gain the filters' means."""
     name, _ = task.graph.gains.get(maker.parameter, (maker.parameter, 0))
     layout = task.graph.layouts[name]
     alive = surviving(layout, task.kept).expand(layout.shape).to(task.device, torch.float64)
