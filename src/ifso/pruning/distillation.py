@@ -17,7 +17,7 @@ from ifso.pruning.afterwards import norms_of
 from ifso.pruning.modes import steady_
 from ifso.pruning.stream import on_device
 
-RATE = 1e-2
+RATE = 5e-3
 """The highest learning rate of Adam for a kernel, in shares of the root mean square of its weights."""
 
 
