@@ -37,9 +37,10 @@ class TestKindsOfWeights:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     def test_another_precision_is_not(self, tmp_path: Path, dtype: torch.dtype) -> None:
-        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        save_file({name: value.to(dtype) for name, value in model.state_dict().items()}, tmp_path / "w.safetensors")
+        model, other = (nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for _ in range(2))
+        save_file({name: value.to(dtype) for name, value in other.state_dict().items()}, tmp_path / "w.safetensors")
         load_weights(model, tmp_path / "w.safetensors")
+        assert torch.equal(model[0].weight, other[0].weight.to(dtype).float())
 
 
 class TestCheckpointsOfOthers:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import NoneType, UnionType
@@ -176,16 +175,3 @@ def _words(hint: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_words(part) for part in get_args(hint))
     return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
-
-
-@contextlib.contextmanager
-def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it all tensors take part in gradients, frozen weights too."""
-    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    try:
-        for tensor in frozen:
-            tensor.requires_grad_()
-        yield
-    finally:
-        for tensor in frozen:
-            tensor.requires_grad_(False)

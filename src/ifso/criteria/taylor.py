@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ifso.criteria.base import Criterion, Task, differentiable
-from ifso.curvature.losses import checked, undisturbed
+from ifso.criteria.base import Criterion, Task
+from ifso.curvature.losses import checked, differentiable, undisturbed
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ifso.curvature.checkpoints import without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.losses import LossFn, checked, one_line, undisturbed
+from ifso.curvature.losses import LossFn, checked, differentiable, one_line, undisturbed
 from ifso.curvature.memory import let_go_of, out_of_memory
 from ifso.curvature.weights import Reader, WeightSpace
 
@@ -276,7 +276,7 @@ class Differences:
             return (gradient(tensors, step) - gradient(tensors, -step)) / (2 * step)
 
         try:
-            with in_precision(self.masked.model, dtype), _differentiable(self.masked.tensors.values()):
+            with in_precision(self.masked.model, dtype), differentiable(self.masked.tensors.values()):
                 found = between(step)
                 if kind not in self._measured:
                     self._measured.add(kind)
@@ -313,19 +313,6 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for tensor, data in zip(tensors, before, strict=True):
             tensor.data = data
-
-
-@contextlib.contextmanager
-def _differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it frozen weights take part in gradients, too."""
-    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    try:
-        for tensor in frozen:
-            tensor.requires_grad_()
-        yield
-    finally:
-        for tensor in frozen:
-            tensor.requires_grad_(False)
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,6 +73,19 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if others:
             with torch.no_grad():
                 torch._foreach_copy_(others, copies)
+
+
+@contextlib.contextmanager
+def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it all tensors take part in gradients, frozen weights too."""
+    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+    try:
+        for tensor in frozen:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
 
 
 @contextlib.contextmanager
