@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ifso.common.files import replacing
 from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create
 from ifso.data.registry import open_data
@@ -22,7 +23,6 @@ from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
 from ifso.pruning.prune import prune
 from ifso.report.reading import EVALUATION, FINETUNE
-from ifso.surgery.files import replacing
 from ifso.surgery.store import load
 from ifso.training.evaluation import Accuracy, evaluate
 from ifso.training.fit import fit

@@ -11,9 +11,9 @@ import torch
 
 import ifso
 from ifso.cli.main import main
+from ifso.common.files import replacing, write_text
 from ifso.errors import RecipeError, RunError
 from ifso.pruning.folder import RunFolder
-from ifso.surgery.files import replacing, write_text
 
 CONFIG = {"settings": {"seed": 0}}
 

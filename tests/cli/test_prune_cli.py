@@ -13,6 +13,7 @@ import torch
 
 import ifso
 from ifso.cli.main import main
+from ifso.common.serialization import read_tensor_file, write_tensor_file
 from ifso.criteria.authors import Authors
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import names
@@ -21,7 +22,6 @@ from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
 from ifso.pruning.checking import Check
-from ifso.pruning.checkpoint import read_tensor_file, write_tensor_file
 from ifso.pruning.normalizing import NORMALIZERS
 from ifso.pruning.presets import PRESETS
 from ifso.training.evaluation import evaluate

@@ -12,9 +12,9 @@ from reference import Reference
 from torch import nn
 
 import ifso
+from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.losses import undisturbed
 from ifso.curvature.primal import Primal
 from ifso.curvature.products import Products
 from ifso.curvature.weights import weight_space

@@ -22,8 +22,8 @@ from unittest import mock
 
 from safetensors import SafetensorError
 
+from ifso.common import files
 from ifso.exporting import torch_programs
-from ifso.surgery import files
 
 REFUSALS = {"full": errno.ENOSPC, "read-only": errno.EROFS, "refused": errno.EACCES}
 STOPS = ("crash", "power", "names")

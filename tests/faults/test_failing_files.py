@@ -12,11 +12,11 @@ import tiny
 import trials
 from failing_files import GROWING, KINDS, Crash, Disk, provisional_files
 
+from ifso.common.files import replacing, write_text
 from ifso.errors import IfsoError
 from ifso.exporting.samples import Sample
 from ifso.exporting.torch_programs import program_of, write_program
 from ifso.repro.record import Record
-from ifso.surgery.files import replacing, write_text
 
 SAMPLED = {"save": 1, "report": 1, "train": 33, "finetune": 64, "prune": 128}
 """Every so many operations one fails, in the quick tests."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
+from ifso.common.fake_tensors import Stage
 from ifso.errors import TraceError
-from ifso.graph.stage import Stage
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

@@ -21,9 +21,9 @@ from seeds import EXAMPLE, Net, latencies, write_run
 
 import ifso
 from ifso.cli.opening import OpenedRun, open_run
+from ifso.common.serialization import _digest, json_line, parsed, read_lines, read_tensor_file
 from ifso.costs.latency import LatencyModel
 from ifso.models.weights import load_weights
-from ifso.pruning.checkpoint import _digest, json_line, parsed, read_lines, read_tensor_file
 from ifso.pruning.folder import RunFolder, read_config
 from ifso.pruning.reopening import finished_result
 from ifso.report.page import render

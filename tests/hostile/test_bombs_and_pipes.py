@@ -21,6 +21,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from seeds import Net, coco, latencies, result
 
+from ifso.common.serialization import parsed, read_lines, read_tensor_file, write_tensor_file
+from ifso.common.text import one_line
 from ifso.costs.latency import LatencyModel
 from ifso.data.arrays import read_npz
 from ifso.data.cifar import open_cifar
@@ -30,10 +32,8 @@ from ifso.data.registry import open_data
 from ifso.errors import DataError, IfsoError, RunError, WeightsError
 from ifso.models.names import read_name
 from ifso.models.weights import load_weights
-from ifso.pruning.checkpoint import parsed, read_lines, read_tensor_file, write_tensor_file
 from ifso.repro.configs import read_toml
 from ifso.repro.results import read_file
-from ifso.surgery.files import one_line
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -268,7 +268,7 @@ class TestWeights:
 
 class TestDocuments:
     def test_a_state_that_is_no_json(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("ifso.pruning.checkpoint.strict_json", lambda _: "[" * 10_000)
+        monkeypatch.setattr("ifso.common.serialization.strict_json", lambda _: "[" * 10_000)
         write_tensor_file(tmp_path / "c.safetensors", {"a": torch.ones(1)})
         with pytest.raises(RunError, match=r"c\.safetensors: its state is no JSON"):
             read_tensor_file(tmp_path / "c.safetensors")

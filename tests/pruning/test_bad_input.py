@@ -13,6 +13,7 @@ from small_runs import SIZE, SmallResNet, listed, loss_fn, prune, samples
 from torch import Tensor, nn
 
 import ifso
+from ifso.common.module_state import named_tensors
 from ifso.errors import (
     BudgetError,
     DataError,
@@ -23,7 +24,6 @@ from ifso.errors import (
     TraceError,
     UnreachableBudget,
 )
-from ifso.graph.slots import named_tensors
 from ifso.pruning.events import Silent
 
 NAN = float("nan")

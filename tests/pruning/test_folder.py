@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ifso
+from ifso.common import files
+from ifso.common import serialization as checkpoint
 from ifso.errors import RunError
-from ifso.pruning import checkpoint
 from ifso.pruning.folder import RunFolder
-from ifso.surgery import files
 
 CONFIG = {"settings": {"accumulate": 10, "budget": {"macs": 0.5}, "ignore": ["fc"]}, "created": "yesterday"}
 FULL = OSError(28, "No space left on device")

@@ -11,12 +11,12 @@ from cases import outputs as outputs_of
 from torch import Tensor, nn
 
 import ifso
+from ifso.common.module_state import named_tensors
 from ifso.criteria.base import Task
 from ifso.criteria.magnitude import Magnitude
 from ifso.errors import IfsoError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import STAYS
-from ifso.graph.slots import named_tensors
 from ifso.pruning.moves import Moves
 from ifso.pruning.network import ShrinkingNetwork
 

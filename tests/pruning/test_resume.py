@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from small_runs import CASES, SmallResNet, Stop, StopAt, contents, prune
 
 import ifso
+from ifso.common import files
+from ifso.common.module_state import named_tensors
+from ifso.common.serialization import read_tensor_file, write_tensor_file
 from ifso.errors import RunError, VerificationError
-from ifso.graph.slots import named_tensors
 from ifso.pruning import run as running
-from ifso.pruning.checkpoint import read_tensor_file, write_tensor_file
 from ifso.pruning.events import Removal, Silent
 from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.result import PruneResult
-from ifso.surgery import files
 
 SHRUNK = ("shuffled", "adam", "magnitude", "channels last")
 """Cases that are also compacted during the run."""

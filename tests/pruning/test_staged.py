@@ -14,9 +14,9 @@ from small_runs import SIZE, SmallResNet, listed, loss_fn, samples, shuffled
 from torch import Tensor, nn
 
 import ifso
+from ifso.common.module_state import named_tensors
 from ifso.criteria.base import Criterion, Task
 from ifso.errors import BudgetError, IfsoError, UnreachableBudget
-from ifso.graph.slots import named_tensors
 from ifso.pruning import run as running
 from ifso.pruning.afterwards import recalibrate_
 from ifso.pruning.events import Silent, Stage

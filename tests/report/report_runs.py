@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ifso
-from ifso.pruning.checkpoint import write_tensor_file
+from ifso.common.serialization import write_tensor_file
 from ifso.pruning.events import Removal, Silent
 from ifso.pruning.folder import RunFolder
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_rows import few_images, tiny_row
 
+from ifso.common.files import write_tensors
 from ifso.errors import RunError
 from ifso.repro.jobs import Job
 from ifso.repro.kept import facts_of
@@ -20,7 +21,6 @@ from ifso.repro.prunings import DONE, PruningFailed, Prunings
 from ifso.repro.results import read
 from ifso.repro.running import Running
 from ifso.repro.workshop import Workshop, prune_job
-from ifso.surgery.files import write_tensors
 from ifso.training.checkpoint import FILE
 from ifso.training.padding import padded_
 

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_rows import few_images, tiny_row
 
+from ifso.common.files import write_tensors
+from ifso.common.serialization import read_tensor_file, write_tensor_file
 from ifso.data.generated import generated_images
 from ifso.data.generated_boxes import generated_boxes
 from ifso.data.image_files import ImageFiles
 from ifso.data.imagenet import ImageNet
-from ifso.pruning.checkpoint import read_tensor_file, write_tensor_file
 from ifso.repro.identity import identity
 from ifso.repro.jobs import Job
 from ifso.repro.kept import header_of
@@ -26,7 +27,6 @@ from ifso.repro.results import Result, read
 from ifso.repro.rows import find_row
 from ifso.repro.running import Running
 from ifso.repro.workshop import Workshop
-from ifso.surgery.files import write_tensors
 from ifso.training.checkpoint import FILE
 
 pytestmark = pytest.mark.usefixtures("one_thread")

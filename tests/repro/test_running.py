@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_rows import AtOnce, few_images, tiny_row
 
+from ifso.common.files import write_tensors
 from ifso.errors import IfsoError, TrainingError
 from ifso.repro import running
 from ifso.repro.dealing import Rank, dealt
@@ -17,7 +18,6 @@ from ifso.repro.plans import Base, Variant
 from ifso.repro.results import Result, read, read_file, write
 from ifso.repro.running import Running
 from ifso.repro.workshop import Workshop
-from ifso.surgery.files import write_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,9 +12,9 @@ from torch import nn
 import ifso
 from ifso.cli.main import main
 from ifso.cli.train_progress import PlainProgress
+from ifso.common.module_state import named_tensors
 from ifso.data import open_data
 from ifso.errors import RecipeError
-from ifso.graph.slots import named_tensors
 from ifso.models import create_model
 from ifso.surgery.recipe import recipe_of
 from ifso.training.fit import fit

@@ -91,7 +91,7 @@ def test_damage_is_refused(tmp_path, share):
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
-    from ifso.pruning.checkpoint import write_tensor_file
+    from ifso.common.serialization import write_tensor_file
 
     write_tensor_file(tmp_path / FILE, {"weight": torch.ones(1)})
     refused("holds no training", load_checkpoint, tmp_path, "cpu")
@@ -144,8 +144,8 @@ def test_killed_at_any_moment_the_former_or_the_new_one_is_there(tmp_path):
 
 @pytest.mark.parametrize("moment", ["write_tensors", "sync_file"])
 def test_a_failure_at_any_moment_leaves_the_former_one(tmp_path, monkeypatch, moment):
-    from ifso.pruning import checkpoint as stored
-    from ifso.surgery import files
+    from ifso.common import files
+    from ifso.common import serialization as stored
 
     save_checkpoint(tmp_path, {"weight": torch.zeros(3)}, FACTS)
 

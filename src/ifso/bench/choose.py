@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ifso
 from ifso.bench.choose_record import Record
 from ifso.bench.rivals import RIVALS, Rivals
+from ifso.common.text import one_line
 from ifso.costs.counting import Cost
 from ifso.criteria.registry import create
 from ifso.data import open_data
@@ -22,7 +23,6 @@ from ifso.data.devices import usable_device
 from ifso.data.fitting import check_fits
 from ifso.errors import DataError, IfsoError
 from ifso.pruning.result import PruneResult
-from ifso.surgery.files import one_line
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import tensor_cores
 from ifso.training.task import network_for

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ifso.common.files import write_text
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
-from ifso.surgery.files import one_line, write_text
 
 MAX_BYTES = 2**22
 BENCH = "choose"

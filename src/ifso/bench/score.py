@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ifso.bench.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.common.text import describe_error
+from ifso.common.torch_state import undisturbed
 from ifso.costs.counting import count
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
-from ifso.curvature.losses import one_line, undisturbed
 from ifso.curvature.memory import let_go_of
 from ifso.curvature.primal import conv_settings
 from ifso.curvature.weights import readers, weight_space
@@ -303,7 +304,7 @@ class _Trials:
         let_go_of(error)
         self.ready.pop(name, None)
         self.scores.pop(name, None)
-        self.rows[name] = {"error": str(error) if isinstance(error, IfsoError) else one_line(error)}
+        self.rows[name] = {"error": str(error) if isinstance(error, IfsoError) else describe_error(error)}
         self.say(f"{self.bench.setup.model}: {name} failed: {self.rows[name]['error']}")
 
     def ranks(self) -> dict[str, float | None]:
@@ -316,7 +317,7 @@ class _Trials:
             return self.bench.fidelity(self.scores)
         except Exception as error:
             let_go_of(error)
-            self.say(f"{self.bench.setup.model}: no ranks: {one_line(error)}")
+            self.say(f"{self.bench.setup.model}: no ranks: {describe_error(error)}")
             return {}
 
 

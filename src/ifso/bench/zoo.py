@@ -26,6 +26,7 @@ from ifso.bench.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak
 from ifso.bench.zoo_cases import SEED, Case, moved_, native_case, native_options, on, small_case, still_
 from ifso.bench.zoo_float64 import CRITERIA, Sample
 from ifso.bench.zoo_networks import Entry
+from ifso.common.text import one_line
 from ifso.criteria.base import Task
 from ifso.criteria.registry import create
 from ifso.curvature.memory import let_go_of, out_of_memory
@@ -33,7 +34,6 @@ from ifso.data.devices import usable_device
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.models.detectors import is_detector
-from ifso.surgery.files import one_line
 from ifso.training.precision import tensor_cores
 
 KEPT = 0.95

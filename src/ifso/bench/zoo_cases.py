@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ifso.bench.lively import calibrate_, perturb_
 from ifso.bench.zoo_networks import Entry
+from ifso.common.text import one_line
 from ifso.curvature.losses import LossFn
 from ifso.errors import IfsoError
 from ifso.models import create_model, default_inputs
 from ifso.models.detectors import is_detector
-from ifso.surgery.files import one_line
 from ifso.training.detection import detection_loss
 
 SEED = 0

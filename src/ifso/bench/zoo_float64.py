@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ifso.bench.zoo_networks import Entry
+from ifso.common.files import replacing, write_tensors
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.repro.correlation import spearman, spearman_at_equal_size
-from ifso.surgery.files import replacing, write_tensors
 
 CRITERIA = ("ifso", "group-fisher")
 PER_GROUP = 16

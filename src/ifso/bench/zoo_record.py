@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ifso.common.files import append_bytes, explained
 from ifso.errors import IfsoError
-from ifso.surgery.files import append_bytes, explained
 
 Row = dict[str, Any]
 MAX_BYTES = 2**26

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.bench_options import take_threads
 from ifso.cli.eval_options import positive
-from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
+from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.common.text import amount
 
 if TYPE_CHECKING:
     from rich.table import Table

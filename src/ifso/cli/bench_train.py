@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(document: dict[str, Any], path: Path) -> None:
-    from ifso.surgery.files import delivering
+    from ifso.common.files import delivering
 
     try:
         with delivering(path) as new:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import amount
+from ifso.common.text import amount
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
-        from ifso.pruning.checkpoint import finite
+        from ifso.common.serialization import finite
 
         networks = {name: {**found.as_dict(), **self.shares(found)} for name, found in self.measured.items()}
         return finite({**self.about, "networks": networks, "notes": list(self.notes)})
@@ -127,7 +127,7 @@ def _remarks(report: Report) -> list[str]:
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """The JSON document as a file, as a whole or not at all."""
-    from ifso.surgery.files import delivering
+    from ifso.common.files import delivering
 
     try:
         with delivering(path) as new:

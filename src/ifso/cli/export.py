@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from ifso.cli.eval_report import NOT_THERE, STAGES
 from ifso.cli.inspect import add_pretrained, images_of, refuse_large, shape, words_of
 from ifso.cli.opening import OpenedRun, add_unverified, open_tuned
-from ifso.cli.output import amount, chatter_to_stderr, console, print_json, say
+from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
 
 if TYPE_CHECKING:

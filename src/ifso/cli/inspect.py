@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import amount, chatter_to_stderr, console, print_json
+from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.common.text import amount
 from ifso.errors import TraceError
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ def _cannot_take(error: OSError) -> bool:
 
 def _told(error: OSError) -> str:
     """A file that could not be read or written, which nobody else has spoken of."""
-    from ifso.surgery.files import explained
+    from ifso.common.files import explained
 
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return f"{where}{explained(error)}"

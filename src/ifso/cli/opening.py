@@ -175,7 +175,7 @@ class OpenedRun:
         before, path, after = _parts(option, value)
         if path is None:
             return value
-        from ifso.surgery.files import exists
+        from ifso.common.files import exists
 
         places = list(self._places(path))
         for place in places:
@@ -303,7 +303,8 @@ def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = Fal
     name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
     if not isinstance(name, str):
         return open_run(folder, model=model, unverified=unverified)
-    from ifso.surgery.files import is_file, one_line
+    from ifso.common.files import is_file
+    from ifso.common.text import one_line
 
     places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
     for place in places:

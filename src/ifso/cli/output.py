@@ -124,15 +124,3 @@ def chatter_to_stderr() -> Iterator[None]:
 def place_of(path: Path, here: Path) -> Path:
     """A path as the user wrote it; in full if a file of theirs went to another folder than ``here`` since."""
     return path if Path.cwd() == here else path.absolute()
-
-
-def amount(number: float) -> str:
-    """A count as people read it.
-
-    >>> amount(69_124_736), amount(464_432), amount(12)
-    ('69.12 M', '464.43 k', '12')
-    """
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.2f} {letter}"
-    return f"{number:g}"

@@ -44,7 +44,7 @@ FORMAT = (
 def write_svg(path: Path, command: str, parts: Sequence[RenderableType]) -> None:
     """Write ``parts`` (tables and text), as ``command`` prints them, into the SVG file ``path``."""
     svg = draw(command, parts)
-    from ifso.surgery.files import delivering
+    from ifso.common.files import delivering
 
     try:
         with delivering(path) as new:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.slots import named_tensors
 from ifso.graph.wiring import difference, wiring_of
 
 MAC_KINDS = ("conv", "linear", "matmul")

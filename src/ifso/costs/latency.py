@@ -23,11 +23,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import preserved
 from ifso.costs.counting import MAC_KINDS, check_fits
 from ifso.errors import IfsoError, RunError, StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.running import call_model, explain, preserved
-from ifso.graph.slots import named_tensors
+from ifso.graph.running import call_model, explain
 from ifso.graph.tape import map_tensors
 
 REPEATS = 15

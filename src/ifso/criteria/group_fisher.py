@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reading import ReadingLayers, in_rows
-from ifso.curvature.checkpoints import without_checkpoints
-from ifso.curvature.losses import checked, undisturbed
+from ifso.curvature.losses import checked
 from ifso.curvature.weights import places
 from ifso.errors import ScoreError
 

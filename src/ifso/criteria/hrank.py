@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reading import ReadingLayers, in_rows
-from ifso.curvature.losses import undisturbed
 from ifso.curvature.weights import add_up
 from ifso.errors import ScoreError
 

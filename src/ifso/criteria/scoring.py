@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors
+from ifso.common.text import describe_error
+from ifso.common.torch_state import ALONE, forget_caches, same_modes
 from ifso.costs.counting import check_fits
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ranks import Sum, over_ranks
 from ifso.criteria.registry import create, names
-from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
+from ifso.curvature.losses import LossFn, WatchedLoss
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.running import ALONE, forget_caches
-from ifso.graph.slots import named_tensors
 from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
 
@@ -169,7 +170,7 @@ def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: WatchedLoss
         watched.refuse_infinite()
         if isinstance(error, IfsoError):
             raise
-        raise ScoreError(f"criterion {criterion.name!r} failed{watched.where}: {one_line(error)}") from error
+        raise ScoreError(f"criterion {criterion.name!r} failed{watched.where}: {describe_error(error)}") from error
     finally:
         forget_caches(task.model)
     watched.refuse_infinite()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ifso.common.torch_state import differentiable, undisturbed
 from ifso.criteria.base import Criterion, Task
-from ifso.curvature.losses import checked, differentiable, undisturbed
+from ifso.curvature.losses import checked
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ifso.curvature.losses import one_line
+from ifso.common.text import describe_error
 from ifso.curvature.memory import let_go_of
 
 CONSTANTS = (type(None), bool, int, float, str)
@@ -57,7 +57,7 @@ def capturing(
         cause = cause or error
         if not isinstance(cause, Exception):
             raise cause from None
-        reason = one_line(_first(cause))
+        reason = describe_error(_first(cause))
         let_go_of(error)
         raise NotCaptured(reason) from cause
     finally:

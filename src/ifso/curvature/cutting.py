@@ -20,10 +20,10 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten
 
+from ifso.common.text import describe_error
 from ifso.curvature.capturing import CONSTANTS, NotCaptured, captures_go_to
 from ifso.curvature.chance import draws
 from ifso.curvature.dual_mode import Manner
-from ifso.curvature.losses import one_line
 from ifso.curvature.memory import out_of_memory
 from ifso.curvature.piece import Call, Piece, without_modes
 from ifso.curvature.primal import Primal, conv_settings
@@ -168,7 +168,7 @@ class Cut:
             if out_of_memory(error):
                 self.let_go()
             else:
-                self._give_up(place[0], str(error) if isinstance(error, NotCaptured) else one_line(error))
+                self._give_up(place[0], str(error) if isinstance(error, NotCaptured) else describe_error(error))
             return None
 
     def _watched(self, name: str, part: nn.Module, call: Call) -> Any:

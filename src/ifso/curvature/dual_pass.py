@@ -10,12 +10,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ifso.curvature.checkpoints import without_checkpoints
+from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, below_other_modes
 from ifso.curvature.forward_rules import load_forward_mode
-from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.losses import LossFn, checked
 from ifso.curvature.taps import Taps
-from ifso.graph.running import ALONE
 
 
 def dual_pass(

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from ifso.curvature.checkpoints import without_checkpoints
+from ifso.common.text import describe_error
+from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.losses import LossFn, checked, differentiable, one_line, undisturbed
+from ifso.curvature.losses import LossFn, checked
 from ifso.curvature.memory import let_go_of, out_of_memory
 from ifso.curvature.weights import Reader, WeightSpace
 
@@ -334,4 +335,4 @@ def _reason(error: BaseException) -> str:
         return f"PyTorch has no forward mode for {operator[1]}"
     if "implement the jvp function" in str(error):
         return "a custom autograd.Function has no jvp"
-    return f"forward mode failed ({one_line(error)[:160]})"
+    return f"forward mode failed ({describe_error(error)[:160]})"

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.curvature.losses import checked, undisturbed
+from ifso.common.torch_state import undisturbed
+from ifso.curvature.losses import checked
 from ifso.curvature.objective import GRADIENT, Objective, num_samples
 from ifso.errors import ScoreError
 

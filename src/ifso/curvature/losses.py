@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ifso.curvature.checkpoints import not_reentrant
+from ifso.common.devices import devices_apart
+from ifso.common.text import describe_error
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
-from ifso.graph.running import devices_apart, forget_caches_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
@@ -39,64 +38,6 @@ def checked(loss: Any) -> Tensor:
             "the loss has no gradient: loss_fn must not detach it, run under no_grad, or freeze all weights"
         )
     return loss
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave running statistics, other buffers, cached tensors and the random state as they were.
-
-    So two passes in a row also see the same dropout. Checkpoints of the reentrant kind are made passable.
-    """
-    modules = list(model.modules())
-    norms = [
-        module
-        for module in modules
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
-    ]
-    quiet = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
-    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
-    others = [buffer for number, buffer in buffers.items() if number not in quiet]
-    copies = [buffer.clone() for buffer in others]
-    parameters = (tensor for module in modules for tensor in module.parameters(recurse=False))
-    devices = {tensor.device for tensor in parameters if tensor.is_cuda}
-    capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
-    forget_caches_of(modules)
-    try:
-        for module in norms:
-            module.track_running_stats = False
-        with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing), not_reentrant():
-            yield
-    finally:
-        forget_caches_of(modules)
-        for module in norms:
-            module.track_running_stats = True
-        if others:
-            with torch.no_grad():
-                torch._foreach_copy_(others, copies)
-
-
-@contextlib.contextmanager
-def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it all tensors take part in gradients, frozen weights too."""
-    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    try:
-        for tensor in frozen:
-            tensor.requires_grad_()
-        yield
-    finally:
-        for tensor in frozen:
-            tensor.requires_grad_(False)
-
-
-@contextlib.contextmanager
-def same_modes(model: nn.Module) -> Iterator[None]:
-    """Put every module back into train or eval mode, as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 @contextlib.contextmanager
@@ -132,7 +73,7 @@ class WatchedLoss:
             raise
         except (Exception, SystemExit) as error:
             hint = devices_apart(model, batch) or _hint(error)
-            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {hint}") from error
+            raise ScoreError(f"loss_fn failed{self.where}: {describe_error(error)}; {hint}") from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
         return loss
 
@@ -143,11 +84,6 @@ class WatchedLoss:
                 f"the loss{self.where} is not finite ({self._last.flatten()[0].item()}); "
                 "check data, weights and learning rate"
             )
-
-
-def one_line(error: BaseException) -> str:
-    """An error's kind and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _hint(error: BaseException) -> str:

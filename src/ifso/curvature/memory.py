@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ifso.common.devices import available_memory
 from ifso.errors import IfsoError
-from ifso.graph.running import available_memory
 
 CONTAINER = Path("/sys/fs/cgroup")
 NO_MEMORY = ("can't allocate memory", "out of memory")

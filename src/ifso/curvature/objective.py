@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ifso.common.torch_state import undisturbed
 from ifso.curvature.gauss_newton import gauss_newton_product
-from ifso.curvature.losses import undisturbed
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.torch_state import undisturbed
 from ifso.curvature.cutting import cut_of
 from ifso.curvature.dual_mode import Manner
 from ifso.curvature.dual_pass import dual_pass
 from ifso.curvature.fallbacks import Masked, WayAround, may_go_around
-from ifso.curvature.losses import LossFn, checked, undisturbed
+from ifso.curvature.losses import LossFn, checked
 from ifso.curvature.memory import out_of_memory
 from ifso.curvature.primal import Primal
 from ifso.curvature.taps import Course, Taps

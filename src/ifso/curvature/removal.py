@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ifso.common.torch_state import forget_caches
 from ifso.costs.counting import check_fits
 from ifso.curvature.products import Products
 from ifso.curvature.weights import survivors
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Keep
 from ifso.graph.reductions import ExactReductions
-from ifso.graph.running import forget_caches
 from ifso.surgery.mask import masked
 
 

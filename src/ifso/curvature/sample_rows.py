@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ifso.common.torch_state import undisturbed
 from ifso.curvature.kronecker import catching, layer_matrices
-from ifso.curvature.losses import checked, undisturbed
+from ifso.curvature.losses import checked
 from ifso.curvature.objective import LOSS, Objective, num_samples
 from ifso.errors import ScoreError
 

@@ -13,8 +13,8 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
+from ifso.common.text import one_line
 from ifso.errors import DataError
-from ifso.surgery.files import one_line
 
 MOST_BYTES = 2**31
 """Of all arrays in a file, unpacked; CIFAR takes a tenth of it."""

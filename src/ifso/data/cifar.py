@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ifso.curvature.losses import one_line
+from ifso.common.text import describe_error
 from ifso.data.arrays import as_labels, as_pixels, read_npz
 from ifso.data.batches import Augmentation, Images
 from ifso.errors import DataError
@@ -96,7 +96,7 @@ def _from_folder(about: Cifar, place: Path, download: bool) -> tuple[Any, ...]:
     try:
         parts = [reader(place, train=train, download=False) for train in (True, False)]
     except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
-        fault = _fault(reader, place) or f"{place / reader.base_folder} cannot be read ({one_line(error)})"
+        fault = _fault(reader, place) or f"{place / reader.base_folder} cannot be read ({describe_error(error)})"
         raise DataError(f"{fault}; unpack {reader.url} into {place}, or {DOWNLOAD}") from error
     return tuple(array for part in parts for array in (part.data, np.asarray(part.targets, dtype=np.int64)))
 
@@ -123,6 +123,6 @@ def _download(reader: Any, place: Path) -> None:
         download_and_extract_archive(reader.url, place, filename=reader.filename, md5=reader.tgz_md5)
     except (RuntimeError, OSError, ValueError, EOFError, tarfile.TarError) as error:
         raise DataError(
-            f"{reader.url} cannot be downloaded into {place} ({one_line(error)}); "
+            f"{reader.url} cannot be downloaded into {place} ({describe_error(error)}); "
             "try again, or unpack it there yourself"
         ) from error

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ifso.common.text import one_line
 from ifso.data.image_files import ImageFiles
 from ifso.errors import DataError
-from ifso.surgery.files import one_line
 
 SPLITS = ("train", "val", "test")
 LAYOUT = "images/ and instances_train.json, or annotations/instances_train2017.json and train2017/"

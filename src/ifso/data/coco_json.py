@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ifso.common.text import one_line
 from ifso.data.coco_boxes import Annotations
 from ifso.errors import DataError
-from ifso.surgery.files import one_line
 
 LISTS = ("images", "annotations", "categories")
 OVERHANG = 1.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ifso.common.text import one_line
 from ifso.data.coco_samples import Resizing
 from ifso.errors import DataError
-from ifso.surgery.files import one_line
 
 NUMBERINGS = ("contiguous", "ids")
 WORDS = {"yes": True, "no": False}

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ifso.curvature.losses import one_line, same_modes, undisturbed
+from ifso.common.text import describe_error
+from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.training.detector_fitting import check_detector_fits, is_detections
@@ -89,7 +90,7 @@ def _outputs(model: nn.Module, images: Tensor, name: str) -> int:
         raise
     except Exception as error:
         raise DataError(
-            f"images {shape} of {name} do not fit the network ({one_line(error)}); "
+            f"images {shape} of {name} do not fit the network ({describe_error(error)}); "
             "give images of the size, colours and device that it takes, or another network"
         ) from error
     if is_detections(logits, len(images)):

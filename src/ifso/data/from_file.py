@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ifso.curvature.losses import one_line
+from ifso.common.text import describe_error
 from ifso.data.sets import Data
 from ifso.data.shares import ALONE, Share
 from ifso.errors import DataError, IfsoError
@@ -173,7 +173,7 @@ class Moved:
         except (IfsoError, torch.OutOfMemoryError):
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(f"{self._where} failed after {number} batches: {one_line(error)}") from error
+            raise DataError(f"{self._where} failed after {number} batches: {describe_error(error)}") from error
 
     def _move(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf

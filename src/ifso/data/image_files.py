@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ifso.common.files import is_file
+from ifso.common.text import one_line
 from ifso.errors import DataError
-from ifso.surgery.files import is_file, one_line
 
 Read = TypeVar("Read")
 

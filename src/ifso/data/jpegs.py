@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ifso.common.text import one_line
 from ifso.data.arrays import as_labels, read_npz
 from ifso.data.decoding import Loading, need_torchvision, workers_for
 from ifso.data.imagenet import CROP, ImageNet
 from ifso.data.sets import split
 from ifso.data.shares import Share
 from ifso.errors import DataError
-from ifso.surgery.files import one_line
 
 MOST_CLASSES = 2**20
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors
+from ifso.common.text import one_line
+from ifso.common.torch_state import forget_caches, quiet_torch
 from ifso.errors import ExportError
 from ifso.exporting.samples import BATCH, Sample
 from ifso.exporting.torch_programs import hushed, program_of
-from ifso.graph.running import forget_caches, quiet_torch
-from ifso.graph.slots import named_tensors
 from ifso.models.detectors import is_detector
-from ifso.surgery.files import one_line
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ifso.common.files import storable
+from ifso.common.torch_state import forget_caches, quiet_torch
 from ifso.errors import ExportError
 from ifso.exporting.samples import Sample
-from ifso.graph.running import forget_caches, quiet_torch
-from ifso.surgery.files import storable
 
 WORKER = Path(__file__).with_name("fresh_process.py")
 LONGEST = 300

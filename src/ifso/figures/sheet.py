@@ -72,7 +72,7 @@ def draw(stem: Path, title: str, size: tuple[float, float], fill: Callable[[Figu
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotUnavailable('figures need matplotlib: pip install "ifso[figures]"') from error
-    from ifso.surgery.files import replacing
+    from ifso.common.files import replacing
 
     svg, png = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
     with matplotlib.rc_context(STYLE):

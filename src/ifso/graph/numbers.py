@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from ifso.common.module_state import tensor_slots
 from ifso.graph.channel_graph import SizeAttribute
-from ifso.graph.slots import tensor_slots
 
 Place = tuple[str, str, int | None]
 """(module, attribute, position in a tuple or list attribute)."""

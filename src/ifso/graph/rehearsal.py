@@ -22,20 +22,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ifso.common.fake_tensors import Stage
+from ifso.common.module_state import named_tensors, read_attribute, set_attribute, set_tensors
+from ifso.common.tensor_writes import LEAVING, WatchedLeavings
+from ifso.common.torch_state import forget_caches
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.labels import Labels
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
-from ifso.graph.running import call_model, forget_caches, on_fake_tensors, on_real_tensors
+from ifso.graph.running import call_model, on_fake_tensors, on_real_tensors
 from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_tensors
-from ifso.graph.stage import Stage
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units
 from ifso.graph.values import Values, content_of, place_of, values_of
 from ifso.graph.wiring import modes_of
-from ifso.graph.writes import LEAVING, WatchedLeavings
 
 
 def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import read_attribute
 from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.following import is_under
 from ifso.graph.labels import Labels
 from ifso.graph.numbers import Place
 from ifso.graph.rehearsal import Problem, Removal, rehearse
-from ifso.graph.slots import read_attribute
 from ifso.graph.tape import Ref, refs_in
 from ifso.graph.units import Units, build, partition
 

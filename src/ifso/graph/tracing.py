@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ifso.common.devices import available_memory
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import ALONE
 from ifso.costs.terms import terms_of
 from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.following import follow_channels
 from ifso.graph.reductions import reductions_of
-from ifso.graph.running import ALONE, GuardedRecorder, available_memory, explain, run_fake, run_real
+from ifso.graph.running import GuardedRecorder, explain, run_fake, run_real
 from ifso.graph.settling import settle
-from ifso.graph.slots import named_tensors
 from ifso.graph.tape import Recorder, Tape, tensors_in
 from ifso.graph.wiring import modes_of, wiring_of
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from ifso.common.files import is_file
+from ifso.common.text import one_line
 from ifso.errors import IfsoError, ModelNotFound
-from ifso.surgery.files import is_file, one_line
 
 
 def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from ifso.common.text import one_line
 from ifso.errors import IfsoError, ModelNotFound
 from ifso.models.detectors import is_detector, prepare_, refuse_thawed
 from ifso.models.from_file import build_from_file
 from ifso.models.names import ModelName, loading, read_name
 from ifso.models.providers import PROVIDERS, Provider
 from ifso.models.weights import load_weights
-from ifso.surgery.files import one_line
 
 FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 OF_DETECTORS = ("norms", "backbone")

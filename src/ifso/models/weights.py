@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ifso.common.files import error_number, explained, is_file
+from ifso.common.text import one_line
 from ifso.errors import WeightsError
 from ifso.models.opcodes import refuse_costly
-from ifso.surgery.files import error_number, explained, is_file, one_line
 
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "model.", "_orig_mod.")

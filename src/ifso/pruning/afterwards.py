@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import same_modes, undisturbed
 from ifso.curvature.loss_change import true_loss_change
-from ifso.curvature.losses import LossFn, same_modes, scalar, undisturbed
+from ifso.curvature.losses import LossFn, scalar
 from ifso.curvature.solvers import SolverWarning, create_solver
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.slots import named_tensors
 from ifso.pruning.modes import steady_
 
 ITERATIONS = 20

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ifso.curvature.losses import LossFn, same_modes, scalar, undisturbed
+from ifso.common.torch_state import same_modes, undisturbed
+from ifso.curvature.losses import LossFn, scalar
 from ifso.curvature.primal import full_float32
 from ifso.errors import VerificationError
 from ifso.graph.tape import map_tensors

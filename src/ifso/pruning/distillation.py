@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.curvature.losses import LossFn, output_tensors, outputs_of, same_modes
+from ifso.common.torch_state import same_modes
+from ifso.curvature.losses import LossFn, output_tensors, outputs_of
 from ifso.errors import ScoreError
 from ifso.pruning.afterwards import norms_of
 from ifso.pruning.modes import steady_

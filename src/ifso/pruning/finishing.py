@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import same_modes
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.costs.recounting import recount
-from ifso.curvature.losses import same_modes
 from ifso.errors import DataError, IfsoError
-from ifso.graph.slots import named_tensors
 from ifso.pruning.afterwards import (
     Evaluate,
     Measure,

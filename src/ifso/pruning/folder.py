@@ -19,8 +19,18 @@ from typing import TYPE_CHECKING, Any, Self
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ifso.errors import RecipeError, RunError
-from ifso.pruning.checkpoint import (
+from ifso.common.files import (
+    FolderLock,
+    NotPlain,
+    append_bytes,
+    provisional,
+    refuse_not_plain,
+    remove_provisional,
+    replacing,
+    sync_file,
+    write_bytes,
+)
+from ifso.common.serialization import (
     MAX_JSON_BYTES,
     finite,
     json_line,
@@ -33,18 +43,8 @@ from ifso.pruning.checkpoint import (
     strict_json,
     write_tensor_file,
 )
-from ifso.surgery.files import (
-    FolderLock,
-    NotPlain,
-    append_bytes,
-    one_line,
-    provisional,
-    refuse_not_plain,
-    remove_provisional,
-    replacing,
-    sync_file,
-    write_bytes,
-)
+from ifso.common.text import one_line
+from ifso.errors import RecipeError, RunError
 from ifso.surgery.store import RECIPE, RUN_SUMMARY, save, seal_of
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors
 from ifso.criteria.reading import TRANSPOSED, Moments, mean_size
 from ifso.curvature.weights import Reader
 from ifso.errors import ScoreError
-from ifso.graph.slots import named_tensors
 from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix
 
 DAMPING = 0.01

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ifso.pruning.checkpoint import parsed, read_lines
+from ifso.common.serialization import parsed, read_lines
 from ifso.pruning.course import loss_words
 from ifso.pruning.events import Plan, Removal
 from ifso.pruning.folder import METRICS, STRUCTURE

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.curvature.losses import LossFn, scalar, undisturbed
+from ifso.common.torch_state import undisturbed
+from ifso.curvature.losses import LossFn, scalar
 
 _RANDOM = ("drop", "stochasticdepth")
 """Beginnings or parts of the class names of modules that leave something out at random."""

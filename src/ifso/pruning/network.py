@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ifso.common.module_state import copy_of, named_tensors
+from ifso.common.torch_state import forget_caches, same_modes
 from ifso.costs.counting import count
-from ifso.curvature.losses import same_modes
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 from ifso.graph.layouts import kept_indices, surviving
 from ifso.graph.reductions import ExactReductions
-from ifso.graph.running import forget_caches
-from ifso.graph.slots import copy_of, named_tensors
 from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_, round_of
 from ifso.surgery.mask import gain_of

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ifso.common.module_state import copy_of
+from ifso.common.torch_state import same_modes
 from ifso.costs.counting import count
 from ifso.criteria.base import Criterion
 from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
+from ifso.curvature.losses import LossFn, WatchedLoss
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.slots import copy_of
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
 from ifso.pruning.afterwards import Evaluate, mean_loss

@@ -14,15 +14,16 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from ifso.common.serialization import finite
+from ifso.common.torch_state import same_modes
 from ifso.costs.counting import count
 from ifso.costs.latency import LatencyModel
 from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import LossFn, same_modes
+from ifso.curvature.losses import LossFn
 from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
 from ifso.pruning.afterwards import norms_of
 from ifso.pruning.budget import Budget
 from ifso.pruning.checking import Check, compare, outputs
-from ifso.pruning.checkpoint import finite
 from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.folder import RunFolder
 from ifso.pruning.ledger import Ledger

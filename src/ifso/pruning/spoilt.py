@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ifso.common.module_state import named_tensors
 from ifso.errors import WeightsError
-from ifso.graph.slots import named_tensors
 from ifso.pruning.stream import not_finite
 
 LOOK_FOR = 20.0

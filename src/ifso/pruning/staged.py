@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import undisturbed
 from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import scalar, undisturbed
+from ifso.curvature.losses import scalar
 from ifso.curvature.weights import Reader, readers
-from ifso.graph.slots import named_tensors
 from ifso.pruning.distillation import is_loss
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ifso.common.module_state import named_tensors
 from ifso.errors import RunError
-from ifso.graph.slots import named_tensors
 from ifso.pruning.network import ShrinkingNetwork
 
 MODEL, OPTIMIZER = "model.", "optimizer."

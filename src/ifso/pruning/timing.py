@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ifso.common.module_state import copy_of
 from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.errors import UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.slots import copy_of
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.selection import Target, check_reachable, select

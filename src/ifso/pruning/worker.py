@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ifso.common.torch_state import not_reentrant, same_modes, undisturbed
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.samples import num_samples, pieces
-from ifso.curvature.checkpoints import not_reentrant
 from ifso.curvature.cutting import Cut, Uncut
-from ifso.curvature.losses import LossFn, WatchedLoss, checked, same_modes, scalar, undisturbed
+from ifso.curvature.losses import LossFn, WatchedLoss, checked, scalar
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.layouts import surviving

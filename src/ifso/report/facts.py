@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ifso.cli.output import amount
+from ifso.common.text import amount
 from ifso.report.parts import capital
 from ifso.report.record import RunRecord
 from ifso.report.values import at, in_percent, mapping, number, numbers, objects, text

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from ifso.common.files import write_text
 from ifso.errors import RunError
 from ifso.report.charted import course, scores, structure, tuning, when
 from ifso.report.comparison import comparison
@@ -19,7 +20,6 @@ from ifso.report.headline import headline
 from ifso.report.markup import Markup, element, embedded, joined
 from ifso.report.reading import read_run
 from ifso.report.record import RunRecord
-from ifso.surgery.files import write_text
 
 NAME = "report.html"
 SUFFIXES = (".html", ".htm")

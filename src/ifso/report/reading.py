@@ -9,8 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
+from ifso.common.text import one_line
 from ifso.errors import IfsoError, RecipeError, RunError
-from ifso.pruning.checkpoint import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
 from ifso.pruning.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -25,7 +26,6 @@ from ifso.pruning.folder import (
 from ifso.report.record import Removal, RunRecord, Scores, Tuning
 from ifso.report.structure import Structure, from_document, from_recipe, gone_by_group
 from ifso.report.values import at, mapping, number, numbers, text, whole, wholes
-from ifso.surgery.files import one_line
 from ifso.surgery.recipe import Recipe
 from ifso.surgery.store import RECIPE, read_recipe
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ifso.common.files import write_text
 from ifso.data.generated import generated_images
 from ifso.data.sets import ImageData
 from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
 from ifso.models import create_model
 from ifso.pruning.budget import Budget
 from ifso.pruning.prune import prune
-from ifso.surgery.files import write_text
 from ifso.training.crew import Crew
 from ifso.training.examining import Examiner, evaluated_batches
 from ifso.training.fit import fit_side_by_side, own_random_numbers

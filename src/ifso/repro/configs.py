@@ -114,6 +114,6 @@ class Section:
 
 
 def _one_line(error: Exception | str) -> str:
-    from ifso.surgery.files import one_line
+    from ifso.common.text import one_line
 
     return one_line(error)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ifso.common.files import replacing
 from ifso.data.coco import CocoData
 from ifso.data.generated_boxes import generated_boxes
 from ifso.data.sets import Data
@@ -19,7 +20,6 @@ from ifso.errors import DataError, IfsoError, RunError
 from ifso.graph.tracing import trace
 from ifso.models import create_model
 from ifso.repro.plans import Row
-from ifso.surgery.files import replacing
 from ifso.training.average_precision import check_evaluator
 from ifso.training.detection import detection_loss
 from ifso.training.headline import AVERAGES

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import ifso
+from ifso.common.files import write_text
 from ifso.errors import IfsoError
 from ifso.repro import masks
 from ifso.repro.measuring import DEFAULT_STEPS, all_scores, estimates, measure, summed, train_
@@ -27,7 +28,6 @@ from ifso.repro.record import Record, open_folder, told
 from ifso.repro.settings import Settings
 from ifso.repro.small_networks import create
 from ifso.repro.summary import summarise
-from ifso.surgery.files import write_text
 
 _STOP: Any = None
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from ifso.common.text import one_line
 from ifso.errors import RunError
-from ifso.surgery.files import one_line
 
 FACTS = ("shares", "measures", "seconds", "before", "after")
 """What the summary of a pruning has and a result is made of."""

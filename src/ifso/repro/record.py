@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from ifso.common.files import append_bytes, explained, replacing, storable, sync_file, write_tensors, write_text
 from ifso.errors import IfsoError
 from ifso.repro.settings import Settings, difference
-from ifso.surgery.files import append_bytes, explained, replacing, storable, sync_file, write_tensors, write_text
 
 SETTINGS = "figure1.settings.json"
 

@@ -151,7 +151,7 @@ LATER = ("teacher", "data")
 
 def write(result: AnyResult, folder: Path) -> Path:
     """Write ``folder/NAME.json``, whole or not at all; a smoke result goes into ``folder/smoke/``."""
-    from ifso.surgery.files import write_text
+    from ifso.common.files import write_text
 
     place = path_of(result.name, folder, smoke=result.smoke)
     text = json.dumps(asdict(result), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -206,7 +206,7 @@ def state_of(path: Path) -> str | None:
 
 
 def _one_line(error: Exception | str) -> str:
-    from ifso.surgery.files import one_line
+    from ifso.common.text import one_line
 
     return one_line(error)
 

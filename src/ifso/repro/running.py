@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ifso.common.files import FolderLock
 from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError
 from ifso.repro import detectors
@@ -29,7 +30,6 @@ from ifso.repro.prunings import Prunings
 from ifso.repro.remains import THAT_FOLDER
 from ifso.repro.results import AnyResult, path_of, read_file, write
 from ifso.repro.workshop import Workshop
-from ifso.surgery.files import FolderLock
 from ifso.surgery.recipe import digest_of
 from ifso.training.crew import Crew
 from ifso.training.examining import Examiner, evaluated_batches

@@ -77,7 +77,7 @@ def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -
 
 def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
     """Write that page to a file, whole or not at all."""
-    from ifso.surgery.files import write_text
+    from ifso.common.files import write_text
 
     text = markdown(results, names)
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ifso
+from ifso.common.files import replacing, storable, write_tensors
 from ifso.data import Data, open_data
 from ifso.errors import DataError, RecipeError, RunError
 from ifso.models import create_model, load_weights
@@ -25,7 +26,6 @@ from ifso.repro.identity import identity
 from ifso.repro.jobs import PRESET, Job, method_name
 from ifso.repro.plans import Row
 from ifso.repro.smoke import SMOKE, SMOKE_PRUNE, few_removals, smoke_data
-from ifso.surgery.files import replacing, storable, write_tensors
 from ifso.surgery.recipe import digest_of
 from ifso.surgery.store import load
 from ifso.training.evaluation import evaluate

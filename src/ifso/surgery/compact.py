@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
+from ifso.common.torch_state import forget_caches
 from ifso.costs.counting import check_fits, count
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
@@ -15,9 +17,7 @@ from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
 from ifso.graph.rehearsal import Removal, check_removal
-from ifso.graph.running import forget_caches
 from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
 from ifso.surgery.mask import left_of, refuse_masked
 from ifso.surgery.recipe import (
     AttributeChange,

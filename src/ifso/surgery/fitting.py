@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors, replaced
 from ifso.errors import RecipeError
-from ifso.graph.slots import named_tensors, replaced
 from ifso.surgery.recipe import AttributeChange, Recipe, Shape, shapes_of
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import forget_caches
 from ifso.costs.counting import check_fits
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.layouts import compact, kept_length, surviving
 from ifso.graph.reductions import ExactReductions
-from ifso.graph.running import forget_caches
-from ifso.graph.slots import named_tensors
 
 
 @contextlib.contextmanager

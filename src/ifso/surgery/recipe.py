@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ifso.common.module_state import named_tensors
+from ifso.common.schema import from_plain, scalar, to_plain
 from ifso.errors import RecipeError
-from ifso.graph.slots import named_tensors
-from ifso.surgery.plain import from_plain, scalar, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,15 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ifso.errors import RecipeError, VerificationError
-from ifso.graph.slim_attention import slim_attention
-from ifso.graph.slots import named_tensors
-from ifso.surgery.files import (
+from ifso.common.files import (
     clear_scratch,
     error_number,
     explained,
     is_file,
-    one_line,
     refuse_not_plain,
     storable,
     sync_file,
@@ -36,6 +32,10 @@ from ifso.surgery.files import (
     write_bytes,
     write_tensors,
 )
+from ifso.common.module_state import named_tensors
+from ifso.common.text import one_line
+from ifso.errors import RecipeError, VerificationError
+from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.fitting import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
 

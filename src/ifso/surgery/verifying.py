@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.module_state import named_tensors, set_tensors
+from ifso.common.torch_state import preserved
 from ifso.errors import CompactionError, KeepError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.rehearsal import Removal
-from ifso.graph.running import call_model, on_real_tensors, preserved
-from ifso.graph.slots import named_tensors, set_tensors
+from ifso.graph.running import call_model, on_real_tensors
 from ifso.graph.tape import map_tensors, tensors_in
 from ifso.surgery.mask import left_of, masked
 

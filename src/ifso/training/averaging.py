@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ifso.common.module_state import tensor_slots
 from ifso.errors import TrainingError
-from ifso.graph.slots import tensor_slots
 from ifso.training.checkpoint import fill_
 
 AVERAGE, UPDATES = "average.", "updates"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.files import remove_provisional
+from ifso.common.serialization import located, read_tensor_file, write_tensor_file
 from ifso.errors import RunError
-from ifso.pruning.checkpoint import located, read_tensor_file, write_tensor_file
 from ifso.pruning.folder import differences
-from ifso.surgery.files import remove_provisional
 from ifso.training.settings import TrainSettings
 
 FILE = "training.safetensors"

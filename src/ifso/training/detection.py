@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.curvature.losses import same_modes
+from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
 from ifso.training.wide_heads import wide_heads
 

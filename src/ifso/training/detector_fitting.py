@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.curvature.losses import one_line, same_modes, undisturbed
+from ifso.common.text import describe_error
+from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.models.detectors import is_detector
@@ -44,7 +45,7 @@ def check_detector_fits(model: nn.Module, data: Data) -> None:
     except Exception as error:
         if is_detector(model):
             raise DataError(
-                f"{type(model).__name__} failed on the first image of {data.name} ({one_line(error)}); "
+                f"{type(model).__name__} failed on the first image of {data.name} ({describe_error(error)}); "
                 "check the options in its name, and the image"
             ) from error
         raise DataError(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ifso.curvature.losses import one_line
+from ifso.common.text import describe_error
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, TrainingError
 from ifso.training.average_precision import check_evaluator
@@ -81,7 +81,7 @@ def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callab
             raise
         except Exception as error:
             raise TrainingError(
-                f"a batch of {data.name} cannot be learned from ({one_line(error)}); check its {what}, "
+                f"a batch of {data.name} cannot be learned from ({describe_error(error)}); check its {what}, "
                 f"and that the network gives {gives} in train mode"
             ) from error
 

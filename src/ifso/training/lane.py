@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.curvature.losses import LossFn, same_modes
+from ifso.common.torch_state import same_modes
+from ifso.curvature.losses import LossFn
 from ifso.errors import DataError, DivergedError, RunError, TrainingError
 from ifso.pruning.ranks import copy_from_first_, mean_over_ranks, number_of_each, rank
 from ifso.pruning.spoilt import first_bad, refuse_spoilt_weights

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.text import describe_error
+from ifso.common.torch_state import undisturbed
 from ifso.criteria.ranks import among_ranks
 from ifso.curvature.capturing import captures_go_to
-from ifso.curvature.losses import LossFn, checked, one_line, undisturbed
+from ifso.curvature.losses import LossFn, checked
 from ifso.curvature.memory import out_of_memory
 from ifso.errors import IfsoError, TrainingError
 from ifso.processes import several
@@ -133,7 +135,9 @@ def _differentiating() -> Iterator[None]:
             raise
         in_place = "let the network and its loss change no tensors in place (x += y, ReLU(inplace=True))"
         hint = in_place if "inplace operation" in str(error) else "check that backward() of the loss works"
-        raise TrainingError(f"the loss of a batch cannot be differentiated ({one_line(error)}); {hint}") from error
+        raise TrainingError(
+            f"the loss of a batch cannot be differentiated ({describe_error(error)}); {hint}"
+        ) from error
 
 
 def _exchanging(model: nn.Module, spare: bool) -> nn.Module:

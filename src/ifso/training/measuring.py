@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ifso.bench.timing import middle, peak_bytes
+from ifso.common.module_state import named_tensors
+from ifso.common.text import describe_error
+from ifso.common.torch_state import same_modes
 from ifso.costs.counting import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
-from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
+from ifso.curvature.losses import LossFn, WatchedLoss
 from ifso.curvature.memory import free_memory, out_of_memory, refuse_too_large
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
-from ifso.graph.slots import named_tensors
 from ifso.graph.tape import map_tensors
 from ifso.graph.tracing import trace
 from ifso.training.evaluation import NOTHING, added_up, evaluate
@@ -278,7 +280,9 @@ def explaining(what: str) -> Iterator[None]:
             raise IfsoError(f"there is not enough memory for {what}; give smaller batches") from error
         if isinstance(error, IfsoError):
             raise
-        raise DataError(f"the network fails on {what} ({one_line(error)}); check that they fit together") from error
+        raise DataError(
+            f"the network fails on {what} ({describe_error(error)}); check that they fit together"
+        ) from error
 
 
 def _refuse_too_large(models: Mapping[str, nn.Module], example_inputs: Any, batch: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ifso.curvature.losses import same_modes
+from ifso.common.torch_state import same_modes
 
 
 @contextmanager

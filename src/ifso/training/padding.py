@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ifso.curvature.losses import LossFn, one_line, same_modes, undisturbed
+from ifso.common.module_state import named_tensors
+from ifso.common.text import describe_error
+from ifso.common.torch_state import same_modes, undisturbed
+from ifso.curvature.losses import LossFn
 from ifso.data.sets import Data
 from ifso.errors import RecipeError
-from ifso.graph.slots import named_tensors
 from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_
 from ifso.surgery.recipe import Recipe, recipe_of
@@ -104,7 +106,7 @@ def padded_(original: nn.Module, pruned: nn.Module, data: Data) -> Padding:
     except RecipeError:
         raise
     except Exception as error:
-        raise RecipeError(f"it could not be tried ({type(error).__name__}: {one_line(error)})") from error
+        raise RecipeError(f"it could not be tried ({type(error).__name__}: {describe_error(error)})") from error
     return padding
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ifso import __version__
+from ifso.common.serialization import located, parsed, refuse_special
 from ifso.curvature.losses import LossFn
 from ifso.curvature.memory import out_of_memory
 from ifso.data.fitting import check_fits
 from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.processes import several
-from ifso.pruning.checkpoint import located, parsed, refuse_special
 from ifso.pruning.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
 from ifso.pruning.ranks import rank, together
 from ifso.surgery.recipe import recipe_of, unchanged

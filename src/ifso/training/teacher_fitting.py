@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.curvature.losses import one_line, same_modes, undisturbed
+from ifso.common.text import describe_error
+from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.fitting import SAMPLES, check_fits, same_random_numbers
 from ifso.data.sets import Data
 from ifso.errors import IfsoError, TrainingError
@@ -42,7 +43,7 @@ def check_teacher(teacher: nn.Module, network: nn.Module, data: Data) -> None:
         raise
     except Exception as error:
         raise TrainingError(
-            f"the teacher, {type(teacher).__name__}, failed on the first images of {data.name} ({one_line(error)}); "
+            f"the teacher, {type(teacher).__name__}, failed on the first images of {data.name} ({describe_error(error)}); "
             "give a teacher for the same data"
         ) from error
 

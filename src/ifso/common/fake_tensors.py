@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ifso.common.tensor_writes import Writes
 from ifso.errors import TraceError
-from ifso.graph.writes import Writes
 
 T = TypeVar("T")
 

@@ -19,18 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ifso.common.files import ADVICE, NO_ROOM, NOT_ALLOWED, NOT_THERE, explained, replacing, storable, write_tensors
+from ifso.common.text import one_line
 from ifso.errors import RunError
-from ifso.surgery.files import (
-    ADVICE,
-    NO_ROOM,
-    NOT_ALLOWED,
-    NOT_THERE,
-    explained,
-    one_line,
-    replacing,
-    storable,
-    write_tensors,
-)
 
 MAX_JSON_BYTES = 16 * 2**20
 MAX_METRICS_BYTES = 2**30

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ifso.common.text import one_line
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -248,21 +250,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         raise ValueError(f"safetensors cannot hold such a tensor: {one_line(error)}") from error
     finally:
         clear_scratch(path)
-
-
-LONGEST = 500
-"""Characters that are repeated of what an error says; a hostile file may put anything there."""
-
-
-def one_line(error: BaseException | str) -> str:
-    r"""What an error says, without line breaks and characters that cannot be printed.
-
-    >>> one_line("a\nb \x1b[1m")
-    'a b \\x1b[1m'
-    """
-    words = " ".join(str(error).split())[: LONGEST + 1]
-    words = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
 
 
 NO_ROOM, NOT_ALLOWED, NOT_THERE = (ENOSPC, EDQUOT, EFBIG), (EACCES, EPERM, EROFS), (ENOENT, ENOTDIR)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.graph.slots import named_tensors
+from ifso.common.module_state import named_tensors
 from ifso.graph.tape import storage_of
 
 DEPTH = 5

@@ -1,0 +1,34 @@
+"""Words in messages and tables: one line, amounts, shares, durations."""
+
+from __future__ import annotations
+
+LONGEST = 500
+"""Characters that are repeated of what an error says; a hostile file may put anything there."""
+
+
+def one_line(error: BaseException | str) -> str:
+    r"""What an error says, without line breaks and characters that cannot be printed.
+
+    >>> one_line("a\nb \x1b[1m")
+    'a b \\x1b[1m'
+    """
+    words = " ".join(str(error).split())[: LONGEST + 1]
+    words = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+
+
+def amount(number: float) -> str:
+    """A count as people read it.
+
+    >>> amount(69_124_736), amount(464_432), amount(12)
+    ('69.12 M', '464.43 k', '12')
+    """
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {letter}"
+    return f"{number:g}"
+
+
+def describe_error(error: BaseException) -> str:
+    """An error's kind and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,157 @@
+"""Models and settings of torch that are changed for a moment, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from ifso.common.snapshot import Image
+
+ALONE = threading.RLock()
+"""Held by whoever changes a model for a moment, or a setting of the whole process."""
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[Image]:
+    """Put back afterwards every attribute of every module, what hangs on them, and what the buffers hold."""
+    with ALONE:
+        image = Image(model)
+        contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            yield image
+        finally:
+            image.restore()
+            with torch.no_grad():
+                for buffer, content in contents:
+                    buffer.copy_(content)
+
+
+def forget_caches(model: nn.Module) -> None:
+    """Empty the dicts in which modules keep tensors computed from their parameters (``…cache…``), and autocast's."""
+    forget_caches_of(model.modules())
+
+
+def forget_caches_of(modules: Iterable[nn.Module]) -> None:
+    """The same for modules that are known: to find all of a model takes long."""
+    torch.clear_autocast_cache()
+    for module in modules:
+        for name, value in vars(module).items():
+            if "cache" in name and isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
+                value.clear()
+
+
+@contextlib.contextmanager
+def quiet_torch() -> Iterator[None]:
+    """No gradients, no fused attention kernels, no log lines about shapes we try; random state put back.
+
+    Weights that ``torch.autocast`` has cast are not kept: the cache would mix those of this run with others.
+    """
+    with ALONE:
+        fused, caching = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        level = log.level
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(False)
+            log.setLevel(logging.CRITICAL + 1)
+            with torch.no_grad(), torch.random.fork_rng():
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            torch.set_autocast_cache_enabled(caching)
+            log.setLevel(level)
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave running statistics, other buffers, cached tensors and the random state as they were.
+
+    So two passes in a row also see the same dropout. Checkpoints of the reentrant kind are made passable.
+    """
+    modules = list(model.modules())
+    norms = [
+        module
+        for module in modules
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+    ]
+    quiet = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+    others = [buffer for number, buffer in buffers.items() if number not in quiet]
+    copies = [buffer.clone() for buffer in others]
+    parameters = (tensor for module in modules for tensor in module.parameters(recurse=False))
+    devices = {tensor.device for tensor in parameters if tensor.is_cuda}
+    capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
+    forget_caches_of(modules)
+    try:
+        for module in norms:
+            module.track_running_stats = False
+        with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing), not_reentrant():
+            yield
+    finally:
+        forget_caches_of(modules)
+        for module in norms:
+            module.track_running_stats = True
+        if others:
+            with torch.no_grad():
+                torch._foreach_copy_(others, copies)
+
+
+@contextlib.contextmanager
+def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it all tensors take part in gradients, frozen weights too."""
+    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+    try:
+        for tensor in frozen:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def same_modes(model: nn.Module) -> Iterator[None]:
+    """Put every module back into train or eval mode, as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextlib.contextmanager
+def not_reentrant() -> Iterator[None]:
+    """Within it reentrant checkpoints, which ``torch.autograd.grad`` cannot pass, are made of the other kind."""
+    with mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_of_the_other_kind)):
+        yield
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Within it functions that are checkpointed keep their activations.
+
+    What is computed again on the way back would not be seen by a mode that was on before: it would be no dual number.
+    """
+    with (
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_called)),
+        mock.patch.object(checkpoint, "_checkpoint_hook", contextlib.nullcontext),
+    ):
+        yield
+
+
+def _of_the_other_kind(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+def _called(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: ARG001 (torch's order)
+    return function(*args)
