@@ -13,7 +13,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import FrozenBatchNorm2d
 
 from ifso.data.coco import CocoData
-from ifso.data.generated_boxes import generated_boxes
+from ifso.data.generated import generated_boxes
 
 CLASSES, SIDE = 4, 64
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 import ifso
 from ifso.cli import bench_trace, demo, inspect
+from ifso.cli.demo_study import MODEL, Effort, Outcome, Row, _checks, _free, demonstrate
 from ifso.cli.main import main
 from ifso.data import open_data
-from ifso.demo import MODEL, Effort, Outcome, Row, _checks, _free, demonstrate
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
-from ifso.graph.table import by_reason
+from ifso.graph.printing import by_reason
 from ifso.pruning.events import Silent
 from ifso.training.evaluation import evaluate
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ifso.repro.plans import Base, Row
-from ifso.repro.workshop import prune_job
+from ifso_repro.schema import Base, Row
+from ifso_repro.workspace import prune_job
 
 NETWORKS = """
 import multiprocessing

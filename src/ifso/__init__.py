@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ifso._version import __version__
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -24,16 +25,13 @@ if TYPE_CHECKING:
     from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
     from ifso.graph.tracing import trace
     from ifso.models import create_model
-    from ifso.pruning.budget import Budget
+    from ifso.pruning.budget import Budget, Mixed
     from ifso.pruning.prune import prune
     from ifso.pruning.result import PruneResult
-    from ifso.pruning.schedule import Mixed
     from ifso.surgery.compact import compact_
     from ifso.surgery.mask import masked
     from ifso.surgery.recipe import Recipe
     from ifso.surgery.store import load, save
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Budget",
@@ -74,7 +72,7 @@ _HOME = {
     "Group": "ifso.graph.channel_graph",
     "LossChange": "ifso.curvature.loss_change",
     "Member": "ifso.graph.channel_graph",
-    "Mixed": "ifso.pruning.schedule",
+    "Mixed": "ifso.pruning.budget",
     "PruneResult": "ifso.pruning.result",
     "Recipe": "ifso.surgery.recipe",
     "UnitCosts": "ifso.costs",

@@ -21,8 +21,8 @@ from ifso.criteria.scoring import ScoreWarning
 from ifso.data import open_data
 from ifso.errors import BudgetError, CompactionError, DataError, IfsoError, KeepError, ScoreError, VerificationError
 from ifso.models import load_weights
-from ifso.pruning.folder import RunFolder, read_config
-from ifso.training.measuring import timed
+from ifso.runs.folder import RunFolder, read_config
+from ifso.training.profiling import timed
 
 TASK = ["prune", "--model", "net.py:network", "--data", "net.py:data", "--macs", "0.7", "--out", "new"]
 LONG = "a" * 300
@@ -250,7 +250,7 @@ class TestNetworks:
         assert not (tmp_path / "run").exists()
 
     def test_outputs_that_are_not_finite(self) -> None:
-        from ifso.pruning.checking import compare, refuse_failed
+        from ifso.pruning.verify import compare, refuse_failed
 
         outputs = [torch.tensor([1.0, float("nan")])]
         with pytest.raises(VerificationError, match="the network gives NaN or infinity on a batch"):
@@ -278,7 +278,7 @@ class TestNetworks:
         assert "weights_only" not in str(caught.value)
 
     def test_workers_that_remember(self, tmp_path: Path) -> None:
-        from ifso.pruning.stream import remembers
+        from ifso.common.batch_stream import remembers
 
         data = TensorDataset(torch.zeros(4, 2))
         assert remembers(DataLoader(data, num_workers=1, persistent_workers=True))
@@ -313,7 +313,7 @@ class TestImages:
     def test_one_that_is_larger_than_said_is_not_decoded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from PIL import Image
 
-        from ifso.data import image_files
+        from ifso.data import image_folder as image_files
 
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
         Image.new("1", (13000, 13000)).save(tmp_path / "x.png")

@@ -13,7 +13,7 @@ import ifso
 from ifso.cli.main import main
 from ifso.common.files import replacing, write_text
 from ifso.errors import RecipeError, RunError
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 
 CONFIG = {"settings": {"seed": 0}}
 

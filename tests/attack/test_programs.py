@@ -9,8 +9,8 @@ import pytest
 
 import ifso
 from ifso.cli.main import main
-from ifso.cli.opening import refuse_foreign
 from ifso.errors import ModelNotFound, RunError
+from ifso.runs.open import refuse_foreign
 
 EVIL = "from pathlib import Path\nPath('executed').touch()\n"
 CAME = "which came with it; if you trust it, give --"
@@ -123,7 +123,7 @@ class TestOptionsThatLoad:
         (tmp_path / "own.py").write_text(DATA)
         assert main(f"prune --model torchvision:squeezenet1_1 --data own.py:Own {quick}".split()) == 0
         tell(tmp_path / "run", model="torchvision:squeezenet1_1,weights=DEFAULT")
-        from ifso.cli.opening import open_run
+        from ifso.runs.open import open_run
 
         assert open_run(tmp_path / "run").pruned() is not None
 

@@ -65,7 +65,7 @@ class TestCheckpointsOfOthers:
 
     def test_a_run_of_an_earlier_version_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from ifso.common import serialization as checkpoint
-        from ifso.pruning import folder
+        from ifso.runs import folder
 
         def older(path: Path, tensors: Any, state: Any = None) -> None:
             checkpoint.write_tensor_file(path, tensors, state and {k: v for k, v in state.items() if k != folder.RUN})

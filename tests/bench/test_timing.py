@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from ifso.bench.timing import LiveBytes, in_turns, make_ready, middle, peak_bytes
 from ifso.cli.main import main
+from ifso.common.timing import LiveBytes, in_turns, make_ready, middle, peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ifso.cli.ranks import joined
+from ifso.cli.distributed import joined
 
 
 @pytest.mark.parametrize(("device", "chosen"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])

@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ifso
+from ifso.cli.console import console
 from ifso.cli.eval_report import Report, shown
 from ifso.cli.main import main
-from ifso.cli.opening import open_run, open_tuned
-from ifso.cli.output import console
-from ifso.costs.counting import Cost
+from ifso.costs.cost import Cost
 from ifso.costs.latency import Latency
 from ifso.data import open_data
-from ifso.training.evaluation import evaluate
-from ifso.training.measuring import Measured, Quality, Timing
+from ifso.runs.open import open_run, open_tuned
+from ifso.training.evaluation import Quality, evaluate
+from ifso.training.profiling import Measured, Timing
 
 NET = """
 import torch

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from ifso.cli.finetune import table
 from ifso.cli.main import main
-from ifso.cli.opening import open_run
 from ifso.data import open_data
 from ifso.models import create_model
+from ifso.runs.open import open_run
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 from ifso.training.evaluation import evaluate
-from ifso.training.fit import fit
-from ifso.training.lessons import lessons
+from ifso.training.objective import lessons
 from ifso.training.settings import recipe_of
+from ifso.training.trainer import fit
 
 NET = """
 from torch import nn
@@ -216,7 +216,7 @@ class TestAnotherTeacher:
             return original(data, settings, teacher, **more)
 
         monkeypatch.setattr(runs, "lessons", listened)
-        monkeypatch.setattr("ifso.training.lessons.pays", lambda *_: True)
+        monkeypatch.setattr("ifso.training.objective.pays", lambda *_: True)
         finetuned([project / "a", project / "b", "--epochs", "1", "--distill", *taught(project)], capsys)
         (first, *ones), (second, *others) = seen
         assert first is second
@@ -271,7 +271,7 @@ class TestAnotherTeacher:
         def measured(*_, **__):
             raise AssertionError("measured")
 
-        monkeypatch.setattr("ifso.training.judging.measured", measured)
+        monkeypatch.setattr("ifso.training.evaluation.measured", measured)
         for factory, message in {
             "more": "the teacher knows 12 classes and the network 10; give a teacher for the same data",
             "large": "the teacher, Sequential, failed on the first images of digits (",

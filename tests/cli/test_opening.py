@@ -12,8 +12,8 @@ from torch import nn
 
 import ifso
 from ifso.cli.main import main
-from ifso.cli.opening import open_run
 from ifso.errors import ModelNotFound, RunError
+from ifso.runs.open import open_run
 from ifso.surgery.recipe import digest_of
 
 NET = """

@@ -21,9 +21,9 @@ from ifso.criteria.true_loss import TrueLoss
 from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
-from ifso.pruning.checking import Check
-from ifso.pruning.normalizing import NORMALIZERS
-from ifso.pruning.presets import PRESETS
+from ifso.pruning.selection import NORMALIZERS
+from ifso.pruning.settings import PRESETS
+from ifso.pruning.verify import Check
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import SCORE_PRECISIONS
 

@@ -10,7 +10,7 @@ import pytest
 from ifso.cli.main import COMMANDS, main
 
 WORK = {
-    "demo": "ifso.demo.demonstrate",
+    "demo": "ifso.cli.demo_study.demonstrate",
     "inspect ifso:resnet20": "ifso.create_model",
     "train --model ifso:resnet20 --data digits": "ifso.data.open_data",
     "prune --model ifso:resnet20 --data digits --macs 0.5": "ifso.data.open_data",
@@ -19,11 +19,11 @@ WORK = {
     "report RUN": "ifso.report.write_report",
     "export RUN --to torch": "ifso.cli.export._export",
     "bench trace": "ifso.cli.bench_trace._measure_apart",
-    "repro figure1": "ifso.repro.figure1.figure1",
-    "repro recipe --smoke": "ifso.repro.choosing.choose",
-    "repro table2 --smoke": "ifso.repro.running.Running",
-    "repro table2 --table": "ifso.repro.results.read",
-    "repro figure5 --draw": "ifso.cli.repro_draw.run",
+    "repro figure1": "ifso_repro.figure1.study.figure1",
+    "repro recipe --smoke": "ifso_repro.recipe_search.choose",
+    "repro table2 --smoke": "ifso_repro.runner.Running",
+    "repro table2 --table": "ifso_repro.results.read",
+    "repro figure5 --draw": "ifso_repro.command_draw.run",
 }
 """A command, and something that it calls."""
 WRITING = ("demo", "train", "prune", "repro")

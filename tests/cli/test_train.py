@@ -20,10 +20,9 @@ from ifso.cli.train_options import FIELDS, gather, settings_of
 from ifso.cli.train_progress import PlainProgress, RichProgress
 from ifso.data import open_data
 from ifso.training.evaluation import evaluate
-from ifso.training.fit import fit
-from ifso.training.lane import Epoch
 from ifso.training.precision import PRECISIONS
 from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, recipe_of
+from ifso.training.trainer import Epoch, fit
 
 HEAD = {"format": "ifso-run", "version": 1, "settings": {}}
 NET = """

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from ifso.cli.main import main
-from ifso.pruning.ranks import rank
+from ifso.common.distributed import rank
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 

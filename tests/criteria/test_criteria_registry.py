@@ -90,5 +90,5 @@ def test_a_criterion_is_imported_when_asked_for(monkeypatch):
     assert registry.names()
     assert asked == []
     registry.create("magnitude-average")
-    assert asked == ["ifso.criteria.magnitude_average"]
+    assert asked == ["ifso.criteria.magnitude"]
     assert not [kind for kind in vars(registry).values() if isinstance(kind, type) and issubclass(kind, Criterion)]

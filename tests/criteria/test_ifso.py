@@ -15,9 +15,9 @@ import ifso
 from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.primal import Primal
+from ifso.curvature.primal_cache import Primal
 from ifso.curvature.products import Products
-from ifso.curvature.weights import weight_space
+from ifso.curvature.weight_space import weight_space
 from ifso.errors import ScoreError
 
 TOLERANCE = 1e-6

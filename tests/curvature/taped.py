@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ifso.curvature.recording import Recorded, Work
+from ifso.common.cuda_graphs import Recorded, Work
 
 
 class Tape(TorchDispatchMode):

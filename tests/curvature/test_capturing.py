@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ifso.curvature import capturing as module
-from ifso.curvature.capturing import NotCaptured, capturing
+from ifso.common import cuda_graphs as module
+from ifso.common.cuda_graphs import NotCaptured, capturing
 from ifso.errors import ScoreError
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

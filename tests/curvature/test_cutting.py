@@ -20,15 +20,15 @@ from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.ssd import SSD
 
 import ifso
+from ifso.common.cuda_graphs import Recorded
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.cutting import MOST_SHAPES, Cut, Uncut, cut_of
-from ifso.curvature.primal import Primal, full_float32
+from ifso.curvature.primal_cache import Primal, full_float32
 from ifso.curvature.products import Products
-from ifso.curvature.recording import Recorded
-from ifso.pruning.network import ShrinkingNetwork
-from ifso.pruning.worker import Worker
-from ifso.training.detection import detection_loss
+from ifso.curvature.submodule_capture import MOST_SHAPES, Cut, Uncut, cut_of
+from ifso.pruning.scoring_loop import Worker
+from ifso.pruning.shrinking_network import ShrinkingNetwork
+from ifso.tasks.detection import detection_loss
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EXACT = 1e-10

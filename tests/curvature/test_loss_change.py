@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.curvature.bounds import error_bounds
+from ifso.curvature.continuation import Effort
 from ifso.curvature.loss_change import true_loss_change
+from ifso.curvature.masked_model import Removal
 from ifso.curvature.objective import Objective
-from ifso.curvature.path import Effort
 from ifso.curvature.products import Products
-from ifso.curvature.removal import Removal
 from ifso.curvature.solvers import SOLVERS
 from ifso.errors import KeepError, ScoreError
 
@@ -319,7 +319,7 @@ def test_rows_that_take_too_much_memory_fall_back_to_cg_and_say_so(monkeypatch):
     model, graph, data = network("plain")
     keep = removal_of(graph, (0, 0))
     assert true_loss_change(model, graph, keep, dense.regularised, data, path_steps=2).notes == ()
-    monkeypatch.setattr("ifso.curvature.sample_rows.MEMORY_LIMIT", 1000)
+    monkeypatch.setattr("ifso.curvature.ggn_rows.MEMORY_LIMIT", 1000)
     change = true_loss_change(model, graph, keep, dense.regularised, data, path_steps=2)
     assert any("GiB" in note for note in change.notes)
 

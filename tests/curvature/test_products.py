@@ -14,7 +14,7 @@ from reference import Reference, layer_weights
 from torch import Tensor, nn
 
 import ifso
-from ifso.curvature.primal import LayerPrimal, is_careful
+from ifso.curvature.primal_cache import LayerPrimal, is_careful
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 

@@ -7,10 +7,10 @@ import torch
 from coco_folders import SIZES, pixels_of, write_folder, write_images, write_json
 
 from ifso.data import open_data
-from ifso.data.coco_boxes import to_device
-from ifso.data.generated_boxes import generated_boxes
+from ifso.data.coco_samples import to_device
+from ifso.data.generated import generated_boxes
 from ifso.errors import DataError
-from ifso.training.detection import detection_loss
+from ifso.tasks.detection import detection_loss
 
 pytest.importorskip("torchvision")
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ifso.data import open_data
-from ifso.data.fitting import check_fits
-from ifso.data.sets import Data
+from ifso.data.base import Data
+from ifso.data.compatibility import check_fits
 from ifso.errors import DataError
 from ifso.models import create_model
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ifso.data import open_data
 from ifso.errors import DataError
-from ifso.training.losses import cross_entropy
+from ifso.tasks.classification import cross_entropy
 
 FILE = """
 import torch

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ifso.data import open_data
+from ifso.data.compatibility import check_fits
 from ifso.data.decoding import Decoded, Loading, TestFiles, workers_for
-from ifso.data.fitting import check_fits
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ifso.data import open_data
-from ifso.data.shares import Share, in_turn
+from ifso.data.sharding import Share, in_turn
 from ifso.errors import DataError
 
 

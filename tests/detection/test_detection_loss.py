@@ -8,7 +8,7 @@ from mini import MiniRetina, scene
 from torch import nn
 
 from ifso.errors import ScoreError
-from ifso.training.detection import asking_for_losses, detection_loss, detection_losses
+from ifso.tasks.detection import asking_for_losses, detection_loss, detection_losses
 
 
 class Losses(nn.Module):

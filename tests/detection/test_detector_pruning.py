@@ -13,11 +13,11 @@ from zoo_of_boxes import boxes_for, detector, relative_error, seeded
 
 import ifso
 from ifso.cli.main import main
-from ifso.costs.recounting import recount
-from ifso.criteria.samples import rough_count
-from ifso.pruning.checking import Check, compare, in_float64
+from ifso.common.batches import rough_count
+from ifso.costs.verify import recount
 from ifso.pruning.events import Silent
-from ifso.training.detection import detection_loss
+from ifso.pruning.verify import Check, compare, in_float64
+from ifso.tasks.detection import detection_loss
 
 QUICKLY = {"accumulate": 1, "batches_per_score": 1, "recalibrate": 2}
 

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo_of_boxes import QUICK, SLOW, boxes_for, detector, leaves, relative_error, seeded
 
 import ifso
-from ifso.costs.recounting import recount
-from ifso.training.detection import detection_losses
+from ifso.costs.verify import recount
+from ifso.tasks.detection import detection_losses
 
 TOLERANCE = 1e-4
 VISIBLE = 1e-2

@@ -12,11 +12,11 @@ from reference import Reference
 from torchvision.ops import FrozenBatchNorm2d
 
 import ifso
+from ifso.common.batches import num_samples, pieces
 from ifso.criteria.ifso import Ifso
-from ifso.criteria.samples import num_samples, pieces
-from ifso.curvature.weights import weight_space
+from ifso.curvature.weight_space import weight_space
 from ifso.errors import ScoreError
-from ifso.training.detection import detection_loss
+from ifso.tasks.detection import detection_loss
 
 EXACT = 1e-8
 

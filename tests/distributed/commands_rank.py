@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ifso
 from ifso.cli import eval as evaluation
 from ifso.cli import finetune, main, prune, train
-from ifso.cli.ranks import joined, leave
+from ifso.cli.distributed import joined, leave
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 

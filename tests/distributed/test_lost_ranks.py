@@ -20,10 +20,11 @@ from ranks_record import record
 from safetensors.torch import load_file
 from world import TASK, Ended, ifso_on
 
-from ifso.cli import ranks, roll_call
+from ifso.cli import distributed as ranks
+from ifso.cli import distributed as roll_call
+from ifso.cli.distributed import RollCall
 from ifso.cli.main import main
-from ifso.cli.roll_call import RollCall
-from ifso.criteria.ranks import of_another_rank
+from ifso.common.distributed import of_another_rank
 from ifso.errors import DataError, RankError, TrainingError
 
 SOON = 30.0

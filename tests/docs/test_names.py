@@ -15,8 +15,8 @@ from ifso import errors
 from ifso.criteria import registry
 from ifso.criteria.base import Needs, Task
 from ifso.curvature.solvers import SOLVERS
-from ifso.graph.labels import Labels
-from ifso.pruning.normalizing import NORMALIZERS
+from ifso.graph.channel_ids import Labels
+from ifso.pruning.selection import NORMALIZERS
 from ifso.training.settings import RECIPES
 
 PACKAGE = Path(ifso.__file__).parent

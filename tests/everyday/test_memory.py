@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ifso
-from ifso.bench.timing import peak_bytes
-from ifso.bench.trace_worker import peak_growth
+from ifso.cli.trace_worker import peak_growth
+from ifso.common.timing import peak_bytes
 
 MIB = 2**20
 TRACE = 96 * MIB

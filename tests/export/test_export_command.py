@@ -13,8 +13,8 @@ from torch import nn
 
 import ifso
 from ifso.cli.main import main
-from ifso.cli.opening import open_run
 from ifso.exporting import export as exporting
+from ifso.runs.open import open_run
 
 NET = """
 from torch import nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trials
 
-from ifso.curvature.memory import out_of_memory
+from ifso.common.devices import out_of_memory
 
 SPOILT = """
 import sys

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import ifso
 from ifso.cli.main import main
 from ifso.pruning import prune as pruning
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 from ifso.surgery.store import read_recipe
 from ifso.training import runs
 

@@ -7,7 +7,7 @@ import pytest
 from made_up import job_of, result, seeds
 
 from ifso.cli.main import main
-from ifso.repro.results import write
+from ifso_repro.results import write
 
 
 def fill(folder, *results):

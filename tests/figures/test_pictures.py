@@ -12,15 +12,15 @@ from made_up import job_of, result, seeds
 from torch import nn
 
 import ifso
+from ifso.common.plots import DPI, LOOKS, PAGE, STYLE
 from ifso.criteria import registry
-from ifso.figures import curves, layers
-from ifso.figures.drawing import Source, draw_figure
-from ifso.figures.points import plot
-from ifso.figures.sheet import DPI, LOOKS, PAGE, STYLE
-from ifso.repro.lines import Runs
-from ifso.repro.results import write
-from ifso.repro.settings import NETWORKS
-from ifso.repro.summary import summarise
+from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.figure1.summary import summarise
+from ifso_repro.figures import curves, layers
+from ifso_repro.figures.drawing import Source, draw_figure
+from ifso_repro.figures.points import plot
+from ifso_repro.results import write
+from ifso_repro.table_lines import Runs
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
 

@@ -13,7 +13,7 @@ from cases import difference, outputs
 from torch import Tensor, nn
 
 import ifso
-from ifso.graph.values import SIZES, values_of
+from ifso.graph.scalar_arguments import SIZES, values_of
 
 EXACT = 1e-10
 

@@ -20,17 +20,14 @@ from PIL import Image
 from seeds import coco, detection_result, result
 
 from ifso.data.cifar import open_cifar
-from ifso.data.coco import CocoData
-from ifso.data.coco_files import find_splits, image_files
-from ifso.data.coco_json import Instances, categories_of, read_document, read_instances
-from ifso.data.coco_options import CocoOptions, read_options
-from ifso.data.image_files import Found, ImageFiles, find_images
+from ifso.data.coco import CocoData, CocoOptions, read_options
+from ifso.data.coco_format import Instances, categories_of, find_splits, image_files, read_document, read_instances
+from ifso.data.image_folder import Found, ImageFiles, find_images
 from ifso.data.registry import open_data
-from ifso.models.names import ModelName, read_name
-from ifso.repro.configs import config_folder
-from ifso.repro.plan_files import read_row, read_study
-from ifso.repro.plans import Row, Study
-from ifso.repro.results import read_file
+from ifso.models.providers import ModelName, read_name
+from ifso_repro.config import config_folder, read_row, read_study
+from ifso_repro.results import read_file
+from ifso_repro.schema import Row, Study
 
 OPTIONS = (
     "size=480x640",

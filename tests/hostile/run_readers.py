@@ -20,17 +20,17 @@ from safetensors import SafetensorError
 from seeds import EXAMPLE, Net, latencies, write_run
 
 import ifso
-from ifso.cli.opening import OpenedRun, open_run
 from ifso.common.serialization import _digest, json_line, parsed, read_lines, read_tensor_file
 from ifso.costs.latency import LatencyModel
 from ifso.models.weights import load_weights
-from ifso.pruning.folder import RunFolder, read_config
 from ifso.pruning.reopening import finished_result
 from ifso.report.page import render
-from ifso.report.reading import read_run
-from ifso.report.record import RunRecord
-from ifso.report.structure import Structure, from_document
-from ifso.surgery.fitting import shapes_after
+from ifso.runs.folder import RunFolder, read_config
+from ifso.runs.open import OpenedRun, open_run
+from ifso.runs.reading import read_run
+from ifso.runs.record import RunRecord
+from ifso.runs.structure import Structure, from_document
+from ifso.surgery.loading import shapes_after
 from ifso.surgery.recipe import Recipe, recipe_of, shapes_of
 from ifso.surgery.store import _seal
 from ifso.training.checkpoint import load_checkpoint

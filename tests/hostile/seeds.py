@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.pruning.events import Silent
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 
 EXAMPLE = (2, 1, 5, 5)
 

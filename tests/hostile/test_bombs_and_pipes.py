@@ -24,16 +24,16 @@ from seeds import Net, coco, latencies, result
 from ifso.common.serialization import parsed, read_lines, read_tensor_file, write_tensor_file
 from ifso.common.text import one_line
 from ifso.costs.latency import LatencyModel
-from ifso.data.arrays import read_npz
 from ifso.data.cifar import open_cifar
-from ifso.data.coco_json import read_document
-from ifso.data.image_files import ImageFiles
+from ifso.data.coco_format import read_document
+from ifso.data.image_folder import ImageFiles
+from ifso.data.npz import read_npz
 from ifso.data.registry import open_data
 from ifso.errors import DataError, IfsoError, RunError, WeightsError
-from ifso.models.names import read_name
+from ifso.models.providers import read_name
 from ifso.models.weights import load_weights
-from ifso.repro.configs import read_toml
-from ifso.repro.results import read_file
+from ifso_repro.config import read_toml
+from ifso_repro.results import read_file
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 

@@ -8,7 +8,7 @@ from cases import difference, outputs
 from torch import Tensor, nn
 
 import ifso
-from ifso.costs.recounting import recount
+from ifso.costs.verify import recount
 
 EXACT = 1e-10
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import ifso
+from ifso.common.batch_stream import BatchStream
 from ifso.criteria.base import Criterion, Task
 from ifso.errors import IfsoError
-from ifso.pruning.stream import BatchStream
 
 BUDGET = ifso.Budget(macs=0.6)
 
@@ -81,7 +81,7 @@ def test_a_weight_update_that_fails_does_not_lose_the_run(tmp_path, monkeypatch)
     def fail(*_: Any) -> None:
         raise IfsoError("no such product")
 
-    monkeypatch.setattr("ifso.pruning.finishing.update_weights_", fail)
+    monkeypatch.setattr("ifso.pruning.finalize.update_weights_", fail)
     result = prune(small(), weight_update=1, out=tmp_path / "run")
     assert "ΔW could not be computed: no such product" in result.notes
     ifso.load(tmp_path / "run", small())

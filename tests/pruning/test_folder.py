@@ -22,7 +22,7 @@ import ifso
 from ifso.common import files
 from ifso.common import serialization as checkpoint
 from ifso.errors import RunError
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 
 CONFIG = {"settings": {"accumulate": 10, "budget": {"macs": 0.5}, "ignore": ["fc"]}, "created": "yesterday"}
 FULL = OSError(28, "No space left on device")
@@ -506,7 +506,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told(run: RunFolder):
 
 HOLD = """
 import os, sys, time
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 run = RunFolder.create(sys.argv[1], {"settings": {}})
 if sys.argv[2] == "fork" and os.fork() == 0:
     print(os.getpid(), flush=True)
@@ -573,7 +573,7 @@ def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 KILLED = """
 import sys, torch
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 with RunFolder.resume(sys.argv[1], {"settings": {}}) as run:
     newest = run.newest_checkpoint()
     number = newest[0] if newest else 0

@@ -13,7 +13,7 @@ from layer_truth import truth
 from torch import Tensor, nn
 
 import ifso
-from ifso.curvature.weights import Reader, readers
+from ifso.curvature.weight_space import Reader, readers
 from ifso.errors import ScoreError
 from ifso.pruning import least_squares as fitting
 from ifso.pruning.least_squares import Update, least_squares

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ifso
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.ledger import Ledger
+from ifso.pruning.cost_tracker import Ledger
 
 STANDARD = ("macs", "conv_macs", "params", "activations")
 

@@ -15,7 +15,7 @@ from ifso.errors import BudgetError, KeepError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Group, Layout, Member
 from ifso.graph.layouts import compact_shape
-from ifso.pruning.families import families_of, minimal_solutions
+from ifso.pruning.constraints import families_of, minimal_solutions
 from ifso.pruning.moves import Move, Moves
 
 

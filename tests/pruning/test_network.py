@@ -18,7 +18,7 @@ from ifso.errors import IfsoError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import STAYS
 from ifso.pruning.moves import Moves
-from ifso.pruning.network import ShrinkingNetwork
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 EXACT = 1e-10
 
@@ -213,7 +213,7 @@ def test_a_smaller_network_that_cannot_be_traced_is_not_made(monkeypatch):
     def fails(*_: Any, **__: Any) -> None:
         raise IfsoError("no")
 
-    monkeypatch.setattr("ifso.pruning.network.trace", fails)
+    monkeypatch.setattr("ifso.pruning.shrinking_network.trace", fails)
     assert not network.rehearse()
     assert not network.can_shrink
 

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from ifso.cli.tensorboard import TensorBoardListener
+from ifso.common import distributed as ranks
 from ifso.errors import IfsoError
 from ifso.pruning import progress as displays
-from ifso.pruning import ranks
 from ifso.pruning.course import Course
 from ifso.pruning.events import Plan, Removal, Silent, Stage
 from ifso.pruning.progress import NotebookProgress, PlainProgress, RichProgress, listener_for, progress, several

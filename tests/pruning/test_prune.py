@@ -21,12 +21,14 @@ import ifso
 from ifso.costs.latency import Latency, LatencyModel
 from ifso.criteria.registry import create
 from ifso.errors import UnreachableBudget
-from ifso.pruning import finishing, selection, timing
-from ifso.pruning.ledger import Ledger
+from ifso.pruning import finalize as finishing
+from ifso.pruning import latency_budget as timing
+from ifso.pruning import selection
+from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Moves
-from ifso.pruning.network import ShrinkingNetwork
-from ifso.pruning.normalizing import NORMALIZERS, normalized
+from ifso.pruning.selection import NORMALIZERS, normalized
 from ifso.pruning.settings import Settings
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 EXAMPLE = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
 Places = list[tuple[str, int]]
@@ -302,7 +304,7 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, graph: ifso.ChannelGraph, *seconds
     monkeypatch.setattr(finishing, "TIMES", 1)
     monkeypatch.setattr("ifso.pruning.prune.timed", lambda *_: {"before": 1.0, "model": model.to_json()})
     monkeypatch.setattr(
-        "ifso.pruning.finishing.measure_latency", lambda *_: Latency(median=next(later), spread=0.0, samples=(1.0,))
+        "ifso.pruning.finalize.measure_latency", lambda *_: Latency(median=next(later), spread=0.0, samples=(1.0,))
     )
 
 
@@ -342,7 +344,7 @@ def test_a_latency_that_cannot_fall_ends_the_run(monkeypatch):
 def test_a_latency_that_does_not_shrink_is_found_out_before_any_work(monkeypatch):
     """A smaller copy that takes as long as the whole: exit status 3, and the model is as it was."""
     same = Latency(median=1.0, spread=0.0, samples=(1.0,))
-    monkeypatch.setattr("ifso.pruning.timing.measure_latency", lambda *_, **__: same)
+    monkeypatch.setattr("ifso.pruning.latency_budget.measure_latency", lambda *_, **__: same)
     model, before = tiny(), tiny().state_dict()
     with pytest.raises(UnreachableBudget, match=r"latency=0.6 is asked and 0\.9\d+ the smallest"):
         prune(model, ifso.Budget(latency=0.6))

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ifso
+from ifso.common import cuda_graphs as capturing
+from ifso.common.cuda_graphs import captures_go_to
 from ifso.criteria.registry import create
-from ifso.curvature import capturing
-from ifso.curvature.capturing import captures_go_to
-from ifso.pruning.network import ShrinkingNetwork
-from ifso.pruning.replay import Replay, can_capture, side_by_side
-from ifso.pruning.worker import EAGER_ROUNDS, MOST_MISSES, Worker
+from ifso.pruning.cuda_round import Replay, can_capture, side_by_side
+from ifso.pruning.scoring_loop import EAGER_ROUNDS, MOST_MISSES, Worker
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -170,7 +170,7 @@ class Recording:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.captured = 0
-        monkeypatch.setattr("ifso.pruning.replay.capturing", self.graph)
+        monkeypatch.setattr("ifso.pruning.cuda_round.capturing", self.graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
 
     @contextlib.contextmanager
@@ -300,7 +300,7 @@ def test_jobs_stay_together_where_a_pass_changes_buffers(beside, wanted, monkeyp
         return [job() for job in jobs]
 
     Recording(monkeypatch)
-    monkeypatch.setattr("ifso.pruning.worker.side_by_side", one_by_one)
+    monkeypatch.setattr("ifso.pruning.scoring_loop.side_by_side", one_by_one)
     worker, _ = worker_of(Net(beside).train())
     for number in range(3):
         worker.round([small(number)], train=True)

@@ -30,8 +30,8 @@ from ifso.common.serialization import read_tensor_file, write_tensor_file
 from ifso.errors import RunError, VerificationError
 from ifso.pruning import run as running
 from ifso.pruning.events import Removal, Silent
-from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.result import PruneResult
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 SHRUNK = ("shuffled", "adam", "magnitude", "channels last")
 """Cases that are also compacted during the run."""

@@ -11,12 +11,12 @@ from cases import CASES, Case, prunable_cases
 from torch import Tensor, nn
 
 import ifso
-from ifso.costs.terms import Term
 from ifso.errors import KeepError, UnreachableBudget
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Layout
+from ifso.graph.terms import Term
 from ifso.pruning.budget import Budget
-from ifso.pruning.ledger import Ledger
+from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.selection import TOLERANCE, Target, check_reachable, select, smallest_shares
 

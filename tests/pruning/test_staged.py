@@ -18,8 +18,8 @@ from ifso.common.module_state import named_tensors
 from ifso.criteria.base import Criterion, Task
 from ifso.errors import BudgetError, IfsoError, UnreachableBudget
 from ifso.pruning import run as running
-from ifso.pruning.afterwards import recalibrate_
 from ifso.pruning.events import Silent, Stage
+from ifso.pruning.recovery import recalibrate_
 from ifso.pruning.result import PruneResult
 
 EXAMPLE = torch.zeros(1, 2, SIZE, SIZE)

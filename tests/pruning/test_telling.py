@@ -8,11 +8,11 @@ from small_runs import prune
 from torch import nn
 
 import ifso
-from ifso.costs.counting import count
+from ifso.costs.cost import count
 from ifso.errors import RunError
-from ifso.pruning.afterwards import Measure
-from ifso.pruning.checking import Check
+from ifso.pruning.recovery import Measure
 from ifso.pruning.result import PruneResult
+from ifso.pruning.verify import Check
 
 GOLDEN = """\
 Sequential: 4 of 8 units removed in 9.5 s, 0.50% below the target

@@ -16,9 +16,9 @@ from ifso.criteria.registry import create, find, names
 from ifso.errors import ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.moves import Moves
-from ifso.pruning.network import ShrinkingNetwork
+from ifso.pruning.scoring_loop import MakeOptimizer, Worker
 from ifso.pruning.settings import sgd
-from ifso.pruning.worker import MakeOptimizer, Worker
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 CRITERIA = tuple(names())
 BATCH_BY_BATCH = tuple(name for name in CRITERIA if not find(name).prepares)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ifso
 from ifso.common.serialization import write_tensor_file
 from ifso.pruning.events import Removal, Silent
-from ifso.pruning.folder import RunFolder
+from ifso.runs.folder import RunFolder
 
 EVIL = "</script><script>self['hacked']=1</script><img src=x onerror=self['hacked']=1>&\"'"
 """A name that a module can have: everything but a dot."""

@@ -18,13 +18,13 @@ from report_runs import EVIL, data_of, finetune, prune, write_many
 
 from ifso.cli.main import main
 from ifso.errors import RunError
-from ifso.pruning.folder import RunFolder
 from ifso.report import write_report
 from ifso.report.commands import prune_command
 from ifso.report.facts import facts, worth
 from ifso.report.page import SECTIONS, render
-from ifso.report.reading import read_run
-from ifso.report.structure import from_document
+from ifso.runs.folder import RunFolder
+from ifso.runs.reading import read_run
+from ifso.runs.structure import from_document
 from ifso.surgery.store import read_recipe
 
 

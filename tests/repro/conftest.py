@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_rows import AtOnce
 
-from ifso.repro import running
+from ifso_repro import runner as running
 
 
 @pytest.fixture

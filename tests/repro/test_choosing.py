@@ -10,8 +10,8 @@ from tiny_rows import NETWORKS, few_images
 from ifso.cli.main import main
 from ifso.data.generated import generated_images
 from ifso.errors import DataError, TrainingError
-from ifso.repro import choosing
-from ifso.repro.choosing import CANDIDATES, SMOKE, choose, smoke_images
+from ifso_repro import recipe_search as choosing
+from ifso_repro.recipe_search import CANDIDATES, SMOKE, choose, smoke_images
 
 torch.set_num_threads(1)
 

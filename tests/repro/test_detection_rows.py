@@ -13,19 +13,19 @@ from small_detectors import boxes, retina, write_coco
 from ifso.bench.score import Setup, Workbench, measure
 from ifso.cli.bench_score import size_of
 from ifso.cli.main import main
-from ifso.curvature.weights import weight_space
+from ifso.curvature.weight_space import weight_space
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.repro import detectors, outcomes
-from ifso.repro.detection_tables import LAYERS
-from ifso.repro.jobs import Job
-from ifso.repro.plan_files import read_row
-from ifso.repro.plans import Base, Row
-from ifso.repro.results import DetectionResult, Result, read, read_file, write
-from ifso.repro.rows import find_row, find_study, study
-from ifso.repro.running import Running
-from ifso.repro.tables import markdown, render
-from ifso.repro.workshop import Workshop
 from ifso.training.average_precision import evaluate_detector
+from ifso_repro import detectors, outcomes
+from ifso_repro.config import read_row
+from ifso_repro.detection_tables import LAYERS
+from ifso_repro.jobs import Job
+from ifso_repro.results import DetectionResult, Result, read, read_file, write
+from ifso_repro.rows import find_row, find_study, study
+from ifso_repro.runner import Running
+from ifso_repro.schema import Base, Row
+from ifso_repro.tables import markdown, render
+from ifso_repro.workspace import Workshop
 
 NETWORK = """
 from small_detectors import retina

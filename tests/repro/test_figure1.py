@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from ifso.bench.correlation import pearson, ranks, spearman, spearman_at_equal_size
 from ifso.cli.main import main
 from ifso.criteria import registry
-from ifso.repro import masks
-from ifso.repro.correlation import pearson, ranks, spearman, spearman_at_equal_size
-from ifso.repro.figure1 import figure1
-from ifso.repro.measuring import DEFAULT_STEPS, measure, train_
-from ifso.repro.settings import SMOKE, Stop, choose, difference
-from ifso.repro.small_networks import create
-from ifso.repro.summary import EXISTING, path_name
-from ifso.repro.training import evaluations_until
+from ifso_repro.figure1 import masks
+from ifso_repro.figure1.estimates import DEFAULT_STEPS, measure, train_
+from ifso_repro.figure1.networks import create
+from ifso_repro.figure1.settings import SMOKE, Stop, choose, difference
+from ifso_repro.figure1.study import figure1
+from ifso_repro.figure1.summary import EXISTING, path_name
+from ifso_repro.figure1.training import evaluations_until
 
 TINY = replace(SMOKE, masks=3, images=30, features=4, path_steps=(2,), first_order_steps=20)
 

@@ -14,15 +14,15 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.common.files import write_tensors
 from ifso.errors import RunError
-from ifso.repro.jobs import Job
-from ifso.repro.kept import facts_of
-from ifso.repro.plans import Base
-from ifso.repro.prunings import DONE, PruningFailed, Prunings
-from ifso.repro.results import read
-from ifso.repro.running import Running
-from ifso.repro.workshop import Workshop, prune_job
 from ifso.training.checkpoint import FILE
-from ifso.training.padding import padded_
+from ifso.training.padded_finetune import padded_
+from ifso_repro.jobs import Job
+from ifso_repro.kept import facts_of
+from ifso_repro.prune_pool import DONE, PruningFailed, Prunings
+from ifso_repro.results import read
+from ifso_repro.runner import Running
+from ifso_repro.schema import Base
+from ifso_repro.workspace import Workshop, prune_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,19 +15,17 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.common.files import write_tensors
 from ifso.common.serialization import read_tensor_file, write_tensor_file
-from ifso.data.generated import generated_images
-from ifso.data.generated_boxes import generated_boxes
-from ifso.data.image_files import ImageFiles
-from ifso.data.imagenet import ImageNet
-from ifso.repro.identity import identity
-from ifso.repro.jobs import Job
-from ifso.repro.kept import header_of
-from ifso.repro.lines import Runs, otherwise
-from ifso.repro.results import Result, read
-from ifso.repro.rows import find_row
-from ifso.repro.running import Running
-from ifso.repro.workshop import Workshop
+from ifso.data.generated import generated_boxes, generated_images
+from ifso.data.image_folder import ImageFiles, ImageNet
 from ifso.training.checkpoint import FILE
+from ifso_repro.identity import identity
+from ifso_repro.jobs import Job
+from ifso_repro.kept import header_of
+from ifso_repro.results import Result, read
+from ifso_repro.rows import find_row
+from ifso_repro.runner import Running
+from ifso_repro.table_lines import Runs, otherwise
+from ifso_repro.workspace import Workshop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

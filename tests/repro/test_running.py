@@ -11,13 +11,13 @@ from tiny_rows import AtOnce, few_images, tiny_row
 
 from ifso.common.files import write_tensors
 from ifso.errors import IfsoError, TrainingError
-from ifso.repro import running
-from ifso.repro.dealing import Rank, dealt
-from ifso.repro.jobs import Job
-from ifso.repro.plans import Base, Variant
-from ifso.repro.results import Result, read, read_file, write
-from ifso.repro.running import Running
-from ifso.repro.workshop import Workshop
+from ifso_repro import runner as running
+from ifso_repro.dealing import Rank, dealt
+from ifso_repro.jobs import Job
+from ifso_repro.results import Result, read, read_file, write
+from ifso_repro.runner import Running
+from ifso_repro.schema import Base, Variant
+from ifso_repro.workspace import Workshop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ifso.repro.comparison import Spread
-from ifso.repro.jobs import method_name
-from ifso.repro.lines import Runs, of_other_networks
-from ifso.repro.plans import PRUNE_OPTIONS
-from ifso.repro.results import read
-from ifso.repro.rows import find_row, studies, study
-from ifso.repro.running import Running
-from ifso.repro.tables import markdown
-from ifso.repro.workshop import Workshop
+from ifso_repro.jobs import method_name
+from ifso_repro.results import read
+from ifso_repro.rows import find_row, studies, study
+from ifso_repro.runner import Running
+from ifso_repro.schema import PRUNE_OPTIONS
+from ifso_repro.statistics import Spread
+from ifso_repro.table_lines import Runs, of_other_networks
+from ifso_repro.tables import markdown
+from ifso_repro.workspace import Workshop
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile("<!-- table2:begin -->\n(.*?)<!-- table2:end -->", re.DOTALL)

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from ifso.errors import IfsoError
-from ifso.repro.comparison import Difference, Spread
-from ifso.repro.results import Result, path_of, read, read_file, write
-from ifso.repro.rows import find_row, study
-from ifso.repro.tables import COMPARED, markdown, render, usual_options, write_markdown
+from ifso_repro.results import Result, path_of, read, read_file, write
+from ifso_repro.rows import find_row, study
+from ifso_repro.statistics import Difference, Spread
+from ifso_repro.tables import COMPARED, markdown, render, usual_options, write_markdown
 
 ROW = "resnet32-cifar10-50"
 HISTORY = [{"epoch": 1, "loss": 0.5, "top1": 12.5, "lr": 0.1}, {"epoch": 2, "loss": 0.4, "top1": None, "lr": 0.01}]

@@ -9,11 +9,11 @@ import pytest
 from tiny_rows import few_images, tiny_row
 
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.pruning.schedule import Mixed
-from ifso.repro.jobs import Job
-from ifso.repro.plans import Variant
-from ifso.repro.rows import find_row, study
-from ifso.repro.workshop import SMOKE_PRUNE, Workshop, prune_job
+from ifso.pruning.budget import Mixed
+from ifso_repro.jobs import Job
+from ifso_repro.rows import find_row, study
+from ifso_repro.schema import Variant
+from ifso_repro.workspace import SMOKE_PRUNE, Workshop, prune_job
 
 
 @pytest.fixture

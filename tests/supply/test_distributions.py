@@ -19,13 +19,13 @@ import ifso
 ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_000
 WHEEL = re.compile(
-    r"ifso/(?:[\w/]+\.py|py\.typed|repro/toml/[\w-]+\.toml|report/assets/[\w-]+\.(?:js|css|html)"
-    r"|data/digits\.npz|data/LICENSE-digits\.txt|bench/timm_families\.json)"
+    r"ifso(?:_repro)?/[\w/]+\.py|ifso_repro/toml/[\w-]+\.toml|ifso/(?:py\.typed|report/assets/[\w-]+\.(?:js|css|html)"
+    r"|data/digits\.npz|data/LICENSE-digits\.txt)"
     r"|ifso-[\w.]+\.dist-info/(?:METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)"
 )
 SDIST_TOP = {
-    "src", "tests", "examples", "requirements", "docs", "repro", "zoo", "mkdocs.yml", "README.md", "CHANGELOG.md",
-    "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore",
+    "src", "tests", "examples", "requirements", "docs", "repro", "benchmarks", "mkdocs.yml", "README.md",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore",
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(source, built):
     names = names_in(built[0])
     assert [name for name in names if not WHEEL.fullmatch(name)] == []
     files = {str(path.relative_to(source / "src")) for path in (source / "src").rglob("*") if path.is_file()}
-    recipes = {f"ifso/repro/toml/{path.name}" for path in (source / "repro").glob("*.toml")}
+    recipes = {f"ifso_repro/toml/{path.name}" for path in (source / "repro").glob("*.toml")}
     assert {name for name in names if ".dist-info/" not in name} == files | recipes
     assert {"ifso/py.typed", "ifso/report/assets/page.html", "ifso/data/digits.npz"} <= files
 

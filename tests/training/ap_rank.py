@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ifso.data.generated_boxes import generated_boxes
-from ifso.data.shares import ALONE, Share
+from ifso.data.generated import generated_boxes
+from ifso.data.sharding import ALONE, Share
 from ifso.errors import IfsoError
 from ifso.training.average_precision import evaluate_detector
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import ifso
-from ifso.data.coco_boxes import Annotations
-from ifso.data.generated_boxes import generated_boxes
+from ifso.data.coco_samples import Annotations
+from ifso.data.generated import generated_boxes
 from ifso.errors import DataError, DivergedError, IfsoError
 from ifso.training.average_precision import average_precision, evaluate_detector
 

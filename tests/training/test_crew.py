@@ -10,11 +10,9 @@ from torch import nn
 from ifso.data import open_data
 from ifso.errors import DataError, DivergedError
 from ifso.models import create_model
-from ifso.training.crew import Crew
-from ifso.training.fit import fit, fit_side_by_side
-from ifso.training.lane import Lane, Watch
-from ifso.training.losses import cross_entropy
+from ifso.tasks.classification import cross_entropy
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import Crew, Lane, Watch, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,14 +11,13 @@ from torch import nn
 from torchvision.models import get_model
 
 from ifso.data import open_data
-from ifso.data.fitting import check_fits
+from ifso.data.compatibility import check_fits, classes_of
 from ifso.errors import DataError, TrainingError
-from ifso.training.detection import detection_losses
+from ifso.tasks.detection import detection_losses
 from ifso.training.detector_distillation import CONFIDENT, detector_distillation, differences, listening
-from ifso.training.detector_fitting import classes_of
-from ifso.training.fit import fit
-from ifso.training.lessons import lessons
+from ifso.training.objective import lessons
 from ifso.training.settings import recipe_of
+from ifso.training.trainer import fit
 
 OTHERS = ("fasterrcnn_mobilenet_v3_large_320_fpn", "ssdlite320_mobilenet_v3_large")
 BATCH = next(iter(boxes().train_batches(4)))

@@ -9,19 +9,16 @@ from small_detectors import boxes, fcos, frozen, retina
 from torchvision.models import get_model
 
 from ifso.errors import TrainingError
+from ifso.tasks.detection import ANCHORS, HEADS, detection_loss, detection_losses, wide_heads
 from ifso.training.average_precision import evaluate_detector
-from ifso.training.detection import detection_loss, detection_losses
-from ifso.training.fit import fit
-from ifso.training.judging import examination
-from ifso.training.lane import Watch
-from ifso.training.learner import Learner
-from ifso.training.lessons import lessons
-from ifso.training.listening import Silent
-from ifso.training.measuring import counted, quality, timed, training_peak
-from ifso.training.runs import Training, finished, train_side_by_side
-from ifso.training.schedule import rates
+from ifso.training.evaluation import examination, quality
+from ifso.training.objective import lessons
+from ifso.training.optimizers import rates
+from ifso.training.profiling import counted, timed, training_peak
+from ifso.training.runs import Silent, Training, finished, train_side_by_side
 from ifso.training.settings import TrainSettings, recipe_of
-from ifso.training.wide_heads import ANCHORS, HEADS, wide_heads
+from ifso.training.train_step import Learner
+from ifso.training.trainer import Watch, fit
 
 
 class Stopped(Exception):

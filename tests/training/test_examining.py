@@ -9,8 +9,7 @@ from torch import nn
 from ifso.data import open_data
 from ifso.errors import DataError
 from ifso.models import create_model
-from ifso.training.evaluation import evaluate
-from ifso.training.examining import Examiner
+from ifso.training.evaluation import Examiner, evaluate
 from ifso.training.precision import autocast, tensor_cores
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

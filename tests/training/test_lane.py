@@ -9,11 +9,10 @@ from torch import nn
 
 from ifso.data import open_data
 from ifso.errors import DataError, DivergedError, RunError
+from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import FILE, load_checkpoint
-from ifso.training.fit import fit, fit_side_by_side
-from ifso.training.lane import Lane, Watch
-from ifso.training.losses import cross_entropy
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import Lane, Watch, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

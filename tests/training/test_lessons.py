@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from ifso.data import open_data
+from ifso.data.base import ImageData
 from ifso.data.batches import TrainBatches
-from ifso.data.sets import ImageData
 from ifso.errors import TrainingError
-from ifso.training.fit import fit
-from ifso.training.lessons import Tables, lessons
-from ifso.training.losses import cross_entropy, distillation
+from ifso.tasks.classification import cross_entropy
+from ifso.training.losses import distillation
+from ifso.training.objective import Tables, lessons
 from ifso.training.settings import TrainSettings
-from ifso.training.teacher import TaughtBatches
+from ifso.training.teacher_cache import TaughtBatches
+from ifso.training.trainer import fit
 
 
 class OwnLoss(ImageData):

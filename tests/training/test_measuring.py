@@ -13,10 +13,10 @@ from torch import nn
 from ifso.costs.latency import Latency
 from ifso.data import open_data
 from ifso.errors import DataError, IfsoError
-from ifso.training import measuring
-from ifso.training.evaluation import evaluate
-from ifso.training.losses import cross_entropy
-from ifso.training.measuring import Timing, counted, hardware, laid_out, quality, timed, training_peak
+from ifso.tasks.classification import cross_entropy
+from ifso.training import profiling as measuring
+from ifso.training.evaluation import evaluate, quality
+from ifso.training.profiling import Timing, counted, hardware, laid_out, timed, training_peak
 
 WIDTH, DEPTH = 64, 10
 ROW = 4 * WIDTH

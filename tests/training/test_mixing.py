@@ -13,20 +13,20 @@ from torch import nn
 from ifso.cli.main import _parser, main
 from ifso.cli.train_options import gather, settings_of
 from ifso.data import open_data
+from ifso.data.base import ImageData
 from ifso.data.batches import Augmentation, Images, TrainBatches, generator
-from ifso.data.sets import ImageData
-from ifso.data.shares import Share
+from ifso.data.sharding import Share
 from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
+from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import refuse_other_settings
-from ifso.training.fit import fit, fit_side_by_side
-from ifso.training.lane import Lane, Watch
-from ifso.training.learner import Learner
-from ifso.training.lessons import lessons
-from ifso.training.losses import classification, cross_entropy, distillation
-from ifso.training.mixing import MixedBatches, pasted, rectangles
+from ifso.training.cutmix import MixedBatches, pasted, rectangles
+from ifso.training.epoch_steps import capturable
+from ifso.training.losses import classification, distillation
+from ifso.training.objective import lessons
 from ifso.training.settings import RECIPES, TrainSettings, recipe_of
-from ifso.training.steps import capturable
+from ifso.training.train_step import Learner
+from ifso.training.trainer import Lane, Watch, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZE = (6, 9)
@@ -244,7 +244,7 @@ class TestLessons:
         torch.testing.assert_close(loss_fn(model, batch).double(), wanted, rtol=1e-6, atol=1e-6)
 
     def test_a_teacher_is_asked_about_the_mixed_pixels_however_long_the_run(self, monkeypatch):
-        monkeypatch.setattr("ifso.training.lessons.pays", lambda *_: True)
+        monkeypatch.setattr("ifso.training.objective.pays", lambda *_: True)
         teacher, model, tables = Seeing(1), Seeing(2), {}
         batches, loss_fn = lessons(DATA, TrainSettings(**TAUGHT, epochs=1000), teacher, tables=tables)
         assert isinstance(batches, MixedBatches)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ifso.training.narrow import NarrowConvolutions, _suits, available, narrow_layers
 from ifso.training.precision import autocast
+from ifso.training.triton_conv import NarrowConvolutions, _suits, available, narrow_layers
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -41,7 +41,7 @@ import json, sys
 import torch
 import torch.nn.functional as F
 from ifso.training.kernels import convolution, input_gradient
-from ifso.training.narrow import _Convolution
+from ifso.training.triton_conv import _Convolution
 
 torch.set_num_threads(1)
 

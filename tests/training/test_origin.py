@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 from ifso.errors import RunError
-from ifso.training.checkpoint import load_checkpoint
-from ifso.training.fit import fit
-from ifso.training.lane import Watch
-from ifso.training.origin import Origin
+from ifso.training.checkpoint import Origin, load_checkpoint
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import Watch, fit
 
 BATCHES = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))]
 SHORT = TrainSettings(epochs=1, lr=0.1, schedule="cosine")

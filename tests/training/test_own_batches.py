@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 from ifso.data import open_data
 from ifso.data.from_file import Moved
 from ifso.errors import DataError, DivergedError
-from ifso.training.fit import fit
-from ifso.training.lane import Watch
-from ifso.training.own_batches import OneEpoch, batches_of
+from ifso.training.epoch_batches import OneEpoch, batches_of
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import Watch, fit
 
 SETTINGS = TrainSettings(epochs=4, lr=0.1, schedule="constant")
 

@@ -17,12 +17,11 @@ from ifso.data import open_data
 from ifso.errors import RecipeError
 from ifso.models import create_model
 from ifso.surgery.recipe import recipe_of
-from ifso.training.fit import fit
-from ifso.training.listening import Silent
-from ifso.training.losses import cross_entropy
-from ifso.training.padding import Padding, padded_
-from ifso.training.runs import Training, train_side_by_side
+from ifso.tasks.classification import cross_entropy
+from ifso.training.padded_finetune import Padding, padded_
+from ifso.training.runs import Silent, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import fit
 
 torch.set_num_threads(1)
 

@@ -9,15 +9,14 @@ from torch import nn
 
 import ifso
 from ifso.data import open_data
-from ifso.data.sets import Data
+from ifso.data.base import Data
 from ifso.errors import DataError, DivergedError, IfsoError, RunError, TrainingError
 from ifso.training import runs
 from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import evaluate
-from ifso.training.fit import fit
-from ifso.training.listening import Silent
-from ifso.training.runs import Training, finished, train_side_by_side
+from ifso.training.runs import Silent, Training, finished, train_side_by_side
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import fit
 
 
 def network(seed=0, hidden=12):
@@ -335,7 +334,7 @@ class TestData:
         def learn(*_):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr("ifso.training.learner.Learner.learn", learn)
+        monkeypatch.setattr("ifso.training.train_step.Learner.learn", learn)
         (outcome,) = trained(training())
         assert isinstance(outcome, TrainingError)
         assert "too little memory for a batch of 128" in str(outcome)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ifso.errors import TrainingError
-from ifso.training.schedule import rate, rates
+from ifso.training.optimizers import rate, rates
 from ifso.training.settings import TrainSettings
 
 

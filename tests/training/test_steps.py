@@ -11,13 +11,12 @@ from torch import nn
 from ifso.data import open_data
 from ifso.errors import DataError, ScoreError, TrainingError
 from ifso.models import create_model
-from ifso.training.fit import fit_side_by_side
-from ifso.training.lane import Lane
-from ifso.training.learner import Learner
-from ifso.training.losses import cross_entropy
-from ifso.training.schedule import rates
+from ifso.tasks.classification import cross_entropy
+from ifso.training.epoch_steps import NO_GRAPH, PlainSteps, capturable
+from ifso.training.optimizers import rates
 from ifso.training.settings import TrainSettings
-from ifso.training.steps import NO_GRAPH, PlainSteps, capturable
+from ifso.training.train_step import Learner
+from ifso.training.trainer import Lane, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

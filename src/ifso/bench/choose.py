@@ -12,20 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import ifso
+from ifso._version import __version__
 from ifso.bench.choose_record import Record
 from ifso.bench.rivals import RIVALS, Rivals
+from ifso.common.devices import usable_device
 from ifso.common.text import one_line
-from ifso.costs.counting import Cost
+from ifso.costs import cost
+from ifso.costs.cost import Cost
 from ifso.criteria.registry import create
 from ifso.data import open_data
-from ifso.data.devices import usable_device
-from ifso.data.fitting import check_fits
+from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError
+from ifso.graph.tracing import trace
+from ifso.models.registry import network_for
+from ifso.pruning.budget import Budget
+from ifso.pruning.prune import prune
 from ifso.pruning.result import PruneResult
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import tensor_cores
-from ifso.training.task import network_for
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def check(methods: Iterable[str], targets: Iterable[float]) -> None:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise IfsoError(f"no method {name!r}; choose from {', '.join(known)}{hint}")
     for target in targets:
-        ifso.Budget(macs=target)
+        Budget(macs=target)
 
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -126,7 +130,7 @@ class Workbench:
         self._whole = self._cost(self.model)
 
     def _cost(self, model: nn.Module) -> Cost:
-        return ifso.cost(model, ifso.trace(model, self.example))
+        return cost(model, trace(model, self.example))
 
     def macs(self, model: nn.Module) -> float:
         """The share of the MACs that a smaller network has, traced and counted anew, whoever made it."""
@@ -172,8 +176,8 @@ class Workbench:
         return {**shares, "top1": self.top1(model), "seconds": seconds}
 
     def _ours(self, method: Method, targets: tuple[float, ...]) -> PruneResult:
-        budget = ifso.Budget(macs=targets if len(targets) > 1 else targets[0])
-        return ifso.prune(
+        budget = Budget(macs=targets if len(targets) > 1 else targets[0])
+        return prune(
             copy.deepcopy(self.model), self.calibration, self.loss_fn, budget=budget, example_inputs=self.example,
             seed=self.setup.seed, progress=False, **method.options(len(self.calibration)),
         )  # fmt: skip
@@ -248,5 +252,5 @@ def about(device: str) -> dict[str, Any]:
     """Where it is run, and the versions of what is run."""
     place = usable_device(device)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
-    versions = {"torch": str(torch.__version__), "ifso": ifso.__version__, "torch_pruning": Rivals.version()}
+    versions = {"torch": str(torch.__version__), "ifso": __version__, "torch_pruning": Rivals.version()}
     return {"device_name": name, **versions}

@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import ifso
-from ifso.bench.timing import in_turns, make_ready, middle
+from ifso.common.devices import usable_device
+from ifso.common.loss_fn import LossFn
+from ifso.common.timing import in_turns, make_ready, middle
 from ifso.criteria.registry import find
-from ifso.curvature.losses import LossFn
 from ifso.data import Data, open_data
-from ifso.data.devices import usable_device
 from ifso.errors import DataError, IfsoError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.table import layers
+from ifso.graph.printing import layers
+from ifso.graph.tracing import trace
 from ifso.models import default_inputs
+from ifso.models.registry import network_for
+from ifso.pruning.budget import Budget
 from ifso.pruning.events import Removal, Silent
-from ifso.pruning.presets import STAGED, usual
-from ifso.pruning.settings import CALIBRATION
+from ifso.pruning.prune import prune
+from ifso.pruning.settings import CALIBRATION, STAGED, usual
+from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import evaluate
-from ifso.training.losses import cross_entropy
-from ifso.training.precision import tensor_cores
-from ifso.training.task import loss_in, network_for
+from ifso.training.precision import loss_in, tensor_cores
 
 ROUNDS = 20
 """How often the plain training step is timed."""
@@ -109,7 +110,7 @@ class Workbench:
         )  # fmt: skip
         self.example = default_inputs(setup.model, self.model) if self.data is None else self.data.example_inputs()
         self.batches = self._random_batches() if self.data is None else None
-        self.graph: ChannelGraph = ifso.trace(self.model, self.example)
+        self.graph: ChannelGraph = trace(self.model, self.example)
 
     def _random_batches(self) -> list[tuple[Tensor, Tensor]]:
         if not isinstance(self.example, Tensor):
@@ -158,8 +159,8 @@ class Workbench:
         model, counter = copy.deepcopy(self.model), _Counter()
         setup, batches, loss_fn = self.setup, self.train_batches(), self.loss_fn
         start = time.perf_counter()
-        result = ifso.prune(
-            model, batches, loss_fn, budget=ifso.Budget(macs=setup.macs), example_inputs=self.example,
+        result = prune(
+            model, batches, loss_fn, budget=Budget(macs=setup.macs), example_inputs=self.example,
             seed=setup.seed, listener=counter, **method.options(setup),
         )  # fmt: skip
         if self.device.type == "cuda":

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.loss_fn import LossFn
 from ifso.common.text import one_line
-from ifso.curvature.losses import LossFn
 from ifso.errors import IfsoError
-from ifso.pruning.afterwards import recalibrate_
+from ifso.pruning.recovery import recalibrate_
 
 WANTED = "1.6.1"
 CLOSE = 0.002

@@ -13,27 +13,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ifso.bench.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.bench.correlation import spearman
+from ifso.common.devices import let_go_of
 from ifso.common.text import describe_error
+from ifso.common.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
 from ifso.common.torch_state import undisturbed
-from ifso.costs.counting import count
+from ifso.costs.cost import count
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
-from ifso.curvature.memory import let_go_of
-from ifso.curvature.primal import conv_settings
-from ifso.curvature.weights import readers, weight_space
-from ifso.data.arrays import read_npz
+from ifso.curvature.primal_cache import conv_settings
+from ifso.curvature.weight_space import readers, weight_space
 from ifso.data.cifar import cifar_part
+from ifso.data.compatibility import classes_of
+from ifso.data.npz import read_npz
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import trace
 from ifso.models import create_model, default_inputs
 from ifso.models.detectors import is_detector
-from ifso.repro.correlation import spearman
-from ifso.training.detection import detection_loss
-from ifso.training.detector_fitting import classes_of
-from ifso.training.losses import cross_entropy
+from ifso.tasks.classification import cross_entropy
+from ifso.tasks.detection import detection_loss
 
 PRECISIONS = ("float32", "tf32", "bf16")
 METHODS = {

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
-from ifso.cli import (
-    bench_choose,
-    bench_everyday,
-    bench_export,
-    bench_prune,
-    bench_score,
-    bench_trace,
-    bench_train,
-    bench_zoo,
-)
+from ifso.cli import bench_choose, bench_prune, bench_score, bench_trace
+from ifso.errors import IfsoError
+
+MOVED = ("train", "export", "everyday", "zoo")
+"""Benchmarks for developers, which a checkout has and the package has not."""
 
 
 def add_parser(commands: Any) -> None:
     """Register the command and what it can measure."""
     parser = commands.add_parser("bench", help="measure what ifso itself costs and chooses")
     what = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    bench_trace.add_parser(what)
-    bench_score.add_parser(what)
-    bench_prune.add_parser(what)
-    bench_choose.add_parser(what)
-    bench_train.add_parser(what)
-    bench_export.add_parser(what)
-    bench_everyday.add_parser(what)
-    bench_zoo.add_parser(what)
+    for benchmark in (bench_trace, bench_score, bench_prune, bench_choose):
+        benchmark.add_parser(what)
+    for name in MOVED:
+        moved = what.add_parser(name, add_help=False, prefix_chars="\0")
+        moved.add_argument("rest", nargs="*")
+        moved.set_defaults(run=_moved, name=name)
+
+
+def _moved(args: argparse.Namespace) -> int:
+    raise IfsoError(f"ifso bench {args.name} is for developers: run python -m benchmarks {args.name} in a checkout")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.bench_options import take_threads
-from ifso.cli.output import chatter_to_stderr, console, say
+from ifso.cli.console import chatter_to_stderr, console, say
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise IfsoError("--draw needs the JSON files of earlier runs: ifso bench choose --draw OUT.svg A.json B.json")
     records = [read_record(path) for path in args.files] if args.files else [_measured(args)]
     if args.draw is not None:
-        from ifso.figures.choosing import draw_choices
+        from ifso.bench.choose_figure import draw_choices
 
         print(*draw_choices(records, args.draw.with_suffix("")), sep="\n")
     elif args.markdown:

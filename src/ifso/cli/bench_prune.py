@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.bench_options import add_machine, take_threads
-from ifso.cli.output import chatter_to_stderr, console, print_json, say
+from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.bench_options import add_machine, take_threads
-from ifso.cli.output import console, print_json, say
+from ifso.cli.console import console, print_json, say
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:

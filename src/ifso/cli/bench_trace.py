@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.bench_options import measured_apart
-from ifso.cli.output import console, print_json, say
+from ifso.cli.console import console, print_json, say
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import complain, console, print_json
+from ifso.cli.console import complain, console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ifso.demo import Outcome
+    from ifso.cli.demo_study import Outcome
 
 CHECK_FAILED = 4
 COLUMNS = (
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demonstrate(out: Path, seed: int) -> Outcome:
-    from ifso.demo import demonstrate
+    from ifso.cli.demo_study import demonstrate
     from ifso.pruning.progress import progress
 
     with progress() as listener:
@@ -68,7 +68,7 @@ def table(outcome: Outcome) -> Table:
     """Accuracies in percent, one row for each network."""
     from rich.table import Table
 
-    from ifso.demo_study import DATA, KEPT, MODEL
+    from ifso.cli.demo_study import DATA, KEPT, MODEL
 
     found = Table(title=f"{MODEL} on {DATA}, pruned to {KEPT:.0%} of its MACs", title_justify="left")
     for heading in COLUMNS:
@@ -83,8 +83,7 @@ def table(outcome: Outcome) -> Table:
 
 
 def _remarks(outcome: Outcome) -> list[str]:
-    from ifso.demo import FINAL, REPORT, SUMMARY
-    from ifso.demo_study import CRITERIA
+    from ifso.cli.demo_study import CRITERIA, FINAL, REPORT, SUMMARY
 
     runs = ", ".join(name if count == 1 else f"{name}-1 to {name}-{count}" for name, count in CRITERIA.items())
     checks = [f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks]

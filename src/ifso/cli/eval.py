@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.cli.distributed import Place, joined, leave
 from ifso.cli.eval_options import BOXES, USUAL, add_measuring, add_task
 from ifso.cli.eval_report import STAGES, Report, shown, write
 from ifso.cli.inspect import images_of, words_of, zeros_of
-from ifso.cli.opening import OpenedRun, open_tuned
-from ifso.cli.output import chatter_to_stderr, console, print_json, say
-from ifso.cli.ranks import Place, joined, leave
 from ifso.errors import DataError, IfsoError, RunError
+from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ifso.data import Data
-    from ifso.training.measuring import Measured, Quality
+    from ifso.training.evaluation import Quality
+    from ifso.training.profiling import Measured
 
 DESCRIPTION = "Measure the networks of a run (unpruned, pruned, fine-tuned), or one network with --model and --data."
 ALONE = "network"
@@ -76,9 +77,10 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     """Every rank evaluates its part of the images; the first one does the rest, and gives the report."""
-    from ifso.data.fitting import check_fits
-    from ifso.training.listed import of_batch, size_of
-    from ifso.training.measuring import laid_out, quality
+    from ifso.common.batches import of_batch, size_of
+    from ifso.data.compatibility import check_fits
+    from ifso.training.evaluation import quality
+    from ifso.training.profiling import laid_out
 
     tell = say if place.speaks else _silent
     run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
@@ -120,7 +122,7 @@ def _learned_from(data: Data, size: int, given: bool) -> Any:
 
 def _settle(args: argparse.Namespace, data: Data) -> None:
     """Sizes of batches that were not given, as the data has them."""
-    from ifso.training.headline import detects
+    from ifso.data.base import detects
 
     for name, size in (BOXES if detects(data) else USUAL).items():
         if getattr(args, name) is None:
@@ -163,7 +165,7 @@ def _ranks() -> int:
     """How many processes evaluate together."""
     import torch.distributed as dist
 
-    from ifso.processes import several
+    from ifso.common.distributed import several
 
     return dist.get_world_size() if several() else 1
 
@@ -185,7 +187,7 @@ def _networks(
     """Those that there are, and notes on those that there are not."""
     import torch
 
-    from ifso.training.task import network_for
+    from ifso.models.registry import network_for
 
     if run is None:
         torch.manual_seed(args.seed or 0)
@@ -249,7 +251,7 @@ def _measured(
     inputs: tuple[Any, Any],
 ) -> dict[str, Measured]:
     """Costs and times on the first of ``inputs``, an example; memory on the second, a training batch."""
-    from ifso.training.measuring import Measured, counted, timed, training_peak
+    from ifso.training.profiling import Measured, counted, timed, training_peak
 
     example, train_batch = inputs
     timings = [timed(models, example, batch, args.precision, repeats=args.repeats) for batch in args.latency_batch]
@@ -266,7 +268,7 @@ def _measured(
 
 def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> Any:
     """What costs are counted on: the input that was named, here or for the run, or the first one of the data."""
-    from ifso.training.headline import detects
+    from ifso.data.base import detects
 
     sizes = args.input or (None if run is None else run.arguments.get("input"))
     if sizes is None:
@@ -278,8 +280,8 @@ def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: 
     """On what and how it was measured."""
     import torch
 
-    from ifso import __version__
-    from ifso.training.measuring import hardware
+    from ifso._version import __version__
+    from ifso.training.profiling import hardware
 
     return {
         "run": None if run is None else str(run.folder),

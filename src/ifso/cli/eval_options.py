@@ -10,8 +10,7 @@ from typing import Any
 
 from ifso.cli.eval_report import STAGES
 from ifso.cli.inspect import add_pretrained, shape
-from ifso.cli.opening import add_unverified
-from ifso.cli.told_options import LARGEST
+from ifso.runs.open import LARGEST, add_unverified
 
 USUAL: Mapping[str, Any] = {"batch": 500, "train_batch": 128, "latency_batch": (1, 128)}
 BOXES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch": (1, 8)}

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from ifso.training.measuring import Measured, Quality, Timing
+    from ifso.training.evaluation import Quality
+    from ifso.training.profiling import Measured, Timing
 
 STAGES = ("unpruned", "pruned", "fine-tuned")
 COSTS = {"macs": "MACs", "params": "parameters"}
@@ -108,7 +109,7 @@ def _qualities(found: list[Quality]) -> Iterator[tuple[str, list[str]]]:
 
 def _remarks(report: Report) -> list[str]:
     """How it was measured, and what is missing."""
-    from ifso.training.measuring import CPU_PEAK, GPU_PEAK
+    from ifso.training.profiling import CPU_PEAK, GPU_PEAK
 
     about, hardware = report.about, report.about["hardware"]
     on_gpu = hardware["device"] != hardware["cpu"]

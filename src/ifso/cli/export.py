@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.cli.eval_report import NOT_THERE, STAGES
 from ifso.cli.inspect import add_pretrained, images_of, refuse_large, shape, words_of
-from ifso.cli.opening import OpenedRun, add_unverified, open_tuned
-from ifso.cli.output import chatter_to_stderr, console, print_json, say
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
+from ifso.runs.open import OpenedRun, add_unverified, open_tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from ifso.exporting.export import bytes_of, export
-    from ifso.training.measuring import counted
+    from ifso.training.profiling import counted
 
     run = open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run)

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.console import chatter_to_stderr, complain, console, print_json
+from ifso.cli.distributed import Place, joined, leave
 from ifso.cli.eval_options import real, seed
 from ifso.cli.inspect import add_pretrained
-from ifso.cli.opening import FINETUNE, OpenedRun, add_unverified, open_run
-from ifso.cli.output import chatter_to_stderr, complain, console, print_json
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
-from ifso.cli.ranks import Place, joined, leave
 from ifso.cli.teaching import Teachers, add_teacher, refuse_unclear_teacher
 from ifso.cli.train_options import (
     TEACHER,
@@ -33,6 +32,7 @@ from ifso.cli.train_options import (
 )
 from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
+from ifso.runs.open import FINETUNE, OpenedRun, add_unverified, open_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -183,8 +183,7 @@ def _watched(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> l
 
 
 def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
-    from ifso.training.listening import Silent
-    from ifso.training.runs import finished, remove_checkpoint, train_side_by_side
+    from ifso.training.runs import Silent, finished, remove_checkpoint, train_side_by_side
 
     done: dict[int, Outcome] = {}
     for number, plan in enumerate(plans):
@@ -233,7 +232,7 @@ class _Workshop:
 
     def _wide(self, plan: Plan, data: Data) -> nn.Module | None:
         """A network as that of a run was before pruning, to train the pruned one in; its weights do not matter."""
-        from ifso.training.headline import detects
+        from ifso.data.base import detects
 
         if not plan.options["padded"] or (detects(data) and not self._args.padded):
             return None

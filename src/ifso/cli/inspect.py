@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.output import chatter_to_stderr, console, print_json
+from ifso.cli.console import chatter_to_stderr, console, print_json
 from ifso.common.text import amount
 from ifso.errors import TraceError
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from torch import nn
 
-    import ifso
-    from ifso.costs.terms import Term
-    from ifso.graph.table import Column
+    from ifso.costs import Cost
+    from ifso.graph.channel_graph import ChannelGraph, Group
+    from ifso.graph.printing import Column
+    from ifso.graph.terms import Term
 
 CAPTION = (
     "MACs, params: the share of the model that belongs to at least one unit of the group. "
@@ -35,8 +36,8 @@ class Inspection:
     """What was found: the graph, the model's cost, and per group the MACs and parameters its units hold."""
 
     name: str
-    graph: ifso.ChannelGraph
-    cost: ifso.Cost
+    graph: ChannelGraph
+    cost: Cost
     macs: Counter[str]
     params: Counter[str]
 
@@ -81,34 +82,35 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(*_report(found), sep="\n")
     if args.svg is not None:
-        from ifso.cli.picture import write_svg
+        from ifso.cli.svg import write_svg
 
         write_svg(args.svg, f"ifso inspect {found.name}", _report(found))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> Inspection:
-    import ifso
-    from ifso.costs.counting import MAC_KINDS
+    from ifso.costs import cost
+    from ifso.costs.cost import MAC_KINDS
+    from ifso.models import create_model
 
-    model = ifso.create_model(args.model, pretrained=args.pretrained).eval()
+    model = create_model(args.model, pretrained=args.pretrained).eval()
     graph = _trace(args, model)
     return Inspection(
         name=args.model,
         graph=graph,
-        cost=ifso.cost(model, graph),
+        cost=cost(model, graph),
         macs=_held(graph, [term for term in graph.terms if term.kind in MAC_KINDS]),
         params=_held(graph, [term for term in graph.terms if term.kind == "parameter"]),
     )
 
 
-def _trace(args: argparse.Namespace, model: nn.Module) -> ifso.ChannelGraph:
+def _trace(args: argparse.Namespace, model: nn.Module) -> ChannelGraph:
     """Trace, and speak of ``--input`` where the model does not run."""
-    import ifso
+    from ifso.graph.tracing import trace
 
     inputs = _inputs(args, model)
     try:
-        return ifso.trace(model, inputs, ignore=tuple(args.ignore))
+        return trace(model, inputs, ignore=tuple(args.ignore))
     except TraceError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, TraceError):
@@ -123,7 +125,7 @@ def _trace(args: argparse.Namespace, model: nn.Module) -> ifso.ChannelGraph:
         ) from error
 
 
-def _held(graph: ifso.ChannelGraph, terms: list[Term]) -> Counter[str]:
+def _held(graph: ChannelGraph, terms: list[Term]) -> Counter[str]:
     """Per group, how many of the elements that ``terms`` count belong to at least one of its units."""
     import torch
 
@@ -187,7 +189,7 @@ def words_of(inputs: Any) -> str:
     >>> words_of(([torch.zeros(3, 48, 64), torch.zeros(3, 48, 64)],)), words_of(torch.zeros(1, 3, 32, 32))
     ('3x48x64 + 3x48x64', '1x3x32x32')
     """
-    from ifso.graph.tape import tensors_in
+    from ifso.common.tensors import tensors_in
 
     return " + ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors_in(inputs))
 
@@ -202,7 +204,7 @@ def zeros_of(sizes: Sequence[int], device: str) -> Any:
 
 def refuse_large(sizes: Sequence[int]) -> None:
     """IfsoError for an input that would fill the memory."""
-    from ifso.curvature.memory import refuse_too_large
+    from ifso.common.devices import refuse_too_large
 
     refuse_too_large(math.prod(sizes), f"--input {','.join(map(str, sizes))}")
 
@@ -224,14 +226,14 @@ def shape(text: str) -> tuple[int, ...]:
 
 def _report(found: Inspection) -> list[RenderableType]:
     """The tables and lines that are printed."""
-    from ifso.graph.table import details, groups_table
+    from ifso.graph.printing import details, groups_table
 
     groups = groups_table(found.graph, _columns(found), CAPTION) if found.graph.groups else NOTHING
     return [groups, *details(found.graph), _totals(found)]
 
 
 def _columns(found: Inspection) -> list[Column]:
-    from ifso.graph.table import Column
+    from ifso.graph.printing import Column
 
     macs, params = max(found.cost.macs, 1), max(found.cost.params, 1)
     return [
@@ -266,7 +268,7 @@ def _document(found: Inspection) -> dict[str, Any]:
     }
 
 
-def _group_entry(group: ifso.Group, found: Inspection) -> dict[str, Any]:
+def _group_entry(group: Group, found: Inspection) -> dict[str, Any]:
     return {
         "name": group.name,
         "units": group.size,

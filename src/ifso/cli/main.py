@@ -8,12 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-import ifso
+from ifso._version import __version__
 from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
 from ifso.cli import eval as evaluate
-from ifso.cli.output import complain, give_up, steady_streams
-from ifso.cli.ranks import leave
-from ifso.cli.stopping import stoppable
+from ifso.cli.console import complain, give_up, steady_streams
+from ifso.cli.distributed import leave
+from ifso.cli.signals import stoppable
 from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
@@ -23,11 +23,14 @@ UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in ``argv`` (the process's arguments if None) and return its exit status."""
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command in ``argv`` (the process's arguments if None) and return its exit status.
+
+    ``parser`` is that of another program than ``ifso``; each of its commands sets ``run``.
+    """
     with steady_streams():
         try:
-            status = _run(_parser().parse_args(argv))
+            status = _run((parser or _parser()).parse_args(argv))
             sys.stdout.flush()
             return status
         except BrokenPipeError:
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Structured pruning for any PyTorch network.",
         epilog="Exit status: 0 done, 2 bad input, 3 the budget cannot be met, 4 a check of the result failed.",
     )
-    parser.add_argument("--version", action="version", version=f"ifso {ifso.__version__}")
+    parser.add_argument("--version", action="version", version=f"ifso {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)

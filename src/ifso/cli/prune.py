@@ -11,20 +11,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.console import chatter_to_stderr, console, place_of, print_json
+from ifso.cli.distributed import Place, joined, leave
 from ifso.cli.eval_options import real, seed
+from ifso.cli.help import add_help
 from ifso.cli.inspect import add_pretrained, images_of, shape, words_of, zeros_of
-from ifso.cli.late_help import add_help
-from ifso.cli.output import chatter_to_stderr, console, place_of, print_json
 from ifso.cli.prune_path import path_of, path_table
 from ifso.cli.prune_settings import COSTS, PASSED_ON, STAGED, criterion_of, gather, schedule_of, usual_of
-from ifso.cli.ranks import Place, joined, leave
 from ifso.errors import IfsoError
 from ifso.pruning.progress import progress
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ifso.data.sets import Data
+    from ifso.data.base import Data
 
 DESCRIPTION = (
     "Prune a trained network to a budget. Each budget is the share KEPT: --macs 0.5 keeps half, --macs 0.8 0.65 0.5 "
@@ -183,16 +183,17 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
     """Open the data, make the model and prune it. Every rank has the same model, and its part of the joint batches."""
     import torch
 
-    import ifso
     from ifso.cli.tensorboard import TensorBoardListener
     from ifso.cli.train_options import tell_notes
     from ifso.data import open_data
+    from ifso.data.base import detects
+    from ifso.models.registry import network_for
+    from ifso.pruning.budget import Budget
     from ifso.pruning.events import Silent
-    from ifso.training.headline import detects
-    from ifso.training.precision import tensor_cores
-    from ifso.training.task import loss_in, network_for
+    from ifso.pruning.prune import prune
+    from ifso.training.precision import loss_in, tensor_cores
 
-    budget = ifso.Budget(**{cost: settings[cost] for cost in COSTS if cost in settings})
+    budget = Budget(**{cost: settings[cost] for cost in COSTS if cost in settings})
     options = _options(settings)
     others = [TensorBoardListener(args.out / "tensorboard")] if args.tensorboard and place.speaks else []
     seed = settings.get("seed", 0)
@@ -218,7 +219,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
         _check_fits(model, data)
         model.train(settings.get("train_mode", True))
         example = _example_inputs(settings, data, place.device)
-        return ifso.prune(
+        return prune(
             model,
             data.train_batches(batch_size=settings.get("batch", BOXES_BATCH if detects(data) else BATCH)),
             loss_in(precision, data.loss_fn),
@@ -261,11 +262,11 @@ def _steps_as_usual(settings: dict[str, Any]) -> bool:
 
 def _check_fits(model: nn.Module, data: Data) -> None:
     """A network that is no detector where there are boxes, or has too few classes, is refused before any work."""
+    from ifso.data.base import detects
+    from ifso.data.compatibility import check_detector_fits
     from ifso.errors import DataError
     from ifso.models.detectors import is_detector
-    from ifso.training.detector_fitting import check_detector_fits
-    from ifso.training.headline import detects
-    from ifso.training.losses import cross_entropy
+    from ifso.tasks.classification import cross_entropy
 
     if detects(data):
         check_detector_fits(model, data)
@@ -274,7 +275,7 @@ def _check_fits(model: nn.Module, data: Data) -> None:
 
 
 def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
-    from ifso.training.headline import detects
+    from ifso.data.base import detects
 
     if "input" not in settings:
         return data.example_inputs()
@@ -285,10 +286,10 @@ def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
 
 def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
     """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
+    from ifso.data.base import detects
     from ifso.errors import DataError
+    from ifso.tasks.classification import cross_entropy
     from ifso.training.average_precision import check_evaluator
-    from ifso.training.headline import detects
-    from ifso.training.losses import cross_entropy
     from ifso.training.precision import autocast
 
     try:
@@ -326,8 +327,8 @@ def _average_precision(model: nn.Module, batches: Any) -> dict[str, float]:
 def _names() -> str:
     """What can be chosen."""
     from ifso.criteria.registry import names
-    from ifso.pruning.normalizing import NORMALIZERS
-    from ifso.pruning.presets import PRESETS
+    from ifso.pruning.selection import NORMALIZERS
+    from ifso.pruning.settings import PRESETS
     from ifso.training.precision import SCORE_PRECISIONS
 
     lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": SCORE_PRECISIONS}

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.opening import EXECUTED, found_again, refuse_foreign
-from ifso.cli.told_options import told_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
+from ifso.runs.open import EXECUTED, found_again, refuse_foreign, told_options
 
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
 PASSED_ON = (
@@ -74,7 +73,7 @@ def usual_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> usual_of({"lr": 0.1})["schedule"], usual_of({"schedule": "staged", "stop": 1})["criterion"]
     ('incremental', 'true-loss')
     """
-    from ifso.pruning.presets import usual
+    from ifso.pruning.settings import usual
 
     other = settings.get("schedule", STAGED)
     asked = {name: settings.get(name) for name in OF_ALGORITHM_2}
@@ -83,7 +82,7 @@ def usual_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_the_run(run: Path) -> dict[str, Any]:
     """The options that a run was started with. Where Algorithm 2 went without saying, it is said now."""
-    from ifso.pruning.folder import CONFIG, TRAINING, is_there, read_config
+    from ifso.runs.folder import CONFIG, TRAINING, is_there, read_config
 
     settings = read_config(run / CONFIG)["settings"] if is_there(run / CONFIG) else {}
     if TRAINING in settings:
@@ -96,7 +95,7 @@ def _of_the_run(run: Path) -> dict[str, Any]:
 
 def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
     """The options of these names that ``command`` started a run with."""
-    from ifso.pruning.folder import CONFIG, is_there, read_config
+    from ifso.runs.folder import CONFIG, is_there, read_config
 
     if not is_there(run / CONFIG):
         raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder")
@@ -116,7 +115,7 @@ def refuse_others(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path
     """
     for option in (option for option in EXECUTED if option in stored and option not in given):
         refuse_foreign(option, str(stored[option]), (run, *others))
-    from ifso.pruning.folder import differences
+    from ifso.runs.folder import differences
 
     new = {name: _without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
     old = {name: _without_folders(stored[name]) for name in new if name in stored}
@@ -177,10 +176,10 @@ def schedule_of(text: str) -> Any:
     name, _, share = text.partition(":")
     if name != MIXED:
         return text
-    import ifso
+    from ifso.pruning.budget import Mixed
 
     try:
-        return ifso.Mixed(float(share))
+        return Mixed(float(share))
     except ValueError as error:
         raise IfsoError(
             f"--schedule {text!r}: write {MIXED}:SHARE, for example {MIXED}:0.75 for three quarters one by one"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.output import print_json
+from ifso.cli.console import print_json
 
 DESCRIPTION = (
     "Write one HTML page about a pruning run, or about several to compare them. It needs no network and no other file. "

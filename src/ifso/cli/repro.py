@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.late_help import add_help
-from ifso.cli.output import chatter_to_stderr, complain, console, print_json, say
+from ifso.cli.console import chatter_to_stderr, complain, console, print_json, say
+from ifso.cli.help import add_help
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 def _names() -> str:
     """Of all studies; the rows of tables have names of their own."""
-    from ifso.repro.rows import rows, studies
+    from ifso_repro.rows import rows, studies
 
     named = ", ".join((*studies(), FIGURE1))
     return (
@@ -153,13 +153,13 @@ def run(args: argparse.Namespace) -> int:
             raise IfsoError(f"{RECIPE} is a study of its own kind; run it alone")
         return _recipe(args)
     _refuse(args, ONLY_FIGURE1, f"only {FIGURE1} has")
-    from ifso.cli import repro_runs
+    from ifso_repro import command_runs as repro_runs
 
     return repro_runs.run(args)
 
 
 def _draw(args: argparse.Namespace) -> int:
-    from ifso.cli import repro_draw
+    from ifso_repro import command_draw as repro_draw
 
     _refuse(args, NOT_DRAWN, "--draw has no")
     return repro_draw.run(args)
@@ -177,11 +177,10 @@ def _others(studies: list[str]) -> str:
 
 def _figure1(args: argparse.Namespace) -> int:
     """Run the study of small networks, write figure1.json and its pictures, and print the tables."""
-    from ifso.figures.loss_change import draw_loss_change
-    from ifso.figures.sheet import PlotUnavailable
-    from ifso.repro.figure1 import figure1, write
-    from ifso.repro.images import checksum, data_path
-    from ifso.repro.settings import choose
+    from ifso.common.plots import PlotUnavailable
+    from ifso_repro.figure1.settings import checksum, choose, data_path
+    from ifso_repro.figure1.study import figure1, write
+    from ifso_repro.figures.loss_change import draw_loss_change
 
     if args.data is not None and len(args.data) > 1:
         raise IfsoError(f"{FIGURE1} takes one --data; {len(args.data)} were given")
@@ -209,8 +208,8 @@ def _figure1(args: argparse.Namespace) -> int:
 def _recipe(args: argparse.Namespace) -> int:
     """Compare the candidates for the recipe ``ours``, and write which one did best."""
     with chatter_to_stderr():
-        from ifso.cli.repro_runs import OUT
-        from ifso.repro.choosing import keep
+        from ifso_repro.command_runs import OUT
+        from ifso_repro.recipe_search import keep
 
         choice = _chosen(args)
         place = (args.out or OUT) / "results" / ("smoke" if args.smoke else "") / RECIPE / "choice.json"
@@ -225,11 +224,11 @@ def _recipe(args: argparse.Namespace) -> int:
 def _chosen(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import replace
 
-    from ifso.cli.repro_runs import ON_CUDA
+    from ifso.common.devices import usable_device
     from ifso.data import open_data
-    from ifso.data.devices import usable_device
-    from ifso.repro.choosing import HELD_OUT, SMOKE, Effort, choose, smoke_images
-    from ifso.training.measuring import hardware
+    from ifso.training.profiling import hardware
+    from ifso_repro.command_runs import ON_CUDA
+    from ifso_repro.recipe_search import HELD_OUT, SMOKE, Effort, choose, smoke_images
 
     for name in ("epochs", "seeds", "validation"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

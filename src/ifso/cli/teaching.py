@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ifso.cli.distributed import Place
     from ifso.cli.finetune import Plan
-    from ifso.cli.ranks import Place
     from ifso.data import Data
     from ifso.training.settings import TrainSettings
 
@@ -29,7 +29,7 @@ def add_teacher(group: Any) -> None:
 
 def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
     """One line where a teacher has no weights, no name, or nothing to say."""
-    from ifso.models.names import is_program
+    from ifso.models.providers import is_program
 
     teacher = options.get("teacher")
     if teacher is None:
@@ -82,7 +82,7 @@ class Teachers:
 
     def _unpruned_worth(self, plan: Plan, data: Data) -> float | None:
         """None, and a word about it, where the unpruned network, which is not needed, is not there any more."""
-        from ifso.pruning.ranks import together
+        from ifso.common.distributed import together
 
         key = _key(plan, data)
         if key not in self._known:
@@ -101,8 +101,8 @@ class Teachers:
 
     def _named(self, plan: Plan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
         """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
-        from ifso.pruning.ranks import together
-        from ifso.training.teacher_fitting import check_teacher
+        from ifso.common.distributed import together
+        from ifso.training.teachers import check_teacher
 
         name, weights = (self._told(plan, option) for option in TEACHER)
         key = name, weights, id(data)
@@ -120,7 +120,7 @@ class Teachers:
     def _made(self, name: str, weights: str | None, plan: Plan, data: Data) -> nn.Module:
         import torch
 
-        from ifso.training.task import network_for
+        from ifso.models.registry import network_for
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(plan.settings.seed)
@@ -132,8 +132,8 @@ class Teachers:
         """The network in the memory layout of training, and its accuracy or mAP."""
         import torch
 
-        from ifso.training.headline import headline
-        from ifso.training.judging import measured
+        from ifso.data.base import headline
+        from ifso.training.evaluation import measured
 
         if plan.settings.channels_last:
             model = model.to(memory_format=torch.channels_last)

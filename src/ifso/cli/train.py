@@ -9,17 +9,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.console import chatter_to_stderr, console, place_of, print_json
+from ifso.cli.distributed import Place, joined, leave
 from ifso.cli.eval_options import seed
 from ifso.cli.finetune import table
 from ifso.cli.inspect import add_pretrained
-from ifso.cli.opening import PATHS, found_again
-from ifso.cli.output import chatter_to_stderr, console, place_of, print_json
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
-from ifso.cli.ranks import Place, joined, leave
 from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of, tell_notes
 from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
+from ifso.runs.open import PATHS, found_again
 
 DESCRIPTION = (
     "Train a network; DIR/model.safetensors is then what ifso prune takes as --weights. "
@@ -79,10 +79,9 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
     import torch
 
     from ifso.data import open_data
+    from ifso.models.registry import network_for
     from ifso.surgery.recipe import digest_of
-    from ifso.training.listening import Silent
-    from ifso.training.runs import Training, finished, remove_checkpoint, train_side_by_side
-    from ifso.training.task import network_for
+    from ifso.training.runs import Silent, Training, finished, remove_checkpoint, train_side_by_side
 
     settings = settings_of(options)
     summary = finished(args.out) if args.resume else None

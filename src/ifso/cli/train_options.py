@@ -12,7 +12,7 @@ from ifso.cli.eval_options import positive, real, share
 from ifso.cli.prune_settings import refuse_others, stored_options
 
 if TYPE_CHECKING:
-    from ifso.cli.ranks import Place
+    from ifso.cli.distributed import Place
     from ifso.data import Data
     from ifso.training.settings import TrainSettings
 

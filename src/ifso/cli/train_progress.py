@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
 
-    from ifso.training.lane import Epoch
-    from ifso.training.listening import Listener
+    from ifso.training.runs import Listener
+    from ifso.training.trainer import Epoch
 
 SHOWN = {"top1": "top1", "map": "mAP"}
 """Measures of an epoch that are shown, and what they are called."""

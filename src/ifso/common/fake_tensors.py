@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ifso.common.tensor_writes import Writes
+from ifso.common.tensors import Writes
 from ifso.errors import TraceError
 
 T = TypeVar("T")

@@ -88,3 +88,8 @@ def replaced(attribute: Any, position: int | None, value: int) -> Any:
     items[position] = value
     make = getattr(attribute, "_make", type(attribute))
     return make(items)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer of a model; the CPU if it has none."""
+    return next(iter(named_tensors(model).values()), torch.zeros(0, device="cpu")).device

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.module_state import named_tensors
-from ifso.graph.tape import storage_of
+from ifso.common.tensors import storage_of
 
 DEPTH = 5
 """How many containers and objects deep an attribute of a module is followed."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -155,3 +156,11 @@ def _of_the_other_kind(function: Callable[..., Any], preserve_rng_state: bool, *
 
 def _called(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: ARG001 (torch's order)
     return function(*args)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode within, and afterwards for every module the mode it had."""
+    with same_modes(model):
+        model.eval()
+        yield

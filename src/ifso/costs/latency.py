@@ -1,6 +1,6 @@
 """Seconds of a forward pass: measured, and as a sum over what is left, by which units can be ranked and budgets kept.
 
-The model of latency is linear in the counts of :class:`ifso.costs.terms.Term`, as MACs and activations are:
+The model of latency is linear in the counts of :class:`ifso.graph.terms.Term`, as MACs and activations are:
 
     latency(keep) = Σ weight · count(keep) + constant.
 
@@ -23,13 +23,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ifso.common.module_state import named_tensors
+from ifso.common.module_state import device_of
+from ifso.common.tensors import map_tensors
 from ifso.common.torch_state import preserved
-from ifso.costs.counting import MAC_KINDS, check_fits
+from ifso.costs.cost import MAC_KINDS, check_fits
 from ifso.errors import IfsoError, RunError, StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.running import call_model, explain
-from ifso.graph.tape import map_tensors
+from ifso.graph.execution import call_model, explain
 
 REPEATS = 15
 WARM_UP = 3
@@ -182,7 +182,7 @@ def _ready(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> Iterato
 
 
 def _device(model: nn.Module) -> torch.device:
-    device = next(iter(named_tensors(model).values()), torch.zeros(0, device="cpu")).device
+    device = device_of(model)
     if device.type not in {"cpu", "cuda"}:
         raise IfsoError(f"latency is measured on the CPU or a CUDA GPU, and the model is on {device}; move it there")
     return device

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 import torch
 from torch import Tensor, nn
 
+from ifso.common.loss_fn import LossFn
 from ifso.common.module_state import named_tensors
-from ifso.curvature.losses import LossFn
-from ifso.curvature.weights import Reader, readers
+from ifso.curvature.weight_space import Reader, readers
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ifso.common.loss_fn import checked
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Task
-from ifso.criteria.reading import ReadingLayers, in_rows
-from ifso.curvature.losses import checked
-from ifso.curvature.weights import places
+from ifso.criteria.reader_hooks import ReadingLayers, in_rows
+from ifso.curvature.weight_space import places
 from ifso.errors import ScoreError
 
 
@@ -53,7 +53,7 @@ class GroupFisher(Criterion):
 class Tap(NamedTuple):
     """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each.
 
-    ``grid``: rows are tokens and samples, as in :class:`~ifso.criteria.reading.ReadingLayers`.
+    ``grid``: rows are tokens and samples, as in :class:`~ifso.criteria.reader_hooks.ReadingLayers`.
     """
 
     name: str

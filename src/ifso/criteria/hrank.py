@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Criterion, Task
-from ifso.criteria.reading import ReadingLayers, in_rows
-from ifso.curvature.weights import add_up
+from ifso.criteria.reader_hooks import ReadingLayers, in_rows
+from ifso.curvature.weight_space import add_up
 from ifso.errors import ScoreError
 
 

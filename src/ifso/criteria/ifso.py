@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from ifso.common.batches import num_samples, pieces
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.criteria.samples import num_samples, pieces
 from ifso.curvature.objective import Objective, System
-from ifso.curvature.primal import Primal
+from ifso.curvature.primal_cache import Primal
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import create_solver
 from ifso.errors import ScoreError

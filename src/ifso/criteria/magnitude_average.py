@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ifso.criteria.base import Criterion, Task
-from ifso.curvature.weights import Reader
+from ifso.curvature.weight_space import Reader
 from ifso.graph.layouts import surviving
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batches import looks_like_one_batch
+from ifso.common.distributed import Sum, over_ranks
+from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.module_state import named_tensors
 from ifso.common.text import describe_error
 from ifso.common.torch_state import ALONE, forget_caches, same_modes
-from ifso.costs.counting import check_fits
+from ifso.costs.cost import check_fits
 from ifso.criteria.base import Criterion, Task
-from ifso.criteria.ranks import Sum, over_ranks
 from ifso.criteria.registry import create, names
-from ifso.curvature.losses import LossFn, WatchedLoss
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
@@ -147,17 +148,6 @@ def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:
             "give an iterable of batches, e.g. [batch]"
         )
     return batches
-
-
-def looks_like_one_batch(batches: Any) -> bool:
-    """Is it a batch, where an iterable of batches should be?"""
-    if isinstance(batches, (Tensor, str, Mapping)) or hasattr(batches, "__array__"):
-        return True
-    if not isinstance(batches, (tuple, list)) or not all(isinstance(item, Tensor) for item in batches):
-        return False
-    if isinstance(batches, tuple):
-        return bool(batches)
-    return len({(item.dim(), item.dtype) for item in batches}) > 1
 
 
 def _on_batch(criterion: Criterion, task: Task, batch: Any, watched: WatchedLoss) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ifso.common.loss_fn import checked
 from ifso.common.torch_state import differentiable, undisturbed
 from ifso.criteria.base import Criterion, Task
-from ifso.curvature.losses import checked
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ifso.common.loss_fn import checked, output_tensors, outputs_of
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
-from ifso.criteria.reading import Halves, Moments, ReadingLayers, in_first_half, in_rows, mean_size
-from ifso.curvature.losses import checked, output_tensors, outputs_of
-from ifso.curvature.weights import places
+from ifso.criteria.reader_hooks import Halves, Moments, ReadingLayers, in_first_half, in_rows, mean_size
+from ifso.curvature.weight_space import places
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.curvature.losses import LossFn
+from ifso.common.loss_fn import LossFn
+from ifso.curvature.masked_model import Removal
 from ifso.curvature.objective import Objective
 from ifso.curvature.products import Products
-from ifso.curvature.removal import Removal
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph, Keep
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.curvature.joining import alias, dense_format, doubled, halves, is_dense, joined, parted
-from ifso.curvature.primal import LayerPrimal
-from ifso.curvature.quick import kernels, quick
-from ifso.curvature.weights import sum_of
+from ifso.curvature.paired_batches import alias, dense_format, doubled, halves, is_dense, joined, kernels, parted, quick
+from ifso.curvature.primal_cache import LayerPrimal
+from ifso.curvature.weight_space import sum_of
 
 aten = torch.ops.aten
 

@@ -19,10 +19,9 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
+from ifso.curvature.decompositions import WRITTEN_OUT, call_linear, is_linear_in_input
 from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, spark
-from ifso.curvature.dual_linear import call_linear, is_linear_in_input
-from ifso.curvature.primal import LayerPrimal, Primal, is_careful
-from ifso.curvature.written_out import WRITTEN_OUT
+from ifso.curvature.primal_cache import LayerPrimal, Primal, is_careful
 
 
 @dataclass(eq=False)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
+from ifso.common.devices import let_go_of, out_of_memory
+from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.losses import LossFn, checked
-from ifso.curvature.memory import let_go_of, out_of_memory
-from ifso.curvature.weights import Reader, WeightSpace
+from ifso.curvature.weight_space import Reader, WeightSpace
 
 AGREEMENT = 0.01
 """Double backward and central differences may differ by so much, relative to their size, or by four times what the

@@ -1,6 +1,6 @@
 """Operators of ATen spelt out for forward mode, which has no formula for them.
 
-They are met in the backward pass and inside other functions, where :mod:`ifso.curvature.written_out` does not see
+They are met in the backward pass and inside other functions, where :mod:`ifso.curvature.decompositions` does not see
 them: dropout on a GPU, also that of attention, and sampling at a grid. PyTorch keeps a table of such forms, which it
 looks into where it would otherwise refuse; nothing else in the process changes.
 """

@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
 from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
 from ifso.curvature.forward_rules import load_forward_mode
-from ifso.curvature.losses import LossFn, checked
-from ifso.curvature.weights import sum_of
+from ifso.curvature.weight_space import sum_of
 from ifso.errors import ScoreError
 
 

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ifso.common.batches import tensor_length
+from ifso.common.loss_fn import checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.losses import checked
-from ifso.curvature.objective import GRADIENT, Objective, num_samples
+from ifso.curvature.objective import GRADIENT, Objective
 from ifso.errors import ScoreError
 
 
@@ -76,7 +77,7 @@ class Block:
 def collect(objective: Objective, keeps: Mapping[str, Tensor], corrected: bool) -> list[Block]:
     """The blocks of every conv and linear layer in W; with ``corrected``, EK-FAC's eigenvalues."""
     layers = _layers(objective, keeps)
-    samples = sum(map(num_samples, objective.batches))
+    samples = sum(map(tensor_length, objective.batches))
     for block, a, g in _statistics(objective, layers):
         block.add(a, g)
     blocks = [block for block in layers.values() if block.calls]
@@ -105,7 +106,7 @@ def diagonal(objective: Objective) -> dict[str, Tensor]:
     objective.spent += GRADIENT
     total = None
     for batch in objective.batches:
-        square = objective.products.gradient(batch)[1].square() * num_samples(batch)
+        square = objective.products.gradient(batch)[1].square() * tensor_length(batch)
         total = square if total is None else total + square
     assert total is not None
     return objective.space.split(total / len(objective.batches))
@@ -146,7 +147,7 @@ def _statistics(objective: Objective, layers: dict[nn.Module, Block]) -> Iterato
                 a, g = layer_matrices(module, entering, grad)
                 if len(layers[module].names) > 1:
                     a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
-                yield layers[module], a, g * num_samples(batch)
+                yield layers[module], a, g * tensor_length(batch)
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ifso.curvature.losses import LossFn, WatchedLoss
+from ifso.common.loss_fn import LossFn, WatchedLoss
+from ifso.curvature.continuation import Effort, Follower, Point
+from ifso.curvature.ggn_rows import MOST_OUTPUTS, obstacle
+from ifso.curvature.masked_model import Removal
 from ifso.curvature.objective import Objective, System
-from ifso.curvature.path import Effort, Follower, Point
 from ifso.curvature.products import Products
-from ifso.curvature.quadratics import quadratic, with_damping
-from ifso.curvature.removal import Removal
-from ifso.curvature.sample_rows import MOST_OUTPUTS, obstacle
+from ifso.curvature.quadratic_models import quadratic, with_damping
 from ifso.curvature.solvers import (
     ConjugateGradients,
     JacobianRows,
@@ -84,7 +84,8 @@ def true_loss_change(
     """Estimate ΔL_gt, the loss change of a removal after the surviving weights have settled.
 
     ``path_steps=1`` is Proposition 1 literally: ΔL_ex − ½gᵀ(C + λI)⁻¹g with g and C at (W*, M̂). With more steps the
-    mask of the removed units is lowered from 1 to 0 and the surviving weights follow (:mod:`ifso.curvature.path`);
+    mask of the removed units is lowered from 1 to 0 and the surviving weights follow
+    (:mod:`ifso.curvature.continuation`);
     ``effort`` says how much work that is.
 
     Args:

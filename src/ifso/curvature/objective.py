@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ifso.common.batches import tensor_pieces
 from ifso.common.torch_state import undisturbed
 from ifso.curvature.gauss_newton import gauss_newton_product
 from ifso.curvature.products import Products
@@ -103,7 +103,7 @@ class Objective:
         self._refuse_lonely_samples(group_size)
         self.spent += GRADIENT
         for batch in self.batches:
-            for part in pieces(batch, group_size):
+            for part in tensor_pieces(batch, group_size):
                 yield finite(self.products.gradient(part)[1], "the gradient of a sample")
 
     def _refuse_lonely_samples(self, group_size: int) -> None:
@@ -143,35 +143,6 @@ class System:
     def sample_gradients(self, group_size: int = 1) -> Iterator[Tensor]:
         """Rows of the empirical Fisher, restricted."""
         return (self.restrict(row) for row in self.objective.sample_gradients(group_size))
-
-
-def pieces(batch: Any, size: int) -> Iterator[Any]:
-    """A batch cut along the first dim of its tensors into batches of ``size`` samples.
-
-    >>> [part[0].tolist() for part in pieces((torch.arange(3), "name"), 2)]
-    [[0, 1], [2]]
-    """
-    leaves, shape = tree_flatten(batch)
-    length = num_samples(batch)
-    for start in range(0, length, size):
-        cut: Sequence[Any] = [
-            leaf[start : start + size] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf for leaf in leaves
-        ]
-        yield tree_unflatten(cut, shape)
-
-
-def num_samples(batch: Any) -> int:
-    """The first dim that all tensors of a batch have in common.
-
-    >>> num_samples((torch.zeros(3, 2), torch.zeros(3)))
-    3
-    """
-    lengths = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0}
-    if len(lengths) != 1:
-        raise ScoreError(
-            f"cannot cut a batch into samples: its tensors have first dims {sorted(lengths)}; they must be equal"
-        )
-    return lengths.pop()
 
 
 def finite(vector: Tensor, what: str) -> Tensor:

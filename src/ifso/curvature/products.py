@@ -21,16 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.devices import out_of_memory
+from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.cutting import cut_of
 from ifso.curvature.dual_mode import Manner
-from ifso.curvature.dual_pass import dual_pass
 from ifso.curvature.fallbacks import Masked, WayAround, may_go_around
-from ifso.curvature.losses import LossFn, checked
-from ifso.curvature.memory import out_of_memory
-from ifso.curvature.primal import Primal
-from ifso.curvature.taps import Course, Taps
-from ifso.curvature.weights import Reader, add_up, readers, sum_of, survivors, weight_space
+from ifso.curvature.primal_cache import Primal
+from ifso.curvature.submodule_capture import cut_of
+from ifso.curvature.taps import Course, Taps, dual_pass
+from ifso.curvature.weight_space import Reader, add_up, readers, sum_of, survivors, weight_space
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 
@@ -42,7 +41,7 @@ class Products:
     ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed; None does
     so for narrow layers, where it costs next to nothing.
     ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
-    ``cut`` says which parts of the network are replayed as CUDA graphs (:class:`ifso.curvature.cutting.Cut`).
+    ``cut`` says which parts of the network are replayed as CUDA graphs (:class:`ifso.curvature.submodule_capture.Cut`).
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ifso.data.shares import ALONE, Share
+from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError
 
 Batch = tuple[Tensor, Tensor]

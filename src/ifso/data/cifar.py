@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ifso.common.text import describe_error
-from ifso.data.arrays import as_labels, as_pixels, read_npz
 from ifso.data.batches import Augmentation, Images
+from ifso.data.npz import as_labels, as_pixels, read_npz
 from ifso.errors import DataError
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import Epochs, check_batch_size, generator
-from ifso.data.coco_boxes import Annotations, Target, to_device
-from ifso.data.coco_samples import BoxSamples, is_mirrored
+from ifso.data.coco_samples import Annotations, BoxSamples, Target, is_mirrored, to_device
 from ifso.data.decoding import Decoded, Key, Loading, TestFiles, TrainFiles
-from ifso.data.shares import Share
+from ifso.data.sharding import Share
 from ifso.errors import DataError
 
 Batch = tuple[list[Tensor], list[Target]]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ifso.data.batches import generator
-from ifso.data.coco_boxes import Annotations, Target, mirrored_target, resized_target
-from ifso.data.image_files import ImageFiles
+from ifso.data.image_folder import ImageFiles
 from ifso.errors import DataError
 
 Size = tuple[int, int]
@@ -134,3 +133,140 @@ class BoxSamples:
 def is_mirrored(seed: int, epoch: int, place: int) -> bool:
     """Is the image mirrored in that epoch? Half of them are; it depends on nothing else."""
     return bool(torch.rand((), generator=generator(seed, f"mirror {epoch}/{place}")) < 0.5)
+
+
+Target = dict[str, Tensor]
+"""``boxes`` [n, 4] in float32, corners x1 y1 x2 y2 in pixels; ``labels`` [n] from 1 on; ``image_id``, a scalar."""
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """Boxes of N images one after the other, on the CPU: image i has those from ``first[i]`` to ``first[i + 1]``.
+
+    ``image_ids`` [N] and ``sizes`` [N, 2] (height, width) are of the images; ``boxes`` [M, 4] (x1 y1 x2 y2 in float64,
+    as the file has them), ``labels`` [M], ``areas`` [M] and ``crowd`` [M] of the boxes. ``categories`` are names by
+    label. A crowd box is nothing to learn from, and what is found inside it counts neither as right nor as wrong.
+
+    >>> boxes = torch.tensor([[0, 0, 9, 9], [2, 2, 6, 6], [1.0, 3, 10.5, 8]]).double()
+    >>> some = Annotations(
+    ...     image_ids=torch.tensor([7, 9]), sizes=torch.tensor([[10, 10], [8, 10]]), first=torch.tensor([0, 2, 3]),
+    ...     boxes=boxes, labels=torch.tensor([1, 2, 1]), areas=torch.tensor([81.0, 16, 47.5]),
+    ...     crowd=torch.tensor([True, False, False]), categories={1: "cat", 2: "dog"},
+    ... )
+    >>> some.target(0)["boxes"].tolist(), some.part(torch.tensor([1])).target(0)["boxes"].tolist()
+    ([[2.0, 2.0, 6.0, 6.0]], [[1.0, 3.0, 10.0, 8.0]])
+    """
+
+    image_ids: Tensor
+    sizes: Tensor
+    first: Tensor
+    boxes: Tensor
+    labels: Tensor
+    areas: Tensor
+    crowd: Tensor
+    categories: Mapping[int, str]
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    @property
+    def counts(self) -> Tensor:
+        """How many boxes each image has [N], crowds included."""
+        return self.first.diff()
+
+    def part(self, places: Tensor | slice) -> Annotations:
+        """Those of the images at ``places``."""
+        chosen = torch.arange(len(self))[places]
+        counts = self.counts[chosen]
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        rows = torch.arange(int(first[-1])) + (self.first[chosen] - first[:-1]).repeat_interleave(counts)
+        return Annotations(
+            image_ids=self.image_ids[chosen],
+            sizes=self.sizes[chosen],
+            first=first,
+            boxes=self.boxes[rows],
+            labels=self.labels[rows],
+            areas=self.areas[rows],
+            crowd=self.crowd[rows],
+            categories=self.categories,
+        )
+
+    def learnable(self) -> Tensor:
+        """Places of the images that have a box to learn from."""
+        rows = torch.arange(len(self)).repeat_interleave(self.counts)
+        return rows[~self.crowd].unique()
+
+    def target(self, place: int) -> Target:
+        """What is to be learned of one image: its boxes without crowds, cut off at the edges of the image."""
+        rows = slice(int(self.first[place]), int(self.first[place + 1]))
+        own = ~self.crowd[rows]
+        height, width = self.sizes[place].tolist()
+        edges = torch.tensor([width, height, width, height], dtype=torch.float32)
+        return {
+            "boxes": self.boxes[rows][own].float().clamp(min=0).minimum(edges),
+            "labels": self.labels[rows][own],
+            "image_id": self.image_ids[place],
+        }
+
+    def as_coco(self) -> dict[str, Any]:
+        """As the lists of COCO's JSON, with labels as ids of categories.
+
+        Annotations are numbered from 1, because programs that evaluate take 0 for none.
+        """
+        owners = self.image_ids.repeat_interleave(self.counts)
+        boxes = torch.cat([self.boxes[:, :2], self.boxes[:, 2:] - self.boxes[:, :2]], 1)
+        columns = (column.tolist() for column in (owners, self.labels, boxes.double(), self.areas, self.crowd))
+        return {
+            "images": [
+                {"id": number, "height": height, "width": width}
+                for number, (height, width) in zip(self.image_ids.tolist(), self.sizes.tolist(), strict=True)
+            ],
+            "categories": [{"id": label, "name": name} for label, name in sorted(self.categories.items())],
+            "annotations": [
+                {"id": k, "image_id": image, "category_id": label, "bbox": box, "area": area, "iscrowd": int(crowd)}
+                for k, (image, label, box, area, crowd) in enumerate(zip(*columns, strict=True), 1)
+            ],
+        }
+
+
+def mirrored_target(target: Target, width: int) -> Target:
+    """The target of an image that is mirrored left to right.
+
+    >>> boxes = torch.tensor([[1.0, 2.0, 4.0, 5.0]])
+    >>> mirrored_target({"boxes": boxes}, width=10)["boxes"].tolist()
+    [[6.0, 2.0, 9.0, 5.0]]
+    """
+    left, top, right, bottom = target["boxes"].unbind(1)
+    return {**target, "boxes": torch.stack([width - right, top, width - left, bottom], 1)}
+
+
+def resized_target(target: Target, old: Sequence[int], new: Sequence[int]) -> Target:
+    """The target of an image that went from size ``old`` to ``new``, both (height, width)."""
+    down, across = new[0] / old[0], new[1] / old[1]
+    return {**target, "boxes": target["boxes"] * torch.tensor([across, down, across, down])}
+
+
+def to_device(images: Any, targets: list[Target], device: torch.device) -> tuple[list[Tensor], list[Target]]:
+    """Images in uint8, a list or one tensor [N, 3, H, W], as floats from 0 to 1 on the device, with their targets.
+
+    The tensors of all targets travel together, and nothing waits for the device.
+    """
+    if isinstance(images, Tensor):
+        pixels = list(_from_0_to_1(images.to(device, non_blocking=True)))
+    else:
+        pixels = [_from_0_to_1(image.to(device, non_blocking=True)) for image in images]
+    if device.type == "cpu" or not targets:
+        return pixels, targets
+    counts = [len(target["labels"]) for target in targets]
+    boxes, labels = (
+        torch.cat([target[name] for target in targets]).to(device, non_blocking=True).split(counts)
+        for name in ("boxes", "labels")
+    )
+    ids = torch.stack([target["image_id"] for target in targets]).to(device, non_blocking=True)
+    parts = zip(boxes, labels, ids, strict=True)
+    return pixels, [{"boxes": box, "labels": label, "image_id": number} for box, label, number in parts]
+
+
+def _from_0_to_1(pixels: Tensor) -> Tensor:
+    """The same numbers on every device: a GPU would multiply by 1/255, which is off in the last place."""
+    return pixels.float().div_(torch.full((), 255.0, device=pixels.device))

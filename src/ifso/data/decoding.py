@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ifso.data.batches import Batch, Epochs, check_batch_size, generator
-from ifso.data.shares import ALONE, Share
+from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ifso.common.text import describe_error
-from ifso.data.sets import Data
-from ifso.data.shares import ALONE, Share
+from ifso.data.base import Data
+from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError, IfsoError
 from ifso.models.from_file import blamed, find_in_file
-from ifso.training.detection import detection_loss
+from ifso.tasks.detection import detection_loss
 
 MOST_CLASSES = 2**24
 """More would take all memory for the last layer alone."""
@@ -28,7 +28,7 @@ class FileData(Data):
 
     It may also have ``test_batches``, ``validation_batches``, ``num_classes``, ``input_shape`` (without the batch) and
     ``loss_fn(model, batch)``; without the last a batch is (images, labels) and the loss their cross entropy. With
-    ``task = "detection"`` a batch is (images, targets) as detectors take them, see :mod:`ifso.training.detection`, and
+    ``task = "detection"`` a batch is (images, targets) as detectors take them, see :mod:`ifso.tasks.detection`, and
     a target has ``boxes``, ``labels`` and ``image_id``. The file decides how large its batches are and how they are
     made: what is asked for here does not change them. A factory that takes ``rank`` or ``ranks`` is told which of
     several processes it makes batches for; otherwise all have the same.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ifso.common.text import one_line
-from ifso.data.arrays import as_labels, read_npz
+from ifso.data.base import split
 from ifso.data.decoding import Loading, need_torchvision, workers_for
-from ifso.data.imagenet import CROP, ImageNet
-from ifso.data.sets import split
-from ifso.data.shares import Share
+from ifso.data.image_folder import CROP, ImageNet
+from ifso.data.npz import as_labels, read_npz
+from ifso.data.sharding import Share
 from ifso.errors import DataError
 
 MOST_CLASSES = 2**20

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ifso.common.devices import usable_device
+from ifso.data.base import Data, ImageData, split
 from ifso.data.batches import Augmentation, Images
 from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.coco import open_coco
-from ifso.data.devices import usable_device
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
-from ifso.data.imagenet import open_imagenet
+from ifso.data.image_folder import open_imagenet
 from ifso.data.jpegs import open_jpegs
-from ifso.data.sets import Data, ImageData, split
-from ifso.data.shares import Share, in_turn
+from ifso.data.sharding import Share, in_turn
 from ifso.errors import DataError
 
 FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
@@ -45,7 +45,7 @@ def open_data(
 
     Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see :class:`Share`); give
     all of them the same seed. ``download`` allows CIFAR to be fetched; ``workers`` processes decode images in files.
-    Further ``options`` are those of ``coco:PATH`` (:class:`~ifso.data.coco_options.CocoOptions`). They may also stand
+    Further ``options`` are those of ``coco:PATH`` (:class:`~ifso.data.coco.CocoOptions`). They may also stand
     in the name, as in ``coco:PATH,size=480x640``.
 
     >>> data = open_data("digits", validation=142)

@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ifso.common.files import delivering
+from ifso.common.tensors import tensors_in
 from ifso.common.torch_state import forget_caches, quiet_torch
 from ifso.errors import ExportError
 from ifso.exporting.comparing import TOLERANCE, check_same, in_order_of
 from ifso.exporting.onnx_files import need_packages, run_onnx, write_onnx
 from ifso.exporting.samples import Sample
 from ifso.exporting.torch_programs import program_of, run_program, said, write_program
-from ifso.graph.running import call_model, explain
-from ifso.graph.tape import tensors_in
+from ifso.graph.execution import call_model, explain
 from ifso.models.detectors import is_detector
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}

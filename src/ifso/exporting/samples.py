@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ifso.common.batches import is_listed, size_of
+from ifso.common.tensors import map_tensors
 from ifso.errors import ExportError
-from ifso.graph.tape import map_tensors
-from ifso.training.listed import is_listed, size_of
 
 BATCH = "batch"
 BATCHES = (1, 2, 5)

@@ -18,7 +18,7 @@ from ifso.errors import KeepError
 from ifso.graph.wiring import Wiring
 
 if TYPE_CHECKING:
-    from ifso.costs.terms import Term
+    from ifso.graph.terms import Term
 
 STAYS = -1
 """The unit number of a slice that belongs to no unit and is never removed."""
@@ -203,6 +203,6 @@ class ChannelGraph:
         return kept
 
     def __str__(self) -> str:
-        from ifso.graph.table import render
+        from ifso.graph.printing import render
 
         return render(self)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ifso.graph.channel_graph import STAYS
-from ifso.graph.labels import Labels
+from ifso.graph.channel_ids import Labels
 from ifso.graph.tape import FunctionCall, FunctionKey, ModuleStack, Ref
 from ifso.graph.units import Units
 

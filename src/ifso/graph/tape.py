@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ifso.graph.values import content_of
+from ifso.common.tensors import map_tensors, tensors_in, written_by
+from ifso.graph.scalar_arguments import content_of
 
 FunctionKey = tuple[str, int, int]
 """(module name, visit, n): the n-th torch function called while that module ran for the visit-th time in a run."""
@@ -115,52 +116,6 @@ def refs_in(tree: Any) -> Iterator[Ref]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from refs_in(item)
-
-
-def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A copy of nested tuples, lists and dicts with every tensor replaced by ``change(tensor)``."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, tuple):
-        return tuple(map_tensors(item, change) for item in tree)
-    if isinstance(tree, list):
-        return [map_tensors(item, change) for item in tree]
-    if isinstance(tree, dict):
-        return {key: map_tensors(item, change) for key, item in tree.items()}
-    return tree
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor in nested containers, dataclasses and model-output objects."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return [tensor for item in tree.values() for tensor in tensors_in(item)]
-    if isinstance(tree, (tuple, list, set)):
-        return [tensor for item in tree for tensor in tensors_in(item)]
-    if hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)):
-        return [tensor for item in vars(tree).values() for tensor in tensors_in(item)]
-    return []
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an ATen call writes into, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    places = [
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tensors_in([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
-
-
-def storage_of(tensor: Tensor) -> int | None:
-    """What tells the memory of a tensor from that of others; None if it has none of its own."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 OUTSIDE = "<outside the model>"

@@ -11,15 +11,16 @@ from torch.nn.parameter import is_lazy
 
 from ifso.common.devices import available_memory
 from ifso.common.module_state import named_tensors
+from ifso.common.tensors import tensors_in
 from ifso.common.torch_state import ALONE
-from ifso.costs.terms import terms_of
 from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.following import follow_channels
+from ifso.graph.execution import GuardedRecorder, explain, run_fake, run_real
+from ifso.graph.propagate import follow_channels
 from ifso.graph.reductions import reductions_of
-from ifso.graph.running import GuardedRecorder, explain, run_fake, run_real
-from ifso.graph.settling import settle
-from ifso.graph.tape import Recorder, Tape, tensors_in
+from ifso.graph.size_attributes import settle
+from ifso.graph.tape import Recorder, Tape
+from ifso.graph.terms import terms_of
 from ifso.graph.wiring import modes_of, wiring_of
 
 

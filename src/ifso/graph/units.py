@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ifso.graph.channel_graph import STAYS, Balance, Frozen, Group, Layout, Member
-from ifso.graph.labels import PRODUCES, Axis, Labels
+from ifso.graph.channel_ids import PRODUCES, Axis, Labels
 
 UNUSED = "is not used when the model runs on the example inputs"
 UNPRODUCED = "no layer of the model produces it as channels"

@@ -6,19 +6,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ifso.common.text import one_line
-from ifso.errors import IfsoError, ModelNotFound
-from ifso.models.detectors import is_detector, prepare_, refuse_thawed
+from ifso.errors import IfsoError, ModelNotFound, TraceError
+from ifso.models.detectors import example_images, is_detector, prepare_, refuse_thawed
 from ifso.models.from_file import build_from_file
-from ifso.models.names import ModelName, loading, read_name
-from ifso.models.providers import PROVIDERS, Provider
+from ifso.models.providers import OWN_IMAGES, PROVIDERS, ModelName, Provider, is_program, loading, read_name
 from ifso.models.weights import load_weights
 
+if TYPE_CHECKING:
+    import torch
+
 FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
+
 OF_DETECTORS = ("norms", "backbone")
 
 
@@ -120,3 +124,80 @@ def _suggest(inner: str, names: Mapping[str, Sequence[str]]) -> str:
     each = 3 if len(names) == 1 else 1
     close = [f"{prefix}:{match}" for prefix in names for match in get_close_matches(inner, names[prefix], n=each)]
     return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+FRAMES = 16
+
+DEFAULT_SIZE = 224
+
+
+def default_inputs(name: str, model: nn.Module) -> Any:
+    """Inputs that ``model``, made from the MODEL ``name``, runs on: a tensor, or a tuple of positional arguments.
+
+    Detection models take one image in a list and have to be in eval mode.
+
+    >>> from ifso.models.registry import create_model
+    >>> default_inputs("ifso:resnet20", create_model("ifso:resnet20")).shape
+    torch.Size([1, 3, 32, 32])
+    """
+    prefix, inner, _ = read_name(name)
+    if is_detector(model):
+        return example_images(1, DEFAULT_SIZE, DEFAULT_SIZE)
+    if prefix == "ifso":
+        return torch.randn(1, *OWN_IMAGES.get(inner, (3, 32, 32)))
+    if prefix == "timm":
+        return _timm_inputs(model)
+    if prefix == "torchvision":
+        return _torchvision_inputs(inner, model)
+    raise TraceError(f"no example input is known for {name}; give its shape, for example 1,3,224,224")
+
+
+def _timm_inputs(model: nn.Module) -> Tensor:
+    from timm.data import resolve_model_data_config
+
+    return torch.randn(1, *resolve_model_data_config(model)["input_size"])
+
+
+def _torchvision_inputs(inner: str, model: nn.Module) -> Any:
+    family = type(model).__module__.removeprefix("torchvision.models.").partition(".")[0]
+    if family == "optical_flow":
+        return torch.randn(1, 3, 128, 128), torch.randn(1, 3, 128, 128)
+    size = _torchvision_size(inner, model)
+    if family == "video":
+        return torch.randn(1, 3, FRAMES, *size)
+    return torch.randn(1, 3, *size)
+
+
+def _torchvision_size(inner: str, model: nn.Module) -> tuple[int, int]:
+    """The size the model insists on, else the one its first published weights were trained with."""
+    own = getattr(model, "image_size", None)
+    if isinstance(own, int):
+        return own, own
+    from torchvision.models import get_model_weights
+
+    published = next(iter(get_model_weights(inner)), None)
+    crop = getattr(getattr(published, "transforms", None), "keywords", {}).get("crop_size", DEFAULT_SIZE)
+    height, width = (crop, crop) if isinstance(crop, int) else crop
+    return height, width
+
+
+def network_for(
+    name: str,
+    num_classes: int | None,
+    *,
+    weights: str | None = None,
+    pretrained: bool = False,
+    device: str = "cpu",
+    channels_last: bool = False,
+) -> nn.Module:
+    """The MODEL ``name`` with ``num_classes`` outputs; a user's own ``file.py:factory`` is called as it is.
+
+    ``pretrained`` allows published weights where ``weights`` names no file.
+
+    >>> network_for("ifso:resnet20", 7).fc.out_features
+    7
+    """
+    classes = None if is_program(name) else num_classes
+    model = create_model(name, weights=weights, num_classes=classes, pretrained=pretrained and weights is None)
+    model = model.to(device)
+    return model.to(memory_format=torch.channels_last) if channels_last else model

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ifso.common.batch_stream import on_device
+from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, steady_
 from ifso.common.torch_state import same_modes
-from ifso.curvature.losses import LossFn, output_tensors, outputs_of
 from ifso.errors import ScoreError
-from ifso.pruning.afterwards import norms_of
-from ifso.pruning.modes import steady_
-from ifso.pruning.stream import on_device
+from ifso.pruning.recovery import norms_of
 
 RATE = 5e-3
 """The highest learning rate of Adam for a kernel, in shares of the root mean square of its weights."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ifso.criteria.reading import LAYERS, TRANSPOSED, argument, inside_of, is_composite, tensors_in
+from ifso.criteria.reader_hooks import LAYERS, TRANSPOSED, argument, inside_of, is_composite, tensors_in
 
 _READER = "_ifso_read_by"
 """An attribute of a layer's output: the name of its weight."""

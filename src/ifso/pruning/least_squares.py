@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.module_state import named_tensors
-from ifso.criteria.reading import TRANSPOSED, Moments, mean_size
-from ifso.curvature.weights import Reader
+from ifso.criteria.reader_hooks import TRANSPOSED, Moments, mean_size
+from ifso.curvature.weight_space import Reader
 from ifso.errors import ScoreError
 from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ifso.common.serialization import parsed, read_lines
 from ifso.pruning.course import loss_words
 from ifso.pruning.events import Plan, Removal
-from ifso.pruning.folder import METRICS, STRUCTURE
+from ifso.runs.folder import METRICS, STRUCTURE
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -97,8 +97,8 @@ class Layers:
         """Of a run that begins or goes on; None if it has no folder that tells of its layers."""
         if plan.folder is None or not (Path(plan.folder) / STRUCTURE).is_file():
             return None
-        from ifso.report.structure import from_document
-        from ifso.report.values import mapping, number, wholes
+        from ifso.runs.structure import from_document
+        from ifso.runs.values import mapping, number, wholes
 
         document = parsed((Path(plan.folder) / STRUCTURE).read_bytes())
         structure = from_document(document or {}, {})

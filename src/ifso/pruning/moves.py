@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ifso.errors import BudgetError, ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group
-from ifso.pruning.axes import Axes, ProducedAxes
-from ifso.pruning.families import Family, Pattern, families_of
+from ifso.pruning.constraints import Axes, Family, Pattern, ProducedAxes, families_of
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
     With ``progress=None`` a listener takes the place of the display, with True it comes beside it, with False there is
     no display. Of several processes, only the first shows one.
     """
-    from ifso.pruning.ranks import rank
+    from ifso.common.distributed import rank
 
     missing = [name for name in LISTENS if listener is not None and not callable(getattr(listener, name, None))]
     if missing:

@@ -14,39 +14,44 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ifso.common.batch_stream import (
+    REMEMBERS,
+    BatchStream,
+    dealt_again,
+    first_batches,
+    not_finite,
+    on_device,
+    remembers,
+)
+from ifso.common.batches import rough_count
+from ifso.common.distributed import from_first, rank, together
+from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.module_state import copy_of
 from ifso.common.torch_state import same_modes
-from ifso.costs.counting import count
+from ifso.costs.cost import count
 from ifso.criteria.base import Criterion
-from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import LossFn, WatchedLoss
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
-from ifso.pruning.afterwards import Evaluate, mean_loss
-from ifso.pruning.budget import Budget
+from ifso.pruning.budget import Budget, Schedule
+from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener
-from ifso.pruning.finishing import LOSS_BATCHES, Finisher
-from ifso.pruning.folder import STRUCTURE, Checkpoint, RunFolder, refuse_other
-from ifso.pruning.ledger import Ledger
+from ifso.pruning.finalize import LOSS_BATCHES, Finisher
+from ifso.pruning.latency_budget import timed
 from ifso.pruning.moves import Moves
-from ifso.pruning.network import ShrinkingNetwork
-from ifso.pruning.presets import STAGED, usual
 from ifso.pruning.progress import listener_for
-from ifso.pruning.ranks import from_first, rank, together
+from ifso.pruning.recovery import Evaluate, mean_loss, refuse_spoilt_weights
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
-from ifso.pruning.run import RESUMED, Progress, Run
-from ifso.pruning.schedule import Schedule
+from ifso.pruning.run import Progress, Run
+from ifso.pruning.scoring_loop import MakeOptimizer, Worker
 from ifso.pruning.selection import Target, check_reachable
-from ifso.pruning.settings import Settings, criterion_of, describe, sgd
-from ifso.pruning.spoilt import refuse_spoilt_weights
+from ifso.pruning.settings import STAGED, Settings, criterion_of, describe, sgd, usual
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.state import shrink_to_
-from ifso.pruning.stream import REMEMBERS, BatchStream, dealt_again, first_batches, not_finite, on_device, remembers
-from ifso.pruning.structure import structure_of
-from ifso.pruning.timing import timed
-from ifso.pruning.worker import MakeOptimizer, Worker
+from ifso.runs.folder import RESUMED, STRUCTURE, Checkpoint, RunFolder, refuse_other
+from ifso.runs.structure import structure_of
 from ifso.surgery.recipe import digest_of, name_of
 
 PathLike = str | os.PathLike[str]
@@ -350,7 +355,7 @@ class _Start:
             "model": name_of(self._model),
             "weights": digest_of(self._model),
         }
-        from ifso import __version__
+        from ifso._version import __version__
 
         versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
         return {"settings": settings, "versions": versions, "about": self._about}

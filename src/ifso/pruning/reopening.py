@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ifso.common.module_state import named_tensors
 from ifso.common.serialization import located, parsed, read_tensor_file, refuse_special
 from ifso.common.text import one_line
-from ifso.costs.counting import count
+from ifso.costs.cost import count
 from ifso.errors import RunError, VerificationError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.afterwards import Measure
-from ifso.pruning.checking import Check, refuse_failed
-from ifso.pruning.folder import SCORES, SUMMARY, RunFolder, refuse_other_files
+from ifso.pruning.recovery import Measure
 from ifso.pruning.result import PruneResult, networks_of
+from ifso.pruning.verify import Check, refuse_failed
+from ifso.runs.folder import SCORES, SUMMARY, RunFolder, refuse_other_files
 from ifso.surgery.compact import compact_
 from ifso.surgery.recipe import Round, remember
 from ifso.surgery.store import WEIGHTS, read_recipe

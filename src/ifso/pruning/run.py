@@ -14,31 +14,28 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batch_stream import BatchStream, on_device, seed_of
+from ifso.common.batches import rough_count
+from ifso.common.distributed import from_first, number_of_each, together
+from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.serialization import finite
 from ifso.common.torch_state import same_modes
-from ifso.costs.counting import count
+from ifso.costs.cost import count
 from ifso.costs.latency import LatencyModel
-from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import LossFn
 from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
-from ifso.pruning.afterwards import norms_of
-from ifso.pruning.budget import Budget
-from ifso.pruning.checking import Check, compare, outputs
+from ifso.pruning.budget import Budget, Phase, phases
+from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
-from ifso.pruning.folder import RunFolder
-from ifso.pruning.ledger import Ledger
-from ifso.pruning.modes import steady_
 from ifso.pruning.moves import Move, Moves
-from ifso.pruning.network import ShrinkingNetwork
-from ifso.pruning.normalizing import normalized
-from ifso.pruning.ranks import from_first, number_of_each, together
-from ifso.pruning.schedule import Phase, phases
-from ifso.pruning.selection import Target, select
+from ifso.pruning.recovery import norms_of
+from ifso.pruning.scoring_loop import Worker
+from ifso.pruning.selection import Target, normalized, select
 from ifso.pruning.settings import Settings
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.staged import run_stage
 from ifso.pruning.state import Snapshot, plain_state_of
-from ifso.pruning.stream import BatchStream, on_device, seed_of
-from ifso.pruning.worker import Worker
+from ifso.pruning.verify import Check, compare, outputs
+from ifso.runs.folder import RunFolder
 
 SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}
 """Units are taken out for real once that saves so much of the present MACs …"""
@@ -49,9 +46,6 @@ WORTH_IT = {"cpu": 1e10, "cuda": 2e12}
 MULTIPLE = {"cpu": 1, "cuda": 8}
 """Then groups keep a multiple of so many, zeros among them."""
 
-
-RESUMED = "resumed after removal"
-"""How the note about a resume begins; the number of the removal follows."""
 
 SCORES = "scores"
 """The last scores among the tensors of a checkpoint."""

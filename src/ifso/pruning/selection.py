@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ifso.errors import UnreachableBudget
+from ifso.errors import ScoreError, UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.budget import Budget
-from ifso.pruning.ledger import Ledger
+from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ifso.pruning.cost_tracker import Ledger
+
 
 TOLERANCE = 0.005
 """How far below its target a run may end, as a share of the whole network, if smaller steps exist."""
@@ -220,3 +226,41 @@ def _obstacles(
         more = f" and {len(moves.stuck) - 1} more groups" if len(moves.stuck) > 1 else ""
         said.append(f"nothing of {name}{more} can go ({reason})")
     return said or ["the last channels of every layer"]
+
+
+NORMALIZERS = {
+    "sqrt-memory": ("activations", 0.5),
+    "memory": ("activations", 1.0),
+    "none": None,
+    "macs": ("macs", 1.0),
+    "params": ("params", 1.0),
+    "latency": ("latency", 1.0),
+}
+"""Name: the cost that a score is divided by, and the power it is raised to."""
+
+
+def of_budget(targets: Mapping[str, float]) -> str:
+    """The normaliser that divides by what a budget counts: by the first of its costs."""
+    usual = {"conv_macs": "macs", "activations": "memory"}
+    first = next(iter(targets))
+    return usual.get(first, first)
+
+
+def check_normalizer(name: object) -> None:
+    """Refuse a name that is unknown."""
+    if name not in NORMALIZERS:
+        raise ScoreError(f"normalize={name!r} is unknown; choose one of {', '.join(NORMALIZERS)}")
+
+
+def normalized(scores: Tensor, ledger: Ledger, name: str) -> Tensor:
+    """Scores [units] over √ΔMem, ΔMem, ΔMACs or the latency saved, given what else is left.
+
+    A unit that saves nothing of that kind counts as the one that saves least.
+    """
+    divisor = NORMALIZERS[name]
+    if divisor is None:
+        return scores
+    kind, power = divisor
+    saved = ledger.savings(kind)
+    some = saved[saved > 0]
+    return scores / saved.clamp(min=float(some.min()) if some.numel() else 1.0) ** power

@@ -11,25 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ifso.common.batch_stream import seed_of
+from ifso.common.batches import rough_count
+from ifso.common.distributed import sum_over_ranks, together
+from ifso.common.loss_fn import scalar
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import undisturbed
-from ifso.criteria.samples import rough_count
-from ifso.curvature.losses import scalar
-from ifso.curvature.weights import Reader, readers
+from ifso.curvature.weight_space import Reader, readers
 from ifso.pruning.distillation import is_loss
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
-from ifso.pruning.normalizing import normalized
-from ifso.pruning.ranks import sum_over_ranks, together
-from ifso.pruning.selection import Target, select
-from ifso.pruning.stream import seed_of
+from ifso.pruning.selection import Target, normalized, select
 
 FEW = 4
 """A layer may read so many channels for each sample before a note says that samples are few."""
 
 if TYPE_CHECKING:
+    from ifso.pruning.budget import Phase
     from ifso.pruning.run import Run
-    from ifso.pruning.schedule import Phase
 
 
 def run_stage(run: Run, phase: Phase, stages: int) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ifso.common.module_state import named_tensors
 from ifso.errors import RunError
-from ifso.pruning.network import ShrinkingNetwork
+from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from ifso.report.markup import Markup, element, table
 from ifso.report.parts import chart, duration, folded, pair, said, section
-from ifso.report.record import RunRecord
-from ifso.report.structure import Structure
-from ifso.report.values import percent
+from ifso.runs.record import RunRecord
+from ifso.runs.structure import Structure
+from ifso.runs.values import percent
 
 COUPLED = "{} groups couple layers that must lose the same channels: those have the same number and colour. "
 HOW = "Point at a column or move with the arrow keys; a click or Enter shows its units."

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ifso.report.record import RunRecord, Tuning
-from ifso.report.values import at, mapping, text
+from ifso.runs.record import RunRecord, Tuning
+from ifso.runs.values import at, mapping, text
 
 REPEATED = ("criterion_option",)
 """Options that are given once for each value."""

@@ -8,8 +8,8 @@ from ifso.report.evidence import flattened
 from ifso.report.facts import STAGES, Worth, worth
 from ifso.report.markup import Markup, element, table
 from ifso.report.parts import capital, chart, duration, folded, said, status
-from ifso.report.record import RunRecord
-from ifso.report.values import in_percent, percent
+from ifso.runs.record import RunRecord
+from ifso.runs.values import in_percent, percent
 
 COSTS = {"macs": "MACs", "params": "parameters", "activations": "activations"}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ifso.report.facts import STAGES, worth
 from ifso.report.packing import LogScale, column, moments, packed, short, thinned
-from ifso.report.record import RunRecord
-from ifso.report.structure import Group
+from ifso.runs.record import RunRecord
+from ifso.runs.structure import Group
 
 COSTS = ("macs", "params", "activations", "latency")
 

@@ -9,9 +9,9 @@ from ifso.pruning.result import LABELS
 from ifso.report.commands import finetune_command, prune_command
 from ifso.report.markup import Markup, element, joined, table
 from ifso.report.parts import folded, said, section
-from ifso.report.record import RunRecord
-from ifso.report.structure import Group
-from ifso.report.values import mapping, numbers, objects, text
+from ifso.runs.record import RunRecord
+from ifso.runs.structure import Group
+from ifso.runs.values import mapping, numbers, objects, text
 
 FLAGS = "Flagged groups feed functions for which a masked unit is not the same as a removed one."
 

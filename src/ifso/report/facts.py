@@ -8,8 +8,8 @@ from typing import Any
 
 from ifso.common.text import amount
 from ifso.report.parts import capital
-from ifso.report.record import RunRecord
-from ifso.report.values import at, in_percent, mapping, number, numbers, objects, text
+from ifso.runs.record import RunRecord
+from ifso.runs.values import at, in_percent, mapping, number, numbers, objects, text
 
 QUALITIES = {"accuracy": ("accuracy", "top1"), "mAP": ("map",)}
 """What tells how good a network is, in percent: how people call it, and its names in files."""

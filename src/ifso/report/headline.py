@@ -9,8 +9,8 @@ from ifso.report.commands import resume_command
 from ifso.report.facts import Fact, facts, worth
 from ifso.report.markup import Markup, element, joined
 from ifso.report.parts import said, section, status
-from ifso.report.record import RunRecord
-from ifso.report.values import in_percent, percent
+from ifso.runs.record import RunRecord
+from ifso.runs.values import in_percent, percent
 
 
 def headline(run: RunRecord, number: int) -> Markup:

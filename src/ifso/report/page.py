@@ -18,8 +18,8 @@ from ifso.report.content import content, names_of
 from ifso.report.evidence import frozen, setup, trust
 from ifso.report.headline import headline
 from ifso.report.markup import Markup, element, embedded, joined
-from ifso.report.reading import read_run
-from ifso.report.record import RunRecord
+from ifso.runs.reading import read_run
+from ifso.runs.record import RunRecord
 
 NAME = "report.html"
 SUFFIXES = (".html", ".htm")
@@ -78,7 +78,7 @@ def default_place(folders: Sequence[Path]) -> Path:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The HTML document."""
-    from ifso import __version__
+    from ifso._version import __version__
 
     names = names_of(runs)
     title = f"{runs[0].model} pruned" if len(runs) == 1 else f"{len(runs)} pruning runs compared"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ifso.report.markup import Markup, element
-from ifso.report.record import RunRecord
+from ifso.runs.record import RunRecord
 
 FEW = 8
 """A table of more rows than this is folded."""

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ifso.common.module_state import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
 from ifso.common.torch_state import forget_caches
-from ifso.costs.counting import check_fits, count
+from ifso.costs.cost import check_fits, count
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
+from ifso.graph.dry_run import Removal, check_removal
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
-from ifso.graph.rehearsal import Removal, check_removal
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.mask import left_of, refuse_masked
 from ifso.surgery.recipe import (
@@ -30,7 +30,7 @@ from ifso.surgery.recipe import (
     name_of,
     remember,
 )
-from ifso.surgery.verifying import check_same_function
+from ifso.surgery.verify import check_same_function
 
 
 def compact_(

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import forget_caches
-from ifso.costs.counting import check_fits
+from ifso.costs.cost import check_fits
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep

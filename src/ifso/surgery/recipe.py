@@ -307,6 +307,6 @@ def _check_unique(what: str, names: Iterable[object]) -> None:
 
 
 def _versions() -> dict[str, str]:
-    from ifso import __version__
+    from ifso._version import __version__
 
     return {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

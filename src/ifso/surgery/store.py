@@ -36,7 +36,7 @@ from ifso.common.module_state import named_tensors
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
 from ifso.graph.slim_attention import slim_attention
-from ifso.surgery.fitting import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
+from ifso.surgery.loading import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
 
 if TYPE_CHECKING:

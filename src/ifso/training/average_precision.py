@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ifso.criteria.ranks import collective_device
-from ifso.data.coco_boxes import Annotations
+from ifso.common.distributed import collective_device, rank, several, sum_over_ranks, together
+from ifso.common.torch_state import eval_mode
+from ifso.data.coco_samples import Annotations
 from ifso.errors import DataError, DivergedError, IfsoError
-from ifso.processes import several
-from ifso.pruning.ranks import rank, sum_over_ranks, together
-from ifso.training.modes import eval_mode
-from ifso.training.wide_heads import wide_heads
+from ifso.tasks.detection import wide_heads
 
 AREAS = ("all", "small", "medium", "large")
 """Up to 32² pixels, up to 96², and beyond; of the area that the annotation gives."""

@@ -12,13 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ifso.common.distributed import several, sum_over_ranks
+from ifso.common.torch_state import eval_mode
 from ifso.errors import TrainingError
-from ifso.processes import several
-from ifso.pruning.ranks import sum_over_ranks
-from ifso.training.detection import detection_losses
-from ifso.training.modes import eval_mode
-from ifso.training.named_losses import LossesOf
-from ifso.training.wide_heads import unwrapped, wide
+from ifso.tasks.detection import detection_losses, unwrapped, wide
+from ifso.training.losses import LossesOf
 
 CONFIDENT = 0.3
 """The score of a class from which on the teacher knows where a box is."""

@@ -1,23 +1,40 @@
-"""How well a classifier does on batches of (images, labels)."""
+"""How well a network does on batches of (images, labels), again and again while it is trained."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.criteria.ranks import collective_device
-from ifso.errors import DataError
-from ifso.processes import several
-from ifso.pruning.ranks import sum_over_ranks, together
-from ifso.training.modes import eval_mode
+from ifso.common.batches import size_of
+from ifso.common.cuda_graphs import NotCaptured, captures_go_to, capturing
+from ifso.common.devices import out_of_memory
+from ifso.common.distributed import collective_device, several, sum_over_ranks, together
+from ifso.common.loss_fn import LossFn, WatchedLoss
+from ifso.common.module_state import device_of
+from ifso.common.text import describe_error
+from ifso.common.torch_state import eval_mode
+from ifso.data.base import AVERAGES, Data, detects
+from ifso.errors import DataError, IfsoError, TrainingError
+from ifso.tasks.classification import cross_entropy
+from ifso.training.average_precision import check_evaluator
+from ifso.training.optimizers import untrainable
+from ifso.training.precision import autocast, tensor_cores
+from ifso.training.settings import TrainSettings
+from ifso.training.trainer import Measures
+from ifso.training.triton_conv import narrow_layers
+
+if TYPE_CHECKING:
+    from ifso.training.average_precision import AveragePrecision
 
 FIVE = 5
+
 NOTHING = "there is nothing to evaluate on: the batches ran out before the first one"
 
 
@@ -117,3 +134,202 @@ def _refuse_outside(labels: Tensor, classes: int) -> None:
             f"(0 to {classes - 1}); give the data that the network was trained for, or a network with as many outputs "
             "as the data has classes"
         )
+
+
+LARGE, SMALL = 2000, 500
+"""Images in an evaluated batch on a GPU, and on a CPU."""
+
+PHOTOGRAPHS = 8
+"""Images with boxes in an evaluated batch."""
+
+
+def evaluated_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
+    """What a network on ``device`` is evaluated on: the validation part, or the test set."""
+    size = LARGE if torch.device(device).type == "cuda" else SMALL
+    size = PHOTOGRAPHS if detects(data) else size
+    return data.validation_batches(size) if validation else data.test_batches(size)
+
+
+class Examiner:
+    """``examiner(model)`` is the accuracy on batches that stay the same, in a precision.
+
+    A network that cannot be captured, because it waits for the GPU or memory is short, is evaluated as it comes.
+    """
+
+    def __init__(self, batches: Any, precision: str = "float32") -> None:
+        self._batches, self._precision = batches, precision
+        self._capturable = hasattr(batches, "images") and not several()
+        self._model: nn.Module | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._total = torch.zeros(0)
+
+    def __call__(self, model: nn.Module) -> Accuracy:
+        """The accuracy of ``model``, summed over all processes."""
+        if self._graph is None or self._model is not model:
+            found = self._plainly(model)
+            if not self._captured(model):
+                return found
+        assert self._graph is not None
+        self._graph.replay()
+        return accuracy_of(self._total, len(self._batches.images))
+
+    def _plainly(self, model: nn.Module) -> Accuracy:
+        """Refuses labels that do not fit, which a graph does not see."""
+        with tensor_cores(self._precision), autocast(self._precision, next(model.parameters()).device):
+            return evaluate(model, self._batches, over_ranks=True)
+
+    def _captured(self, model: nn.Module) -> bool:
+        """Is the evaluation a graph now?"""
+        if not self._capturable or not captures_go_to(next(model.parameters()).device):
+            return False
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        try:
+            with torch.no_grad(), eval_mode(model), capturing(graph, stream=stream):
+                self._total = self._sums(model)
+        except NotCaptured:
+            self._capturable = False
+            return False
+        self._model, self._graph = model, graph
+        return True
+
+    def _sums(self, model: nn.Module) -> Tensor:
+        device = next(model.parameters()).device
+        with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
+            return torch.stack([sums_of(model(images), labels) for images, labels in self._batches]).sum(0)
+
+
+Result = TypeVar("Result")
+
+
+def examination(
+    model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool
+) -> Callable[[nn.Module], Measures]:
+    """What tells how well the network does: ``top1``, ``top5`` and ``eval_loss``; of another loss the mean alone.
+
+    Of a detector ``map``, ``map50``, ``map75`` and those by area. Numbers that are not finite are left out.
+    """
+    if detects(data):
+        check_evaluator()
+    batches = evaluated_batches(data, _trained_on(model), validation=validation)
+    examiner = Examiner(batches, settings.precision)
+
+    def measures(network: nn.Module) -> Measures:
+        if data.loss_fn is cross_entropy:
+            with explaining(f"evaluation batches of {data.name}"):
+                found: Any = examiner(network)
+        else:
+            found = quality(network, data, batches, settings.precision, over_ranks=True)
+        if detects(data):
+            values = {name: getattr(found.detection, name) for name in AVERAGES}
+        else:
+            values = {"top1": found.top1, "top5": found.top5, "eval_loss": found.loss}
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+    return measures
+
+
+def _trained_on(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    raise untrainable(model)
+
+
+def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
+    """What :func:`examination` says of a network; nothing where a user's data has no test set."""
+    try:
+        measures = examination(model, data, settings, validation=validation)
+    except DataError:
+        if validation:
+            raise
+        return {}
+    return measures(model)
+
+
+def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callable[[nn.Module, Any], Result]:
+    """The loss, or losses by name, with one clear line where a batch does not fit the network."""
+    boxes = detects(data)
+    what = "images and boxes" if boxes else "images and labels"
+    gives = "a dict of losses for (images, targets)" if boxes else "[N, classes]"
+
+    def loss(model: nn.Module, batch: Any) -> Result:
+        try:
+            return loss_fn(model, batch)
+        except (IfsoError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"a batch of {data.name} cannot be learned from ({describe_error(error)}); check its {what}, "
+                f"and that the network gives {gives} in train mode"
+            ) from error
+
+    return loss
+
+
+@dataclass(frozen=True)
+class Quality:
+    """On ``samples`` images: shares of right answers in percent and the mean loss.
+
+    Where the data has a loss of its own there are no shares, and ``loss`` is the mean over batches. Of a detector there
+    is average precision in place of both.
+    """
+
+    loss: float | None
+    samples: int
+    top1: float | None = None
+    top5: float | None = None
+    detection: AveragePrecision | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        if self.detection is None:
+            return {name: getattr(self, name) for name in ("loss", "samples", "top1", "top5")}
+        found = asdict(self.detection)
+        return {"samples": found.pop("images"), **found}
+
+
+def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
+    """How well the network does on ``batches`` of the data."""
+    with tensor_cores(precision), autocast(precision, device_of(model)), explaining(f"batches of {data.name}"):
+        if detects(data):
+            return _detected(model, batches, over_ranks)
+        if data.loss_fn is cross_entropy:
+            found = evaluate(model, batches, over_ranks=over_ranks)
+            return Quality(found.loss, found.samples, found.top1, found.top5)
+        return _by_loss(model, WatchedLoss(data.loss_fn), batches, over_ranks)
+
+
+def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Quality:
+    """The mean loss over the batches, of all processes where each brings its own."""
+    from ifso.pruning.recovery import mean_loss
+
+    def sums() -> Tensor:
+        whole = list(batches)
+        loss = mean_loss(model, loss_fn, whole) if whole else 0.0
+        return torch.tensor([len(whole) * loss, len(whole), sum(map(size_of, whole))], dtype=torch.float64)
+
+    loss, count, samples = added_up(sums, over_ranks=over_ranks).tolist()
+    if not count:
+        raise DataError(NOTHING)
+    return Quality(loss / count, round(samples))
+
+
+def _detected(model: nn.Module, batches: Iterable[Any], over_ranks: bool) -> Quality:
+    from ifso.training.average_precision import evaluate_detector
+
+    found = evaluate_detector(model, batches, over_ranks=over_ranks)
+    return Quality(None, found.images, detection=found)
+
+
+@contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """One clear line where memory runs out, also if another error tells of it, or where the network fails."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, MemoryError, IfsoError) as error:
+        if out_of_memory(error):
+            raise IfsoError(f"there is not enough memory for {what}; give smaller batches") from error
+        if isinstance(error, IfsoError):
+            raise
+        raise DataError(
+            f"the network fails on {what} ({describe_error(error)}); check that they fit together"
+        ) from error

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.curvature.losses import LossFn
-from ifso.errors import TrainingError
-from ifso.training.modes import eval_mode
-
-
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """The mean cross entropy of the model's logits [N, classes] on (images, labels).
-
-    >>> batch = torch.zeros(2, 4), torch.tensor([0, 1])
-    >>> round(float(cross_entropy(nn.Flatten(), batch)), 4)
-    1.3863
-    """
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
+from ifso.common.distributed import mean_over_ranks
+from ifso.common.loss_fn import LossFn
+from ifso.common.torch_state import eval_mode
+from ifso.tasks.classification import cross_entropy, refuse_other_classes
 
 
 def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
     """The cross entropy to labels of which the share ``label_smoothing`` is spread evenly over all K classes.
 
     (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself. With ``mixed``, batches
-    are those of :class:`ifso.training.mixing.MixedBatches`, whose images have two labels: :func:`mixed_cross_entropy`.
+    are those of :class:`ifso.training.cutmix.MixedBatches`, whose images have two labels: :func:`mixed_cross_entropy`.
 
     >>> batch = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
     >>> [round(float(classification(smoothing)(nn.Identity(), batch)), 3) for smoothing in (0.0, 0.1)]
@@ -124,21 +114,43 @@ def distillation_from_logits(
     return loss_fn
 
 
-def refuse_other_classes(teacher: Any, student: Any) -> None:
-    """TrainingError unless the teacher's output is a tensor of logits like the student's."""
-    for who, output in (("teacher", teacher), ("network", student)):
-        if not isinstance(output, Tensor) or output.dim() != 2:
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise TrainingError(f"the {who} answers with {shape}; distillation takes logits [N, classes] of both")
-    if teacher.shape[1] != student.shape[1]:
-        raise TrainingError(
-            f"the teacher knows {teacher.shape[1]} classes and the network {student.shape[1]}; "
-            "give a teacher for the same data"
-        )
-    if len(teacher) != len(student):
-        raise TrainingError(f"the teacher's logits are of {len(teacher)} images, the batch has {len(student)}")
-
-
 def _single(logits: Tensor) -> Tensor:
     """Half-precision logits as float32, before a temperature divides them."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+LossesOf = Callable[[nn.Module, Any], Mapping[str, Tensor]]
+"""``losses_of(model, batch)`` gives scalars by name."""
+
+
+class NamedLosses:
+    """A ``loss_fn(model, batch)``: the sum of what ``losses_of`` gives. Means of its parts are kept until asked for.
+
+    >>> loss_fn = NamedLosses(lambda model, batch: {"class": model(batch).sum(), "box": model(batch).mean()})
+    >>> [float(loss_fn(nn.Identity(), batch)) for batch in (torch.ones(2), torch.zeros(2))]
+    [3.0, 0.0]
+    >>> loss_fn.taken(), loss_fn.taken()
+    ({'class': 1.0, 'box': 0.5}, {})
+    """
+
+    def __init__(self, losses_of: LossesOf) -> None:
+        self.losses_of = losses_of
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The sum of the losses."""
+        found = self.losses_of(model, batch)
+        for name, loss in found.items():
+            self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
+        self._count += 1
+        return torch.stack(list(found.values())).sum()
+
+    def taken(self) -> dict[str, float]:
+        """The mean of each part since the last time, over the batches of all processes."""
+        if not self._count:
+            return {}
+        names, total = list(self._sums), torch.stack(list(self._sums.values()))
+        means = mean_over_ranks(total, self._count)
+        self._sums, self._count = {}, 0
+        return dict(zip(names, means.tolist(), strict=True))

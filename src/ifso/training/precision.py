@@ -1,17 +1,23 @@
-"""In which precision a network computes: full float32, TF32, or bfloat16 or float16 under autocast."""
+"""In which precision a network computes, and a network and its loss put together as a command asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from ifso.common.loss_fn import LossFn
 from ifso.errors import IfsoError, ScoreError
 
 if TYPE_CHECKING:
     import torch
 
+
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+
 SCORE_PRECISIONS = ("float32", "tf32", "bf16")
 """Those in which scores can be computed."""
 
@@ -37,7 +43,7 @@ def check_score_precision(name: str) -> None:
 @contextmanager
 def tensor_cores(name: str) -> Iterator[None]:
     """Within it convolutions on a GPU round their factors to TF32 if ``name`` is ``"tf32"``, and otherwise do not."""
-    from ifso.curvature.primal import conv_settings
+    from ifso.curvature.primal_cache import conv_settings
 
     check_precision(name)
     conv = conv_settings()
@@ -76,3 +82,19 @@ def scaler(name: str, device: torch.device | str) -> torch.amp.GradScaler:
 
     check_precision(name)
     return torch.amp.GradScaler(torch.device(device).type, enabled=name == "fp16")
+
+
+def loss_in(precision: str, loss_fn: LossFn) -> LossFn:
+    """The loss with the network computing in bfloat16 if ``precision`` is ``"bf16"``, otherwise the loss itself.
+
+    >>> loss_in("fp16", lambda model, batch: model(batch).mean())
+    Traceback (most recent call last):
+    ifso.errors.ScoreError: scores cannot be computed in fp16; choose one of float32, tf32, bf16
+    """
+    check_score_precision(precision)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with autocast(precision, next(model.parameters()).device):
+            return loss_fn(model, batch)
+
+    return loss if precision == "bf16" else loss_fn

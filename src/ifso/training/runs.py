@@ -11,34 +11,29 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ifso import __version__
+from ifso._version import __version__
+from ifso.common.devices import out_of_memory
+from ifso.common.distributed import rank, several, together
+from ifso.common.loss_fn import LossFn
 from ifso.common.serialization import located, parsed, refuse_special
-from ifso.curvature.losses import LossFn
-from ifso.curvature.memory import out_of_memory
-from ifso.data.fitting import check_fits
-from ifso.data.sets import Data
+from ifso.data.base import Data, headline
+from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
-from ifso.processes import several
-from ifso.pruning.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
-from ifso.pruning.ranks import rank, together
+from ifso.runs.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
 from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
-from ifso.training.crew import Crew
-from ifso.training.fit import own_random_numbers
-from ifso.training.headline import headline
-from ifso.training.judging import examination, explained
-from ifso.training.lane import SAVE_EVERY, Epoch, Lane, Measures, Watch
-from ifso.training.lessons import Tables, lessons
-from ifso.training.listening import Listener
-from ifso.training.measuring import hardware
-from ifso.training.named_losses import NamedLosses
-from ifso.training.padding import Padding, padded_
+from ifso.training.evaluation import examination, explained
+from ifso.training.losses import NamedLosses
+from ifso.training.objective import Tables, lessons
+from ifso.training.padded_finetune import Padding, padded_
+from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings
+from ifso.training.trainer import SAVE_EVERY, Crew, Epoch, Lane, Measures, Watch, own_random_numbers
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,8 @@ class Training:
     and at the end. ``fixed`` must be the same when the training is resumed, ``about`` need not: both go into
     ``config.json``. ``start`` is what the summary calls the network before training, None if it is not evaluated then;
     ``before`` are accuracies, or the mAP, of others that belong beside it. With ``wide``, a network as ``model`` was
-    before pruning, ``model`` is trained in that shape (:mod:`ifso.training.padding`), where that makes no difference.
+    before pruning, ``model`` is trained in that shape
+    (:mod:`ifso.training.padded_finetune`), where that makes no difference.
     """
 
     name: str
@@ -319,3 +315,35 @@ def _end(
         raise failure
     if crew.size:
         lane.say(f"failed: {failure}")
+
+
+class Listener(Protocol):
+    """Somebody who wants to see trainings go on, each under its name."""
+
+    def started(self, name: str, epoch: int, epochs: int) -> None:
+        """It begins, or goes on after ``epoch`` epochs."""
+
+    def stepped(self, name: str, done: float) -> None:
+        """So many epochs are done, the present one in part."""
+
+    def ended(self, name: str, epoch: Epoch) -> None:
+        """An epoch is over."""
+
+    def said(self, line: str) -> None:
+        """One line for a person."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def started(self, name: str, epoch: int, epochs: int) -> None:
+        """Nothing."""
+
+    def stepped(self, name: str, done: float) -> None:
+        """Nothing."""
+
+    def ended(self, name: str, epoch: Epoch) -> None:
+        """Nothing."""
+
+    def said(self, line: str) -> None:
+        """Nothing."""

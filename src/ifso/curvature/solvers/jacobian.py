@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ifso.curvature.ggn_rows import obstacle, sample_rows
 from ifso.curvature.objective import System
-from ifso.curvature.sample_rows import obstacle, sample_rows
 from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector
 from ifso.errors import ScoreError
 
 
 @dataclass(frozen=True)
 class JacobianRows:
-    """Solve (RᵀR + diag(D) + λI) u = v with the rows of :mod:`ifso.curvature.sample_rows`.
+    """Solve (RᵀR + diag(D) + λI) u = v with the rows of :mod:`ifso.curvature.ggn_rows`.
 
     ``rank`` rows per sample at ``rank`` backward passes; as many as the model has outputs give the Gauss-Newton matrix
     itself. All of the spectrum is there, which conjugate gradients need a product each to find. For models with up to

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ifso.graph.labels import Labels
+from ifso.graph.channel_ids import Labels
 from ifso.graph.tape import Call
 
 Rule = Callable[[Call, Labels], None]
@@ -33,10 +33,9 @@ def find(call: Call) -> Rule:
         norms,
         pointwise,
         products,
-        recurrent,
         reduce,
         spatial,
-    )  # fmt: skip
+    )
 
     for name in (call.op, call.op.removesuffix("_")):
         if name in RULES:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ifso.graph.labels import CONSUMES, PRODUCES, Labels, Layer
+from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.rules.pointwise import follow
 from ifso.graph.tape import Call, Ref

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ifso.graph.labels import Labels, Layer, compress
+from ifso.graph.channel_ids import Labels, Layer, compress
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ifso.graph.labels import Labels, Layer
+from ifso.graph.channel_ids import Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.rules.pointwise import follow
 from ifso.graph.tape import Call, Ref

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ifso.graph.labels import FROM_INPUT, Labels, Layer
+from ifso.graph.channel_ids import FROM_INPUT, Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ifso.graph.labels import Labels, Layer
+from ifso.graph.channel_ids import Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ifso.graph.labels import Labels
+from ifso.graph.channel_ids import Labels
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call
 

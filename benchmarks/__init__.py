@@ -1,0 +1,1 @@
+"""What developers of ifso measure, from a checkout: ``python -m benchmarks``."""

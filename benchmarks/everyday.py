@@ -1,0 +1,263 @@
+"""``python -m benchmarks everyday``: what every use of ifso pays for, and a comparison with an earlier record of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ifso.cli.bench_options import measured_apart
+from ifso.cli.console import console, print_json, say
+from ifso.cli.eval_options import positive
+from ifso.errors import IfsoError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+MODELS = ("torchvision:resnet50@224x2", "torchvision:vit_b_16@224x2")
+
+COMMANDS = {
+    "python": ("-c", "pass"),
+    "import ifso": ("-c", "import ifso"),
+    "ifso --version": ("-m", "ifso.cli", "--version"),
+    "ifso --help": ("-m", "ifso.cli", "--help"),
+}
+
+HEAVY = ("numpy", "rich", "torch")
+
+MORE = 1
+"""Exit status where something takes more than it did."""
+
+CAPTION = (
+    "Trace: CPU s of the second one; the first pays for imports inside torch, and by it the process grows. "
+    "Other bytes: tensors alive at once, without workspaces of kernels. Networks in eval mode, one thread."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("everyday", help="start-up, trace and score: CPU time, memory; against a record")
+    parser.add_argument(
+        "--models", nargs="*", default=list(MODELS), metavar="MODEL@SIZExBATCH", help="default: %(default)s"
+    )
+    parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="starts of each command (%(default)s)")
+    parser.add_argument("--against", metavar="FILE", help="an earlier --json; status 1 if something takes more now")
+    parser.add_argument("--time-factor", type=float, default=1.5, metavar="X", help="allowed to times (%(default)s)")
+    parser.add_argument("--memory-factor", type=float, default=1.1, metavar="X", help="and to memory (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and compare if asked to."""
+    wanted = [_sizes(text) for text in args.models]
+    old = None
+    if args.against is not None:
+        from pathlib import Path
+
+        from benchmarks.everyday import read_record
+
+        old = read_record(Path(args.against))
+    record = {**_about(), "commands": _commands(args.repeats), "models": []}
+    for name, size, batch in wanted:
+        say(f"{name}, {size}×{size}, batch {batch}")
+        record["models"].append(measured_apart("everyday", [name, str(size), str(batch)]))
+    if args.json:
+        print_json({"bench": "everyday", **record})
+    else:
+        console().print(_starts(record), _networks(record), sep="\n")
+    return 0 if old is None else _compared(old, record, args)
+
+
+def _sizes(text: str) -> tuple[str, int, int]:
+    """A network, the side of its images and the size of a batch.
+
+    >>> _sizes("torchvision:resnet50@224x2")
+    ('torchvision:resnet50', 224, 2)
+    """
+    name, _, numbers = text.rpartition("@")
+    size, _, batch = numbers.partition("x")
+    if not name or not (size.isdecimal() and batch.isdecimal()) or not int(size) * int(batch):
+        raise IfsoError(f"--models {text!r}: write MODEL@SIZExBATCH, such as {MODELS[0]}")
+    return name, int(size), int(batch)
+
+
+def _about() -> dict[str, Any]:
+    import torch
+
+    from ifso.training.profiling import hardware
+
+    return {"cpu": hardware("cpu")["cpu"], "python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def _commands(repeats: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, arguments in COMMANDS.items():
+        say(name)
+        seconds = sorted(_cpu_seconds(arguments) for _ in range(repeats))
+        modules = _modules(arguments)
+        found[name] = {
+            "cpu_s": seconds[len(seconds) // 2],
+            "fastest_cpu_s": seconds[0],
+            "modules": len(modules),
+            "heavy": [heavy for heavy in HEAVY if heavy in modules],
+        }
+    return found
+
+
+def _cpu_seconds(arguments: tuple[str, ...]) -> float:
+    """User and system time of a Python process with these arguments."""
+    before = getrusage(RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=False)
+    after = getrusage(RUSAGE_CHILDREN)
+    if done.returncode:
+        raise IfsoError(f"python {' '.join(arguments)} ended with status {done.returncode} (its message is above)")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _modules(arguments: tuple[str, ...]) -> set[str]:
+    """Names of the modules that such a process has imported at its end."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=True)
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def _compared(old: dict[str, Any], new: dict[str, Any], args: argparse.Namespace) -> int:
+    from benchmarks.everyday import differing, grown, missing
+
+    for line in differing(old, new):
+        say(f"times are not compared: {line}")
+    for name in missing(old, new):
+        say(f"not measured now: {name}")
+    more = grown(old, new, args.time_factor, args.memory_factor)
+    for figure in more:
+        say(f"more than before: {figure}")
+    if not more:
+        say(f"nothing takes more than ×{args.time_factor:g} the time or ×{args.memory_factor:g} the memory it did")
+    return MORE if more else 0
+
+
+def _starts(record: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    title = f"python -m benchmarks everyday: {record['cpu']}, Python {record['python']}, torch {record['torch']}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("command", "CPU s", "fastest", "modules", "of these heavy"):
+        table.add_column(heading, justify="left" if heading == "command" else "right")
+    for name, found in record["commands"].items():
+        heavy = ", ".join(found["heavy"]) or "none"
+        table.add_row(name, f"{found['cpu_s']:.3f}", f"{found['fastest_cpu_s']:.3f}", str(found["modules"]), heavy)
+    return table
+
+
+def _networks(record: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(caption=CAPTION, caption_justify="left")
+    memory = ("growth, MiB", "in forwards", "score, MiB", "in gradients")
+    for heading in ("model", "batch", "trace, CPU s", *memory, "CPU, in gradients"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for found in record["models"]:
+        table.add_row(
+            found["model"],
+            f"{found['batch']}×{found['size']}²",
+            f"{found['trace_cpu_s']:.2f}",
+            f"{found['trace_growth_bytes'] / 2**20:.0f}",
+            f"{found['trace_in_forwards']:.2f}",
+            f"{found['score_bytes'] / 2**20:.0f}",
+            f"{found['score_in_gradients']:.2f}",
+            f"{found['score_cpu_in_gradients']:.1f}",
+        )
+    return table
+
+
+MAX_BYTES = 2**20
+
+UNNOTICED = {"cpu_s": 0.02, "bytes": 16 * 2**20}
+"""Seconds and bytes that no one notices, by how the name of a figure ends: what grew by less has not grown."""
+
+SAME = ("cpu", "python", "torch")
+"""What two records must share for their times to be compared."""
+
+
+class More(NamedTuple):
+    """A figure that grew by more than was allowed."""
+
+    name: str
+    before: float
+    now: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.now:.4g}, was {self.before:.4g} (×{self.now / self.before:.2f})"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A file that ``python -m benchmarks everyday --json`` printed."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES)
+    except OSError as error:
+        raise IfsoError(
+            f"{path}: {error.strerror or error}; give a file of python -m benchmarks everyday --json"
+        ) from None
+    document: Any = {}
+    with suppress(ValueError, RecursionError):
+        document = json.loads(data.decode())
+    try:
+        if document["bench"] == "everyday" and dict(_figures(document)):
+            return document
+    except (KeyError, TypeError, AttributeError, ValueError):
+        pass
+    raise IfsoError(f"{path}: not a record of python -m benchmarks everyday --json; give another file")
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """In which of :data:`SAME` the records differ: then their times say nothing about each other."""
+    return [f"{key} is {new.get(key)}, was {old.get(key)}" for key in SAME if old.get(key) != new.get(key)]
+
+
+def grown(old: Mapping[str, Any], new: Mapping[str, Any], time_factor: float, memory_factor: float) -> list[More]:
+    """Figures of both records that grew by more than a factor; times only where the machines are alike.
+
+    >>> old = {"commands": {"import ifso": {"cpu_s": 0.02}}, "models": []}
+    >>> new = {"commands": {"import ifso": {"cpu_s": 0.05}}, "models": []}
+    >>> [str(more) for more in grown(old, new, 1.5, 1.1)]
+    ['import ifso, cpu_s: 0.05, was 0.02 (×2.50)']
+    """
+    factors = {"cpu_s": float("inf") if differing(old, new) else time_factor, "bytes": memory_factor}
+    before = dict(_figures(old))
+    return [
+        More(name, before[name], value)
+        for name, value in _figures(new)
+        if name in before
+        and value > factors[_kind(name)] * before[name]
+        and value > UNNOTICED[_kind(name)] + before[name]
+    ]
+
+
+def missing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Figures of the old record that the new one has not."""
+    now = dict(_figures(new))
+    return [name for name, _ in _figures(old) if name not in now]
+
+
+def _figures(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for command, found in record["commands"].items():
+        yield f"{command}, cpu_s", float(found["cpu_s"])
+    for found in record["models"]:
+        place = f"{found['model']} {found['size']}×{found['size']}, batch {found['batch']}"
+        for key, value in found.items():
+            if key.endswith(("_cpu_s", "_bytes")):
+                yield f"{place}, {key}", float(value)
+
+
+def _kind(name: str) -> str:
+    return "bytes" if name.endswith("bytes") else "cpu_s"

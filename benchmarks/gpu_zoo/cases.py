@@ -1,0 +1,247 @@
+"""A network of the zoo with random data that it accepts: batches, a loss, inputs to trace it with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from benchmarks.gpu_zoo.networks import Entry
+from benchmarks.lively import calibrate_, perturb_
+from ifso.common.loss_fn import LossFn
+from ifso.common.text import one_line
+from ifso.errors import IfsoError
+from ifso.models import create_model, default_inputs
+from ifso.models.detectors import is_detector
+from ifso.tasks.detection import detection_loss
+
+SEED = 0
+SMALL_BATCH = 4
+SMALL_SIZES = (64, 96, 112, 128, 160, 192, 224, 256)
+DETECTOR_SIZE, SMALL_DETECTOR_SIZE = 320, 128
+BOXES, KEYPOINTS = 3, 17
+ALL_REGIONS = {
+    "rpn_post_nms_top_n_train": 50,
+    "rpn_batch_size_per_image": 2**20,
+    "box_batch_size_per_image": 2**10,
+}
+"""All of few regions count for the loss, so that none are drawn by lot: every device would draw others."""
+
+_BY_LOT = ("drop", "stochasticdepth")
+"""Parts of the class names of modules that leave something out at random."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network with ``feed(seed)``, which gives batches on the CPU for ``loss_fn``; ``options`` it was built with."""
+
+    model: nn.Module
+    feed: Callable[[int], Any]
+    loss_fn: LossFn
+    example: Callable[[Any], Any]
+    """What to trace the network with, from a batch."""
+    words: str
+    """The shape of a batch: ``8x3x224x224``."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def native_case(entry: Entry, batch: int, device: torch.device, model: nn.Module | None = None) -> Case:
+    """The network on a device, at the size of its own input; ``model`` is one that was made for small inputs before."""
+    made = _built(entry, native_options(entry), "cpu") if model is None else model
+    feed = _feed(entry, made, batch, None)
+    if model is None:
+        enliven_(made, feed, device)
+    return _case(moved_(made, device), feed, native_options(entry))
+
+
+def small_case(entry: Entry) -> Case:
+    """The network with the smallest inputs that it accepts, lively, and with nothing left out by lot."""
+    problems = ["nothing was tried"]
+    for size, options in _small_ways(entry):
+        try:
+            _try_on_meta(entry, size, options)
+            model = _built(entry, options, "cpu")
+            feed = _feed(entry, model, SMALL_BATCH, size)
+            enliven_(model, feed, torch.device("cpu"))
+            case = _case(model, feed, options)
+            with torch.no_grad():
+                loss = case.loss_fn(still_(model), feed(SEED))
+            if not bool(loss.isfinite()):
+                raise IfsoError("the loss is not finite")
+        except Exception as error:  # whatever a network raises on a size that it does not accept
+            problems.append(f"{type(error).__name__}: {one_line(error)}")
+        else:
+            return case
+    raise IfsoError(f"the network itself runs on none of the inputs tried; last: {problems[-1]}")
+
+
+def _case(model: nn.Module, feed: Callable[[int], Any], options: dict[str, Any]) -> Case:
+    detects = is_detector(model)
+    shapes = ["x".join(map(str, leaf.shape)) for leaf in tree_leaves(feed(SEED)[0])]
+    words = f"{len(shapes)} of {shapes[0]}" if detects else shapes[0]
+    return Case(
+        model, feed, detection_loss if detects else logits_loss,
+        (lambda batch: (batch[0][:1],)) if detects else (lambda batch: batch[0][:2]), words, options,
+    )  # fmt: skip
+
+
+def logits_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The cross entropy of all outputs [N, classes, …] of the model added up, heads that only train among them.
+
+    A batch is images and numbers in [0, 1) [N, H, W], from which labels are made for as many classes as there are.
+
+    >>> batch = torch.zeros(2, 4), torch.rand(2, 8, 8)
+    >>> round(float(logits_loss(nn.Flatten(), batch)), 4)
+    1.3863
+    """
+    images, numbers = batch
+    outputs = [leaf for leaf in tree_leaves(_plain(model(images))) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if not outputs:
+        raise IfsoError(f"{type(model).__name__} returns no tensor [N, classes, …]")
+    losses = []
+    for logits in outputs:
+        positions = logits[0, 0].numel()
+        drawn = numbers.flatten(1)[:, :positions].reshape(len(logits), *logits.shape[2:])
+        losses.append(F.cross_entropy(logits, (drawn * logits.shape[1]).long()))
+    return torch.stack(losses).sum()
+
+
+def _plain(output: Any) -> Any:
+    """Named tuples and dicts of the libraries' own kinds as plain ones."""
+    if isinstance(output, dict):
+        return {key: _plain(value) for key, value in output.items()}
+    return [_plain(value) for value in output if value is not None] if isinstance(output, (list, tuple)) else output
+
+
+def still_(model: nn.Module) -> nn.Module:
+    """Train mode, but for modules that leave something out at random."""
+    model.train()
+    for module in model.modules():
+        if not list(module.children()) and any(part in type(module).__name__.lower() for part in _BY_LOT):
+            module.eval()
+    return model
+
+
+def enliven_(model: nn.Module, feed: Callable[[int], Any], device: torch.device) -> None:
+    """Weights on which scores are not degenerate, see :mod:`benchmarks.lively`; the model stays there, in eval mode."""
+    perturb_(model.eval(), SEED)
+    moved_(model, device)
+    images = on(device, feed(SEED)[0])
+
+    def run() -> Any:
+        torch.manual_seed(SEED)
+        return model(images)
+
+    calibrate_(model, run)
+
+
+def on(device: torch.device | str, batch: Any, dtype: torch.dtype | None = None) -> Any:
+    """A batch on a device, its images in another precision if asked for."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype) if dtype is not None and leaf.is_floating_point() else leaf.to(device)
+
+    return tree_map(moved, batch)
+
+
+def moved_(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model on a device and in a precision, with the tensors that its modules keep from run to run on their own."""
+    model.to(device, dtype)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                setattr(module, name, on(device, value, dtype))
+    return model
+
+
+def _built(entry: Entry, options: dict[str, Any], device: str) -> nn.Module:
+    torch.manual_seed(SEED)
+    with warnings.catch_warnings(), torch.device(device):
+        warnings.simplefilter("ignore")
+        return create_model(entry.key, **options)
+
+
+def _try_on_meta(entry: Entry, size: int | None, options: dict[str, Any]) -> None:
+    """Raise if the network refuses the inputs; those that look at values pass, and are only tried for real."""
+    if entry.kind == "detection" or size is None:
+        return
+    try:
+        with torch.device("meta"), torch.no_grad():
+            _built(entry, options, "meta").train()(torch.empty(SMALL_BATCH, 3, size, size))
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+
+
+def _small_ways(entry: Entry) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Sizes with the options that the network needs for them, the smallest first."""
+    own = native_options(entry)
+    if entry.kind == "detection":
+        regions = ALL_REGIONS if "rcnn" in entry.name else {}
+        fixed = entry.name.startswith("ssd")
+        sides = {} if fixed else {"min_size": SMALL_DETECTOR_SIZE, "max_size": SMALL_DETECTOR_SIZE}
+        yield None if fixed else SMALL_DETECTOR_SIZE, {**own, **sides, **regions}
+        return
+    if entry.source not in ("torchvision", "timm"):
+        yield None, own
+        return
+    for size in SMALL_SIZES:
+        if entry.source == "timm":
+            yield size, {**own, "img_size": size}
+        yield size, {**own, "image_size": size} if entry.name.startswith("vit_") and entry.source != "timm" else own
+    yield None, own
+
+
+def native_options(entry: Entry) -> dict[str, Any]:
+    """What the network is built with at its own size."""
+    if entry.name in ("googlenet", "inception_v3") and entry.source == "torchvision":
+        return {"init_weights": False}
+    if entry.kind == "detection" and not entry.name.startswith("ssd"):
+        return {"min_size": DETECTOR_SIZE, "max_size": DETECTOR_SIZE}
+    return {}
+
+
+def _feed(entry: Entry, model: nn.Module, batch: int, size: int | None) -> Callable[[int], Any]:
+    """Batches by their seeds; of images of that size, or of the network's own if None."""
+    if is_detector(model):
+        side = size or DETECTOR_SIZE
+        return lambda seed: _scenes(entry.name, batch, side, _random(seed))
+    shape = default_inputs(entry.key, model).shape[1:]
+    if size is not None:
+        shape = (*shape[:-2], size, size)
+
+    def images(seed: int) -> tuple[Tensor, Tensor]:
+        random = _random(seed)
+        return torch.randn(batch, *shape, generator=random), torch.rand(batch, *shape[-2:], generator=random)
+
+    return images
+
+
+def _random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(SEED + seed)
+
+
+def _scenes(name: str, count: int, side: int, random: torch.Generator) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Square images with a few boxes each, and what the network wants to know about these."""
+    images, targets = [], []
+    for _ in range(count):
+        images.append(torch.rand(3, side, side, generator=random))
+        corners = 0.5 * torch.rand(BOXES, 2, generator=random)
+        boxes = side * torch.cat([corners, corners + 0.15 + 0.35 * torch.rand(BOXES, 2, generator=random)], 1)
+        labels = torch.ones(BOXES).long() if "keypoint" in name else torch.randint(1, 20, (BOXES,), generator=random)
+        target = {"boxes": boxes, "labels": labels}
+        if "mask" in name:
+            target["masks"] = (torch.rand(BOXES, side, side, generator=random) > 0.5).to(torch.uint8)
+        if "keypoint" in name:
+            inside = torch.rand(BOXES, KEYPOINTS, 2, generator=random) * (boxes[:, None, 2:] - boxes[:, None, :2])
+            target["keypoints"] = torch.cat([boxes[:, None, :2] + inside, torch.ones(BOXES, KEYPOINTS, 1)], 2)
+        targets.append(target)
+    return images, targets

@@ -1,0 +1,407 @@
+"""One network after the other is scored, pruned a little and trained, in train mode on a device.
+
+Networks have random weights. What is found out about one comes in stages, and a stage that fails leaves the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import ifso
+from benchmarks.gpu_zoo import float64 as zoo_float64
+from benchmarks.gpu_zoo.cases import SEED, Case, moved_, native_case, native_options, on, small_case, still_
+from benchmarks.gpu_zoo.float64 import CRITERIA, Sample
+from benchmarks.gpu_zoo.networks import Entry
+from ifso.common.devices import let_go_of, out_of_memory, usable_device
+from ifso.common.text import one_line
+from ifso.common.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.criteria.base import Task
+from ifso.criteria.registry import create
+from ifso.errors import IfsoError, ScoreError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.models.detectors import is_detector
+from ifso.training.precision import tensor_cores
+
+KEPT = 0.95
+"""Share of the MACs that the one stage keeps."""
+
+CALIBRATION_BATCHES = 2
+LEARNING_RATE = 1e-4
+PACKAGES = ("torch", "torchvision", "timm")
+POISONED = ("CUDA error", "device-side assert", "CUBLAS_STATUS", "CUDNN_STATUS")
+"""Words of errors after which a process can do nothing more on its GPU."""
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How networks are examined.
+
+    ``float64`` compares ranks with scores in float64 on the CPU, those in the folder ``kept`` where they fit;
+    ``only_float64`` does nothing but fill that folder. ``replayed`` also times CUDA graphs. ``processes`` share the
+    device; that is only told.
+    """
+
+    batch: int = 8
+    device: str = "cpu"
+    repeats: int = 5
+    threads: int | None = None
+    float64: bool = True
+    kept: str | None = None
+    only_float64: bool = False
+    replayed: bool = False
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in ("batch", "repeats"):
+            if getattr(self, name) < (2 if name == "batch" else 1):
+                raise IfsoError(f"{name} must be {'2' if name == 'batch' else '1'} or more, got {getattr(self, name)}")
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise IfsoError(f"device must be there, got {self.device!r}: no CUDA device was found; use cpu")
+        if self.only_float64 and (self.kept is None or not self.float64):
+            raise IfsoError("scores in float64 alone need a folder to keep them in")
+
+
+def about(device: str) -> dict[str, str]:
+    """Where networks are examined, and with which versions."""
+    place = usable_device(device)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
+    versions = {"python": platform.python_version(), "ifso": ifso.__version__}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"device_name": name, **versions}
+
+
+def examine(entry: Entry, setup: Setup) -> Iterator[Found]:
+    """What is found out about a network, piece by piece; ``{"stage": name}`` comes before each stage.
+
+    ``failed`` maps stages to reasons. Stages that need what a failed one makes are left out.
+    """
+    exam = _Exam(entry, setup)
+    stages = exam.float64_stages() if setup.only_float64 else exam.stages()
+    failed: dict[str, str] = {}
+    with tensor_cores("float32"):
+        for name, needs, work in stages:
+            if any(getattr(exam, need) is None for need in needs):
+                continue
+            yield {"stage": name}
+            begun = time.perf_counter()
+            try:
+                found = work()
+                exam.synchronize()
+                yield {**found, f"{name}_s": round(time.perf_counter() - begun, 2)}
+            except Exception as error:
+                failed[name] = reason_of(error)
+                let_go_of(error)
+                yield {"failed": dict(failed)}
+                if poisoned(failed[name]):
+                    return
+            exam.tidy()
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a stage failed, in one line."""
+    words = one_line(error) or type(error).__name__
+    if out_of_memory(error):
+        return f"out of memory: {words}"
+    return words if isinstance(error, IfsoError) else f"{type(error).__name__}: {words}"
+
+
+def poisoned(reason: str) -> bool:
+    """Has the process lost its GPU?
+
+    >>> poisoned("AcceleratorError: CUDA error: an illegal memory access was encountered")
+    True
+    """
+    return any(words in reason for words in POISONED) and not reason.startswith("out of memory")
+
+
+T = TypeVar("T")
+Stage = tuple[str, tuple[str, ...], Callable[[], Found]]
+"""Its name, the parts of an examination that it needs, and what it does."""
+
+
+class _Exam:
+    """One network on its way through the stages."""
+
+    def __init__(self, entry: Entry, setup: Setup) -> None:
+        self.entry, self.setup = entry, setup
+        self.device = usable_device(setup.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
+        self.small: Case | None = None
+        self.native: Case | None = None
+        self.graph: ChannelGraph | None = None
+        self.sample: Sample | None = None
+        self.found: dict[str, Tensor] | None = None
+        self.exact: dict[str, Tensor] | None = None
+        self._small_graph: ChannelGraph | None = None
+        self._copy: nn.Module | None = None
+        self._sums = torch.empty(0)
+        self._refused: dict[str, str] = {}
+
+    def _each(self, work: Callable[[str], T]) -> dict[str, T]:
+        """What ``work`` gives for each criterion; one that refuses the network is left out from then on."""
+        found = {}
+        for name in CRITERIA:
+            if name not in self._refused:
+                try:
+                    found[name] = work(name)
+                except ScoreError as error:
+                    if out_of_memory(error):
+                        raise
+                    self._refused[name] = reason_of(error)
+        if not found:
+            raise IfsoError("; ".join(self._refused.values()))
+        return found
+
+    def stages(self) -> list[Stage]:
+        """All, in order."""
+        compared: list[Stage] = [
+            ("small", (), self._build_small),
+            ("small_scores", ("small",), self._score_small),
+        ]
+        own: list[Stage] = [
+            ("build", (), self._build),
+            ("trace", ("native",), self._trace),
+            ("score", ("graph",), self._score),
+            ("times", ("graph",), self._times),
+            ("memory", ("graph",), self._memory),
+            ("step", ("graph",), lambda: {"step": self._step()}),
+            ("prune", ("graph",), self._prune),
+        ]
+        if self.setup.replayed and self.device.type == "cuda":
+            own.insert(4, ("replayed", ("graph",), self._replayed))
+        last: list[Stage] = [("rank", ("sample", "found"), self._rank)]
+        return [*compared, *own, *last] if self.setup.float64 else own
+
+    def float64_stages(self) -> list[Stage]:
+        """Those that fill the folder with scores in float64."""
+        return [("small", (), self._build_small), ("float64", ("small",), self._only_float64)]
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def tidy(self) -> None:
+        """Give memory back that nothing needs any more: other processes may share the GPU."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build_small(self) -> Found:
+        self.small = small_case(self.entry)
+        self._sums = zoo_float64.sums_of(self.small.model, _images(self.small.feed(SEED)))
+        return {"small_input": self.small.words}
+
+    def _score_small(self) -> Found:
+        """Scores of the small batch in float32 on the device, and a copy for float64 if none are kept."""
+        assert self.small is not None
+        batch, copied = on(self.device, self.small.feed(SEED)), copy.deepcopy(self.small.model)
+        model = moved_(self.small.model, self.device)
+        graph = self._trace_small(batch)
+        sample = Sample.of(graph)
+        if self.setup.kept is not None:
+            path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
+            self.exact = zoo_float64.read(path, self._sums, len(sample.units))
+        self._copy = copied if self.exact is None else None
+        self.sample = sample
+        still_(model)
+        loss_fn = self.small.loss_fn
+        self.found = self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
+        return {"kept_float64": self.exact is not None}
+
+    def _trace_small(self, batch: Any) -> ChannelGraph:
+        assert self.small is not None
+        self._small_graph = ifso.trace(self.small.model.eval(), self.small.example(batch))
+        return self._small_graph
+
+    def _in_float64(self, model: nn.Module) -> dict[str, Tensor]:
+        """The same scores on the CPU, kept if there is a folder."""
+        assert self.small is not None
+        assert self._small_graph is not None
+        graph, sample = self._small_graph, Sample.of(self._small_graph)
+        exact, batch = still_(moved_(model, "cpu", torch.float64)), on("cpu", self.small.feed(SEED), torch.float64)
+        loss_fn = self.small.loss_fn
+        with _float64_by_default():
+            scores = self._each(lambda name: sample.taken(graph, ifso.score(exact, graph, loss_fn, [batch], name)))
+        if self.setup.kept is not None:
+            path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
+            zoo_float64.write(path, scores, self._sums, {**about("cpu"), "network": self.entry.key})
+        return scores
+
+    def _only_float64(self) -> Found:
+        assert self.small is not None
+        self._trace_small(self.small.feed(SEED))
+        self._in_float64(self.small.model)
+        return {}
+
+    def _rank(self) -> Found:
+        assert self.sample is not None
+        assert self.found is not None
+        if self.exact is None:
+            assert self._copy is not None
+            self.exact = self._in_float64(self._copy)
+        ranks = {
+            name: self.sample.rank(self.found[name], self.exact[name]) for name in self.found if name in self.exact
+        }
+        return {
+            "compared_units": len(self.sample.units),
+            "rank": {name: rank[0] for name, rank in ranks.items()},
+            "rank_in_groups": {name: rank[1] for name, rank in ranks.items()},
+        }
+
+    def _build(self) -> Found:
+        made = None
+        if self.small is not None and self.small.options == native_options(self.entry):
+            made = self.small.model
+        elif self.small is not None:
+            moved_(self.small.model, "cpu")
+        self.native = native_case(self.entry, self.setup.batch, self.device, made)
+        params = sum(parameter.numel() for parameter in self.native.model.parameters())
+        return {"input": self.native.words, "params": params}
+
+    def _trace(self) -> Found:
+        assert self.native is not None
+        model = self.native.model.eval()
+        graph = ifso.trace(model, self._example())
+        if not graph.num_units:
+            raise IfsoError("nothing in the network can be pruned")
+        model.train()
+        self.graph = graph
+        return {"groups": len(graph.groups), "units": graph.num_units}
+
+    def _example(self) -> Any:
+        assert self.native is not None
+        return on(self.device, self.native.example(self.native.feed(SEED)))
+
+    def _score(self) -> Found:
+        """Both scores as a user gets them: finite, or an error."""
+        assert self.native is not None
+        assert self.graph is not None
+        case, graph, batch = self.native, self.graph, on(self.device, self.native.feed(SEED))
+
+        def share_of_zeros(name: str) -> float:
+            scores = ifso.score(case.model, graph, case.loss_fn, [batch], name)
+            return float((torch.cat(list(scores.values())) == 0).double().mean())
+
+        zeros = self._each(share_of_zeros)
+        return {"scored": list(zeros), "zero_scores": zeros, **({"refused": self._refused} if self._refused else {})}
+
+    def _functions(self) -> dict[str, Callable[[], Any]]:
+        """A gradient and the scores, of the same batch."""
+        assert self.native is not None
+        assert self.graph is not None
+        model, loss_fn = self.native.model.train(), self.native.loss_fn
+        batch = on(self.device, self.native.feed(SEED))
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        task = Task(model, self.graph, loss_fn, self.graph.kept(None))
+        functions: dict[str, Callable[[], Any]] = {
+            "gradient": lambda: torch.autograd.grad(loss_fn(model, batch), weights, allow_unused=True)
+        }
+        for name in CRITERIA:
+            if name not in self._refused:
+                functions[name] = partial(create(name).units, task, batch)
+        return functions
+
+    def _times(self) -> Found:
+        ready = {}
+        for name, function in self._functions().items():
+            for _ in range(WARM_UP if self.device.type == "cuda" else 1):
+                function()
+            ready[name] = Ready(function, function, self.device, captured=False)
+        self.synchronize()
+        return {"seconds": _seconds(in_turns(ready, self.setup.repeats))}
+
+    def _replayed(self) -> Found:
+        """The same as CUDA graphs, where all of it can be captured."""
+        assert self.native is not None
+        if is_detector(self.native.model):
+            return {}
+        ready = {name: make_ready(function, self.device) for name, function in self._functions().items()}
+        if not all(one.captured for one in ready.values()):
+            return {"not_captured": [name for name, one in ready.items() if not one.captured]}
+        return {"replayed_seconds": _seconds(in_turns(ready, self.setup.repeats))}
+
+    def _memory(self) -> Found:
+        functions = {name: function for name, function in self._functions().items() if name != "gradient"}
+        peaks = {name: peak_bytes(function, self.device) for name, function in functions.items()}
+        peaks["step"] = peak_bytes(self._step, self.device)
+        return {"peak_bytes": peaks}
+
+    def _step(self) -> dict[str, float]:
+        """A step of training: its loss, and the share of the weights' tensors that have a gradient."""
+        assert self.native is not None
+        model, batch = self.native.model.train(), on(self.device, self.native.feed(SEED))
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9)
+        loss = self.native.loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        optimizer.zero_grad()
+        sizes = torch.stack([grad.detach().abs().max() for grad in grads]) if grads else torch.zeros(1)
+        loss = loss.detach()
+        if not bool(loss.isfinite()) or not bool(sizes.isfinite().all()):
+            raise IfsoError(f"a loss of {float(loss):g} or its gradients are not finite")
+        return {"loss": float(loss), "gradients": float((sizes > 0).sum()) / len(weights)}
+
+    def _prune(self) -> Found:
+        """One stage of the default run, and a step of training after it."""
+        assert self.native is not None
+        case = self.native
+        batches = [case.feed(SEED + 1 + number) for number in range(CALIBRATION_BATCHES)]
+        self.graph = None
+        result = ifso.prune(
+            case.model.eval(), batches, case.loss_fn, budget=ifso.Budget(macs=KEPT), example_inputs=self._example(),
+            calibration=CALIBRATION_BATCHES * self.setup.batch, progress=False,
+        )  # fmt: skip
+        pruned = {
+            "macs": result.shares["macs"], "params": result.shares["params"], "stages": len(result.stages),
+            "removed_units": result.removed_units, "seconds": result.seconds,
+        }  # fmt: skip
+        return {"pruned": pruned, "step_after": self._step()}
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Tensors that a network makes on its way, without saying of which dtype, are float64 as well."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _images(batch: Any) -> Tensor:
+    images = batch[0]
+    return images if isinstance(images, Tensor) else torch.stack(list(images))
+
+
+def _seconds(rounds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and the median over rounds of a score's time ÷ the gradient's of the same round."""
+    medians: dict[str, Any] = {name: middle(times)[0] for name, times in rounds.items()}
+    ratios = {
+        name: middle([own / one for own, one in zip(rounds[name], rounds["gradient"], strict=True)])[0]
+        for name in CRITERIA
+        if name in rounds
+    }
+    return {**medians, "in_gradients": ratios}

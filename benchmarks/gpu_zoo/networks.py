@@ -1,0 +1,103 @@
+"""Which networks the zoos hold: torchvision's builders, and the smallest variant of every timm family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ifso.errors import IfsoError
+
+FAMILIES = Path(__file__).resolve().parent / "timm_families.json"
+"""{timm.models module: {model, params, input_size}}, the smallest model of each module."""
+
+KINDS = ("classification", "segmentation", "detection")
+"""The torchvision tasks that ``python -m benchmarks zoo`` goes over."""
+
+OWN = "own"
+"""The kind of a network that somebody named."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One network of a zoo. ``kind`` is the torchvision task or the timm family."""
+
+    source: str
+    kind: str
+    name: str
+
+    @property
+    def key(self) -> str:
+        """As the command line names it: ``torchvision:resnet18``."""
+        return f"{self.source}:{self.name}"
+
+
+def torchvision_entries(kinds: Sequence[str] = KINDS) -> list[Entry]:
+    """Every builder of these tasks that is not quantized."""
+    from torchvision import models
+
+    modules = {kind: getattr(models, kind, models) for kind in kinds}
+    return [
+        Entry("torchvision", kind, name)
+        for kind, module in modules.items()
+        for name in sorted(models.list_models(module=module))
+    ]
+
+
+def timm_entries(file: Path = FAMILIES) -> list[Entry]:
+    """The committed choice, one per family."""
+    families = json.loads(file.read_text())
+    return [Entry("timm", family, chosen["model"]) for family, chosen in sorted(families.items())]
+
+
+def installed(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """Those that the installed timm has, and those that it lacks."""
+    lacking: list[Entry] = []
+    if any(entry.source == "timm" for entry in entries):
+        import timm
+
+        lacking = [entry for entry in entries if entry.source == "timm" and not timm.is_model(entry.name)]
+    return [entry for entry in entries if entry not in lacking], lacking
+
+
+def named(models: Sequence[str]) -> list[Entry]:
+    """Networks by their MODEL names, in place of those of the zoo.
+
+    >>> [entry.key for entry in named(["ifso:resnet20", "nets.py:mine"])]
+    ['ifso:resnet20', 'nets.py:mine']
+    """
+    found = []
+    for model in models:
+        source, colon, name = model.partition(":")
+        if not colon or not source or not name:
+            raise IfsoError(f"--models takes names such as torchvision:resnet18, got {model!r}")
+        found.append(Entry(source, OWN, name))
+    return found
+
+
+def matching(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
+    """Those whose name, with or without its source, or whose kind fits a pattern; all without patterns.
+
+    >>> [entry.name for entry in matching(named(["ifso:resnet20", "ifso:vgg16"]), ["res*"])]
+    ['resnet20']
+    """
+    if not patterns:
+        return list(entries)
+    found = [e for e in entries if any(fnmatch(word, p) for word in (e.key, e.name, e.kind) for p in patterns)]
+    if not found:
+        raise IfsoError(f"--only {' '.join(patterns)} fits none of the {len(entries)} networks")
+    return found
+
+
+def shard_of(entries: Sequence[Entry], shard: str) -> list[Entry]:
+    """The ``I``-th of ``N`` parts, for a shard ``"I/N"``; neighbours, which are alike, go to different parts.
+
+    >>> [entry.name for entry in shard_of(named(["a:1", "a:2", "a:3"]), "1/2")]
+    ['1', '3']
+    """
+    first, _, parts = shard.partition("/")
+    if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
+        raise IfsoError(f"--shard must be I/N with I from 1 to N, such as 1/4, got {shard!r}")
+    return list(entries[int(first) - 1 :: int(parts)])

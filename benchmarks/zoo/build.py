@@ -1,0 +1,230 @@
+"""Build one network of the zoo with the smallest inputs it accepts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from benchmarks.lively import calibrate_, perturb_
+from catalog import Entry
+from torch import Tensor, nn
+from values import finite
+
+SEED = 0
+SIZES = (64, 96, 112, 128, 160, 192, 224, 256)
+CLIPS = ((8, 64), (16, 64), (16, 112), (16, 224))
+"""Frames and size of the videos to try."""
+
+
+class Absent(Exception):
+    """The installed library has no such network."""
+
+
+@dataclass
+class Case:
+    """A network in eval mode with positional or keyword inputs, and those of train mode where they are others."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...] | dict[str, Any]
+    training_inputs: tuple[Any, ...] | dict[str, Any] | None = None
+    ran: set[str] = field(default_factory=set)
+    """Names of the convolutions and linear layers that the inputs reach."""
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> Any:
+        """The outputs in the present mode, always from the same random state."""
+        torch.manual_seed(SEED)
+        inputs = self.training_inputs if self.model.training and self.training_inputs else self.inputs
+        with torch.no_grad():
+            return self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+
+    @property
+    def input_shape(self) -> str:
+        """The shape of the (first) input in words: ``2x3x64x64``."""
+        first = self.inputs[0]
+        shapes = [first.shape] if isinstance(first, Tensor) else [image.shape for image in first]
+        return " + ".join("x".join(map(str, shape)) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to build and to feed a network, to be tried."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    training_inputs: Callable[[], tuple[Any, ...]] | None = None
+    abstract: bool = True
+    """Whether it can be tried on the meta device first."""
+
+
+def build(entry: Entry, double_below: float, device: str = "cpu") -> Case:
+    """The network in float64 if it has fewer than ``double_below`` parameters, conditioned, with inputs it accepts."""
+    warnings.simplefilter("ignore")
+    problems: list[str] = []
+    for candidate in candidates(entry):
+        try:
+            if candidate.abstract:
+                _try_on_meta(candidate)
+            return _realise(candidate, double_below, device)
+        except Exception as error:  # whatever a third-party model raises on a size it does not accept
+            problems.append(f"{type(error).__name__}: {error}")
+    raise RuntimeError(
+        f"the network itself runs on none of the inputs tried; last: {problems[-1] if problems else '-'}"
+    )
+
+
+def candidates(entry: Entry) -> Iterator[Candidate]:
+    """Ways to build and feed the network, the smallest inputs first."""
+    makers = {"detection": _detection, "video": _video, "optical_flow": _optical_flow}
+    if entry.source == "timm":
+        return _timm(entry)
+    return makers.get(entry.kind, _image)(entry)
+
+
+def _try_on_meta(candidate: Candidate) -> None:
+    """Raise if the network refuses the inputs; networks that look at values pass and are only tried for real."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            candidate.build().eval()(*candidate.inputs())
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+
+
+def _realise(candidate: Candidate, double_below: float, device: str) -> Case:
+    """Build for real, in float64 if small enough and possible, and check that the outputs are finite."""
+    notes: list[str] = []
+    small = _count(candidate.build) < double_below
+    for dtype in (torch.float64, torch.float32) if small else (torch.float32,):
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(SEED)
+        try:
+            case = _conditioned(candidate, notes, device)
+            if not finite(case.run()):
+                raise RuntimeError("outputs are not finite")
+            return case
+        except Exception as error:
+            if dtype is torch.float32:
+                raise
+            notes.append(f"does not run in float64 ({type(error).__name__})")
+    raise AssertionError("unreachable")
+
+
+def _count(build: Callable[[], nn.Module]) -> int:
+    """Number of parameters, without memory for them where the builder allows that."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (RuntimeError, NotImplementedError):
+        torch.set_default_dtype(torch.float32)
+        model = build()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _conditioned(candidate: Candidate, notes: list[str], device: str) -> Case:
+    model = candidate.build().to(torch.get_default_dtype()).eval()
+    perturb_(model, SEED)
+    torch.manual_seed(SEED)
+    training = on(device, candidate.training_inputs()) if candidate.training_inputs else None
+    case = Case(model.to(device), on(device, candidate.inputs()), training, notes=list(notes))
+    case.ran = calibrate_(model, case.run)
+    return case
+
+
+def on(device: str, tree: Any) -> Any:
+    """Nested inputs on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: on(device, item) for key, item in tree.items()}
+    return type(tree)(on(device, item) for item in tree)
+
+
+def _image(entry: Entry) -> Iterator[Candidate]:
+    """Torchvision classification and segmentation; ``image_size`` where the builder takes it."""
+    for size in SIZES:
+        options = {"image_size": size} if entry.name.startswith("vit_") else {}
+        yield Candidate(_torchvision(entry, **options), _images(size))
+
+
+def _video(entry: Entry) -> Iterator[Candidate]:
+    for frames, size in CLIPS:
+        batch = 2 if size < 224 else 1
+        yield Candidate(_torchvision(entry), lambda f=frames, s=size, b=batch: (torch.randn(b, 3, f, s, s),))
+
+
+def _optical_flow(entry: Entry) -> Iterator[Candidate]:
+    yield Candidate(
+        _torchvision(entry), lambda: (torch.rand(1, 3, 128, 128), torch.rand(1, 3, 128, 128)), abstract=False
+    )
+
+
+def _torchvision(entry: Entry, **options: Any) -> Callable[[], nn.Module]:
+    from torchvision import models
+
+    if entry.kind in ("segmentation", "detection"):
+        options["weights_backbone"] = None
+    if entry.name in ("googlenet", "inception_v3"):
+        options["init_weights"] = False
+    return lambda: models.get_model(entry.name, weights=None, **options)
+
+
+def _timm(entry: Entry) -> Iterator[Candidate]:
+    """Small sizes with ``img_size`` where the model takes it, then its native size."""
+    import timm
+
+    if not timm.is_model(entry.name):
+        raise Absent(f"timm {timm.__version__} has no such network")
+    native = timm.get_pretrained_cfg(entry.name).input_size[-1]
+    for size in dict.fromkeys([*SIZES, native]):
+        for options in ({"img_size": size}, {}):
+            yield Candidate(lambda options=options: timm.create_model(entry.name, **options), _images(size))
+
+
+def _images(size: int) -> Callable[[], tuple[Tensor]]:
+    return lambda: (torch.randn(2, 3, size, size),)
+
+
+SCORE_THRESHOLD = 1e-3
+"""Low, so that a network with random weights has detections."""
+FEW = 8
+"""Detections kept per image."""
+PROPOSALS = {
+    "rpn_post_nms_top_n_test": 50,
+    "rpn_post_nms_top_n_train": 50,
+    "box_batch_size_per_image": 32,
+    "box_detections_per_img": FEW,
+    "box_score_thresh": SCORE_THRESHOLD,
+}
+
+
+def _detection(entry: Entry) -> Iterator[Candidate]:
+    """Two images of different sizes, shrunk to at least 160 where the builder takes it, with targets for train mode."""
+    options: dict[str, Any] = {"score_thresh": SCORE_THRESHOLD, "detections_per_img": FEW, "topk_candidates": 50}
+    if "rcnn" in entry.name:
+        options = dict(PROPOSALS)
+    if not entry.name.startswith("ssd"):
+        options |= {"min_size": 160, "max_size": 256}
+    yield Candidate(_torchvision(entry, **options), _scenes, lambda: (*_scenes(), _targets(entry.name)), abstract=False)
+
+
+def _scenes() -> tuple[list[Tensor]]:
+    return ([torch.rand(3, 160, 192), torch.rand(3, 224, 176)],)
+
+
+def _targets(name: str) -> list[dict[str, Tensor]]:
+    """Three boxes per image with what the network wants to know about them."""
+    boxes = torch.tensor([[10.0, 20.0, 90.0, 100.0], [30.0, 30.0, 150.0, 140.0], [5.0, 60.0, 60.0, 150.0]])
+    targets = []
+    for image in _scenes()[0]:
+        target = {"boxes": boxes.clone(), "labels": torch.tensor([1, 1, 1] if "keypoint" in name else [1, 7, 15])}
+        if "mask" in name:
+            target["masks"] = (torch.rand(3, *image.shape[-2:]) > 0.5).to(torch.uint8)
+        if "keypoint" in name:
+            places = boxes[:, None, :2] + torch.rand(3, 17, 2) * (boxes[:, None, 2:] - boxes[:, None, :2])
+            target["keypoints"] = torch.cat([places, torch.ones(3, 17, 1)], dim=2).float()
+        targets.append(target)
+    return targets

@@ -1,0 +1,207 @@
+"""Functions spelt out in simpler ones, where forward mode lacks them, fails or has no second derivative."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverloadPacket
+from torch.autograd import Function
+from torch.autograd.forward_ad import make_dual, unpack_dual
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """x σ(x)."""
+    return _given(input, lambda z: z * z.sigmoid(), inplace)
+
+
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    """x tanh(softplus(x))."""
+    return _given(input, lambda z: z * F.softplus(z).tanh(), inplace)
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """A line between 0 and 1."""
+    return _given(input, lambda z: ((z + 3) / 6).clamp(0, 1), inplace)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Statistics over the channels of a group."""
+    parts = input.reshape(input.shape[0], num_groups, -1)
+    variance, mean = torch.var_mean(parts, -1, correction=0, keepdim=True)
+    y = ((parts - mean) * (variance + eps).rsqrt()).view(input.shape)
+    column = (1, -1, *[1] * (input.dim() - 2))
+    y = y if weight is None else y * weight.view(column)
+    return y if bias is None else y + bias.view(column)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g · v / ‖v‖, the norm over all dims but one (or over all, dim −1)."""
+    rest = [axis for axis in range(v.dim()) if axis != dim]
+    return v * (g / v.square().sum(rest, keepdim=True).sqrt())
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Scaled dot products in plain matrix products, whichever kernel the model asks for."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def in_plain_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without cuDNN and oneDNN: a recurrent layer runs step by step, not in one kernel for all steps."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _switched_off(torch.backends.cudnn), _switched_off(torch.backends.mkldnn):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _switched_off(backend: Any) -> Iterator[None]:
+    before, backend.enabled = backend.enabled, False
+    try:
+        yield
+    finally:
+        backend.enabled = before
+
+
+def mse_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(input − target)²."""
+    square = (input - target) ** 2
+    if weight is not None:
+        square = square * weight
+    mean = square.mean() if weight is None else square.sum() / weight.expand_as(square).sum()
+    return _reduced(square, mean, _old_name(size_average, reduce, reduction))
+
+
+def huber_loss(
+    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Tensor | None = None
+) -> Tensor:
+    """A parabola, then a line."""
+    error = (input - target).abs()
+    loss = torch.where(error < delta, 0.5 * (input - target) ** 2, delta * (error - 0.5 * delta))
+    if weight is not None:
+        loss = loss * weight
+    mean = loss.mean() if weight is None else loss.sum() / weight.expand_as(loss).sum()
+    return _reduced(loss, mean, reduction)
+
+
+def soft_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Tensor:
+    """log(1 + exp(−target · input))."""
+    loss = F.softplus(-target * input)
+    return _reduced(loss, loss.mean(), _old_name(size_average, reduce, reduction))
+
+
+def _given(x: Tensor, function: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
+    return x.copy_(function(x.clone())) if inplace else function(x)
+
+
+def _old_name(size_average: Any, reduce: Any, reduction: str) -> str:
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
+def _reduced(loss: Tensor, mean: Tensor, reduction: str) -> Tensor:
+    return {"mean": mean, "sum": loss.sum(), "none": loss}[reduction]
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    F.silu: silu,
+    F.mish: mish,
+    F.hardsigmoid: hardsigmoid,
+    F.group_norm: group_norm,
+    torch._weight_norm: weight_norm,
+    F.scaled_dot_product_attention: attention,
+    **{
+        function: in_plain_kernels(function)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, F.grid_sample)
+    },
+    F.mse_loss: mse_loss,
+    F.huber_loss: huber_loss,
+    F.soft_margin_loss: soft_margin_loss,
+}
+
+LINEAR_IN_INPUT = frozenset({"torchvision.roi_align", "torchvision.ps_roi_align"})
+"""Names of operators that are linear in their first argument; they have no gradient for the others (boxes)."""
+
+
+def is_linear_in_input(func: Any) -> bool:
+    """Is the function one of these operators?"""
+    return isinstance(func, OpOverloadPacket) and str(func) in LINEAR_IN_INPUT
+
+
+def call_linear(func: Callable[..., Tensor], x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """``func(x, …)`` for dual ``x``."""
+    primal, tangent = unpack_dual(x)
+    rest = tuple(unpack_dual(value).primal.detach() if isinstance(value, Tensor) else value for value in rest)
+    y, y_dot = _DualLinear.apply(
+        lambda value: func(value, *rest, **options), primal, None if tangent is None else tangent.detach()
+    )
+    return y if y_dot is None else make_dual(y, y_dot)
+
+
+class _DualLinear(Function):
+    """``y = A x`` and ``ẏ = A ẋ``; back come ``Aᵀλ`` and ``Aᵀλ̇``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, x_dot: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``y`` and ``ẏ``."""
+        ctx.function = function
+        ctx.save_for_backward(x)
+        y_dot = None if x_dot is None else function(x_dot)
+        if y_dot is not None:
+            ctx.mark_non_differentiable(y_dot)
+        return function(x), y_dot
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        """``Aᵀλ`` and its tangent."""
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, _Transposed.apply(ctx.function, x, grad), None
+        lam, lam_dot = unpack_dual(grad)
+        back, *more = _pulled_back(ctx.function, x, [one for one in (lam, lam_dot) if one is not None])
+        return None, make_dual(back, more[0]) if more else back, None
+
+
+class _Transposed(Function):
+    """``Aᵀλ`` for double backward: its own derivative is ``A``."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, lam: Tensor) -> Tensor:
+        """``Aᵀλ``; of ``x`` only the shape is looked at."""
+        ctx.function = function
+        return _pulled_back(function, x, [lam])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``A`` times what comes back."""
+        return None, None, ctx.function(grad)
+
+
+def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, lams: Sequence[Tensor]) -> list[Tensor]:
+    """``Aᵀλ`` of every ``λ``."""
+    with torch.enable_grad():
+        leaf = torch.zeros_like(x).requires_grad_()
+        y = function(leaf)
+    return [torch.autograd.grad(y, leaf, lam, retain_graph=True)[0] for lam in lams]

@@ -1,0 +1,304 @@
+"""Images in folders, ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG``, in the customary sizes of ImageNet."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ifso.common.files import is_file
+from ifso.common.text import one_line
+from ifso.data.base import Data, split
+from ifso.data.batches import Batch
+from ifso.data.decoding import Decoded, Loading, Pictures, TestFiles, TrainFiles, need_torchvision, workers_for
+from ifso.data.sharding import Share
+from ifso.errors import DataError
+
+Read = TypeVar("Read")
+
+ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
+
+JPEG = ("JPEG", "MPO")
+"""Both begin with a JPEG; in the second there are further pictures behind it."""
+
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
+"""What a file may be, whatever its name ends in."""
+
+PER_BYTE = {True: 600, False: 8300}
+"""Pixels that a byte can stand for at most, in a JPEG (a bit for each block) and in others (packed 1032 times, a bit
+each) …"""
+
+MOST_PIXELS = 2**27
+"""Of any image: to decode one takes some 9 bytes for each."""
+
+FREE_PIXELS = 2**20
+"""… beyond these."""
+
+LAYOUT = "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """``names`` [N] below ``folder``, as bytes in one array, which worker processes share; ``labels`` [N] in int64."""
+
+    folder: Path
+    names: Any
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, places: Tensor | slice) -> ImageFiles:
+        """The files at ``places``."""
+        names = self.names[places.numpy() if isinstance(places, Tensor) else places]
+        return ImageFiles(self.folder, names, self.labels[places])
+
+    def size(self, place: int) -> tuple[int, int]:
+        """Height and width that a file says it has."""
+        return self._of(place, _size)
+
+    def read(self, place: int) -> Tensor:
+        """One image [3, H, W] in uint8, whatever its colours were."""
+        return self._of(place, _decoded)
+
+    def _of(self, place: int, read: Callable[[Path], Read]) -> Read:
+        path = self.folder / os.fsdecode(self.names[place])
+        named = one_line(str(path))
+        if not is_file(path):
+            raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
+        try:
+            return read(path)
+        except DataError as error:
+            raise DataError(f"{named} {error}") from None
+        except Exception as error:
+            raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
+
+
+def _size(path: Path) -> tuple[int, int]:
+    from PIL import Image
+
+    with Image.open(path, formats=FORMATS) as image:
+        return image.height, image.width
+
+
+def _decoded(path: Path) -> Tensor:
+    """JPEG is decoded by torchvision and the rest by Pillow: torchvision ends the process on some damaged PNG files."""
+    from PIL import Image
+    from torchvision.io import ImageReadMode, decode_image
+
+    with Image.open(path, formats=FORMATS) as image:
+        jpeg = image.format in JPEG
+        _refuse_bomb(image.width * image.height, path.stat().st_size, PER_BYTE[jpeg])
+        if not jpeg:
+            return _with_pillow(image)
+    return decode_image(str(path), ImageReadMode.RGB)
+
+
+def _refuse_bomb(pixels: int, size: int, per_byte: int) -> None:
+    """A file of a few bytes that speaks of many pixels would take gigabytes before it is found to be damaged."""
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"it has {pixels} pixels, and {MOST_PIXELS} are the most that are decoded")
+    if pixels > FREE_PIXELS + per_byte * size:
+        raise ValueError(f"{size} bytes cannot hold {pixels} pixels")
+
+
+def _with_pillow(image: Any) -> Tensor:
+    """The first picture of a PNG, or the only one of a GIF or WebP; of 16 bits the upper half, transparency is lost."""
+    if image.format != "PNG" and getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"holds {image.n_frames} images; replace it with one that holds a single image")
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.int64) >> 8
+        pixels = np.stack([grey.clip(0, 255).astype(np.uint8)] * 3, 2)
+    else:
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The names of the classes, the files for training and for the test, and ``notes`` on what was left out."""
+
+    classes: tuple[str, ...]
+    train: ImageFiles
+    test: ImageFiles
+    notes: tuple[str, ...]
+
+
+def find_images(root: Path) -> Found:
+    """What is in the folders of ``root``.
+
+    Classes are the folders of ``train`` in the order of their names, which for ImageNet is that of published weights.
+    Of the files in them, those that end like an image count (.jpeg, .jpg, .png or .webp).
+    """
+    if not root.is_dir():
+        raise DataError(
+            f"there is no folder {root}; give the one that holds {LAYOUT} "
+            "(ImageNet is not downloaded for you, see https://image-net.org/download)"
+        )
+    for part in ("train", "val"):
+        if not (root / part).is_dir():
+            raise DataError(f"{root} holds no folder {part}; give the one that holds {LAYOUT}")
+    try:
+        return _found(root)
+    except OSError as error:
+        raise DataError(f"{root} cannot be read: {one_line(error)}; make all its folders readable") from error
+
+
+def _found(root: Path) -> Found:
+    classes, tested = _classes(root / "train"), _classes(root / "val")
+    strange = sorted(set(tested) - set(classes))
+    if strange:
+        raise DataError(
+            f"{one_line(str(root / 'val' / strange[0]))} is of a class that {root / 'train'} lacks"
+            f"{f' ({len(strange) - 1} more like it)' if strange[1:] else ''}; both need the same class folders"
+        )
+    notes: list[str] = []
+    train = _files(root / "train", classes, classes, notes)
+    return Found(classes, train, _files(root / "val", tested, classes, notes), tuple(notes))
+
+
+def _classes(folder: Path) -> tuple[str, ...]:
+    with os.scandir(folder) as entries:
+        inside = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+    classes = tuple(sorted(name for name, is_folder in inside if is_folder))
+    if not classes:
+        loose = any(_is_image(name) for name, _ in inside)
+        raise DataError(
+            f"{folder} holds {'images but ' if loose else ''}no class folders; "
+            f"put the images of each class into a folder of their own, {folder.name}/CLASS/*.JPEG"
+        )
+    return classes
+
+
+def _files(folder: Path, present: Sequence[str], classes: Sequence[str], notes: list[str]) -> ImageFiles:
+    number = {name: label for label, name in enumerate(classes)}
+    inside = {name: sorted(os.listdir(folder / name)) for name in present}  # noqa: PTH208 (quicker)
+    found = {name: [*filter(_is_image, files)] for name, files in inside.items()}
+    shown = [(name, file) for name, files in inside.items() for file in files if not _is_hidden(file)]
+    others = [f"{name}/{file}" for name, file in shown if not _is_image(file)]
+    empty = [name for name, files in found.items() if not files]
+    if len(empty) == len(found):
+        raise DataError(f"{folder} holds not a single image ({', '.join(ENDINGS)}) in its {len(found)} class folders")
+    if empty:
+        place = one_line(str(folder / empty[0]))
+        raise DataError(f"{place} holds no image ({', '.join(ENDINGS)}); fill the folder or remove it")
+    if others:
+        notes.append(
+            f"{folder}: {len(others)} files or folders that do not end like an image ({', '.join(ENDINGS)}) are left "
+            f"out, the first is {one_line(others[0])}"
+        )
+    names = np.array([os.fsencode(f"{name}/{file}") for name, files in found.items() for file in files])
+    labels = torch.tensor([number[name] for name, files in found.items() for _ in files])
+    return ImageFiles(folder, names, labels)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(ENDINGS) and not _is_hidden(name)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without the place in torchvision's source that may precede it.
+
+    >>> _reason(RuntimeError("decode_jpeg, /src/decode_jpeg.cpp:171, Image is incomplete or truncated"))
+    'Image is incomplete or truncated'
+    """
+    return one_line(re.sub(r"^\w+, \S+\.cpp:\d+, ", "", (str(error).splitlines() or [type(error).__name__])[0]))
+
+
+CROP, EDGE = 224, 256
+"""Pixels of an image, and of the shorter edge before a test image's middle is cut out."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageNet(Data):
+    """Images in folders. ``train`` is without ``validation``, which is None if none was asked for."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Pictures
+    validation: Pictures | None
+    test: Pictures
+    seed: int
+    share: Share
+    loading: Loading
+    notes: tuple[str, ...] = ()
+
+    input_shape = (3, CROP, CROP)
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """As many as ``train`` has folders."""
+        return len(self.classes)
+
+    def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> TrainFiles:
+        """Shuffled batches of (images [N, 3, 224, 224], labels [N]); a random window of each image, mirrored or not."""
+        source = Decoded(self.train, _augmented() if augment else self._whole(), self.seed)
+        return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, share=self.share, loading=self.loading)
+
+    def validation_batches(self, batch_size: int = 500) -> TestFiles:
+        """What was set apart, in a fixed order; of each image the middle."""
+        if self.validation is None:
+            raise DataError(f"{self.name} was opened without a validation part; use open_data(…, validation=0.1)")
+        return self._tested(self.validation, batch_size)
+
+    def test_batches(self, batch_size: int = 500) -> TestFiles:
+        """The images of ``val`` in the order of their names; of each image the middle."""
+        return self._tested(self.test, batch_size)
+
+    def example_inputs(self) -> Tensor:
+        """The first test image [1, 3, 224, 224], normalised."""
+        return self._few(self.test, 1)[0]
+
+    def first_batch(self) -> Batch:
+        """Two training images and their labels, without augmentation."""
+        return self._few(self.train, 2)
+
+    def _whole(self) -> Callable[[Tensor], Tensor]:
+        """How an image is cut to size where nothing is left to chance."""
+        return _middle()
+
+    def _few(self, files: Pictures, count: int) -> Batch:
+        cut, files = self._whole(), files.part(slice(count))
+        pixels = torch.stack([cut(files.read(place)) for place in range(len(files))])
+        return self.loading.to_device(pixels, files.labels)
+
+    def _tested(self, files: Pictures, batch_size: int) -> TestFiles:
+        source = Decoded(files, self._whole(), self.seed)
+        return TestFiles(source, batch_size=batch_size, share=self.share, loading=self.loading)
+
+
+def open_imagenet(
+    path: str, *, device: torch.device, seed: int, validation: float | int, share: Share, workers: int | None
+) -> ImageNet:
+    """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
+    name = f"imagenet:{path}"
+    need_torchvision(name, "vision")
+    found = find_images(Path(path))
+    train, held_out = split(found.train, validation, seed)
+    loading = Loading(device, workers_for(workers))
+    return ImageNet(name, found.classes, train, held_out, found.test, seed, share, loading, found.notes)
+
+
+def _augmented() -> Callable[[Tensor], Tensor]:
+    """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.RandomResizedCrop(CROP, antialias=True), v2.RandomHorizontalFlip()])
+
+
+def _middle() -> Callable[[Tensor], Tensor]:
+    """The middle of the image, made so small that its shorter edge has 256 pixels."""
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.Resize(EDGE, antialias=True), v2.CenterCrop(CROP)])

@@ -1,0 +1,207 @@
+"""Which units can go alone, which only together, and the axes that moves have to watch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from operator import ge, mul
+
+import torch
+from torch import Tensor
+
+from ifso.graph.balancing import cells_of, connected_balances
+from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph
+from ifso.pruning.cost_tracker import Incidence, incidence
+
+Pattern = tuple[int, ...]
+"""How many units an elementary move takes from each cell of a family."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Units that go together: an elementary move takes, of each cell, as many as one of the patterns says.
+
+    Units of a cell are alike: any of them can stand for any other. ``where`` names what ties them.
+    """
+
+    cells: tuple[tuple[int, ...], ...]
+    patterns: tuple[Pattern, ...]
+    where: str
+
+
+def families_of(graph: ChannelGraph) -> tuple[list[int], list[Family]]:
+    """Units that no balance ties, and the families of those it does.
+
+    A family without patterns is one of which nothing can go.
+    """
+    free, tied = set(range(graph.num_units)), []
+    for connected in connected_balances(list(graph.balances)):
+        cells = cells_of(connected)
+        losses = [_losses(cell, connected) for cell in cells]
+        bound = [place for place, loss in enumerate(losses) if not _is_even([loss])]
+        if not bound:
+            continue
+        sizes = [len(cells[place]) for place in bound]
+        patterns = elementary_patterns([losses[place] for place in bound], sizes)
+        where = ", ".join(dict.fromkeys(one.where or "the model" for one in connected))
+        tied.append(Family(tuple(tuple(cells[place]) for place in bound), tuple(patterns), where))
+        free.difference_update(unit for place in bound for unit in cells[place])
+    return sorted(free), tied
+
+
+Loss = list[list[int]]
+"""Slices that each block of each balance loses with one unit of a cell."""
+
+
+def _losses(cell: Sequence[int], connected: Iterable[Balance]) -> Loss:
+    return [(one.blocks == cell[0]).sum(1).tolist() for one in connected]
+
+
+def _is_even(losses: Sequence[Loss], pattern: Sequence[int] = (1,)) -> bool:
+    """Does every block of a balance lose equally many, for every balance?"""
+    for number in range(len(losses[0])):
+        totals = [
+            sum(take * lost for take, lost in zip(pattern, block, strict=True))
+            for block in zip(*(loss[number] for loss in losses), strict=True)
+        ]
+        if len(set(totals)) > 1:
+            return False
+    return True
+
+
+def elementary_patterns(losses: Sequence[Loss], sizes: Sequence[int]) -> list[Pattern]:
+    """Smallest numbers of units to take from each cell so that all blocks lose equally many; none if there are none.
+
+    Two blocks of a grouped convolution, the units of the second owning two slices each:
+
+    >>> elementary_patterns([[[1, 0]], [[0, 2]]], [8, 4])
+    [(2, 1)]
+    """
+    pattern = _one_cell_per_block(losses)
+    if pattern is not None:
+        return [pattern]
+    return minimal_solutions([_imbalance(loss) for loss in losses], sizes)
+
+
+def _one_cell_per_block(losses: Sequence[Loss]) -> Pattern | None:
+    """One balance whose blocks have a cell each: the least common number of slices of all."""
+    if len(losses[0]) > 1:
+        return None
+    own = [[lost for lost in loss[0] if lost] for loss in losses]
+    if any(len(lost) != 1 for lost in own) or len(losses) != len(losses[0][0]):
+        return None
+    slices = math.lcm(*(lost[0] for lost in own))
+    return tuple(slices // lost[0] for lost in own)
+
+
+def _imbalance(loss: Loss) -> list[int]:
+    """By how much each block loses more than the first of its balance, with one unit of a cell."""
+    return [lost - blocks[0] for blocks in loss for lost in blocks[1:]]
+
+
+_MOST_CHOICES, _MOST_PATTERNS = 20_000, 64
+
+
+def minimal_solutions(vectors: Sequence[Sequence[int]], most: Sequence[int]) -> list[Pattern]:
+    """Numbers t_c ≤ most_c, not all 0, with Σ t_c · vectors_c = 0, of which none contains another; smallest first.
+
+    Elimination leaves few free numbers, those of the smallest cells, that determine the others; they are tried out
+    (up to ``_MOST_CHOICES``, small ones, should the free cells be large).
+
+    >>> minimal_solutions([[1], [1], [-2]], [2, 8, 8])
+    [(0, 2, 1), (1, 1, 1), (2, 0, 1)]
+    """
+    determined, free = _eliminated(vectors, sorted(range(len(vectors)), key=lambda cell: (-most[cell], cell)))
+    reach = int(_MOST_CHOICES ** (1 / len(free))) if free else 0
+    found: list[Pattern] = []
+    for choice in product(*(range(min(most[cell], reach) + 1) for cell in free)):
+        numbers = [Fraction(0)] * len(vectors)
+        for cell, number in zip(free, choice, strict=True):
+            numbers[cell] = Fraction(number)
+        for cell, factors in determined.items():
+            numbers[cell] = sum(map(mul, factors, choice), Fraction(0))
+            if numbers[cell].denominator != 1 or not 0 <= numbers[cell] <= most[cell]:
+                break
+        else:
+            found.append(tuple(map(int, numbers)))
+    minimal: list[Pattern] = []
+    for pattern in sorted(found, key=lambda pattern: (sum(pattern), pattern))[1:]:
+        if not any(all(map(ge, pattern, smaller)) for smaller in minimal):
+            minimal.append(pattern)
+    return minimal[:_MOST_PATTERNS]
+
+
+def _eliminated(vectors: Sequence[Sequence[int]], order: Sequence[int]) -> tuple[dict[int, list[Fraction]], list[int]]:
+    """Cells whose numbers follow from those of the free ones, with factors, and the free ones; by Gauss and Jordan."""
+    rows = [[Fraction(vectors[cell][equation]) for cell in order] for equation in range(len(vectors[0]))]
+    pivots: list[int] = []
+    for column in range(len(order)):
+        place = next((number for number in range(len(pivots), len(rows)) if rows[number][column]), None)
+        if place is None:
+            continue
+        top = len(pivots)
+        rows[top], rows[place] = rows[place], rows[top]
+        rows[top] = [value / rows[top][column] for value in rows[top]]
+        for number, row in enumerate(rows):
+            if number != top and row[column]:
+                rows[number] = [a - row[column] * b for a, b in zip(row, rows[top], strict=True)]
+        pivots.append(column)
+    free = [column for column in range(len(order)) if column not in pivots]
+    determined = {order[pivot]: [-rows[number][column] for column in free] for number, pivot in enumerate(pivots)}
+    return determined, [order[column] for column in free]
+
+
+class Axes:
+    """Axes that must not lose too many units: every axis of every parameter, and the blocks of every balance."""
+
+    def __init__(self, graph: ChannelGraph, min_units: int, min_share: float = 0.0) -> None:
+        floors: dict[tuple[int, ...], int] = {}
+        for layout in graph.layouts.values():
+            for layer in layout.layers:
+                row = _distinct(layer)
+                floors[row] = max(min_units, math.ceil(round(min_share * len(row), 9)))
+        for balance in graph.balances:
+            for block in balance.blocks:
+                floors.setdefault(_distinct(block), 1)
+        self.rows = [torch.tensor(row, dtype=torch.long, device="cpu") for row in floors]
+        self.floors = list(floors.values())
+        self.of: Incidence = incidence(self.rows, graph.num_units)
+
+    def room(self, kept: Tensor) -> list[int]:
+        """How many units each axis can still lose."""
+        return [int(kept[row].sum()) - floor for row, floor in zip(self.rows, self.floors, strict=True)]
+
+
+def _distinct(layer: Tensor) -> tuple[int, ...]:
+    """Its units, once each, and the slices that stay, each."""
+    stays = int((layer == STAYS).sum())
+    return (*layer[layer != STAYS].unique().tolist(), *[STAYS] * stays)
+
+
+class ProducedAxes:
+    """The channels of every axis that units are produced on."""
+
+    def __init__(self, graph: ChannelGraph) -> None:
+        wanted = {
+            (member.parameter, member.dim)
+            for group in graph.groups
+            for member in group.members
+            if member.role == "produces"
+        }
+        labels: dict[tuple[str, int], Tensor] = {}
+        for group in graph.groups:
+            for member in group.members:
+                place = (member.parameter, member.dim)
+                if place in wanted:
+                    before = labels.get(place, torch.full_like(member.owner, STAYS))
+                    labels[place] = torch.where(member.owner >= 0, member.owner + group.first, before)
+        rows = {tuple(label.reshape(-1, label.shape[-1]).unique(dim=0).flatten().tolist()) for label in labels.values()}
+        self.rows = [torch.tensor(row, dtype=torch.long, device="cpu") for row in sorted(rows)]
+        self.of: Incidence = incidence(self.rows, graph.num_units)
+
+    def channels(self, kept: Tensor) -> list[int]:
+        """How many channels each axis has."""
+        return [int(kept[row].sum()) for row in self.rows]

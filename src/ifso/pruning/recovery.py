@@ -1,0 +1,139 @@
+"""What helps the smaller network before it is trained again, and numbers that are not finite."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.common.batch_stream import not_finite
+from ifso.common.loss_fn import LossFn, scalar, steady_
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import same_modes, undisturbed
+from ifso.curvature.loss_change import true_loss_change
+from ifso.curvature.solvers import SolverWarning, create_solver
+from ifso.errors import ScoreError, WeightsError
+from ifso.graph.channel_graph import ChannelGraph
+
+ITERATIONS = 20
+"""Of conjugate gradients for ΔW."""
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What ``evaluate`` said about the network after a stage of the run."""
+
+    stage: str
+    values: Mapping[str, float]
+
+
+def norms_of(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The batch norms that keep running statistics."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return [module for module in model.modules() if isinstance(module, kind) and module.running_mean is not None]
+
+
+@torch.no_grad()
+def recalibrate_(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any]) -> None:
+    """Give batch norms the statistics that they have now: the mean over the batches."""
+    norms = norms_of(model)
+    momenta = [norm.momentum for norm in norms]
+    with same_modes(model):
+        try:
+            for number, batch in enumerate(batches):
+                if not number:
+                    steady_(model, loss_fn, batch)
+                    for norm in norms:
+                        norm.reset_running_stats()
+                        norm.momentum = None
+                        norm.train()
+                loss_fn(model, batch)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+
+
+def mean_loss(model: nn.Module, loss_fn: LossFn, batches: Sequence[Any]) -> float:
+    """The mean loss in eval mode, or in train mode where the model has no loss in eval mode."""
+    with same_modes(model):
+        steady_(model, loss_fn, batches[0])
+        with undisturbed(model), torch.no_grad():
+            losses = [scalar(loss_fn(model, batch)) for batch in batches]
+        return float(torch.stack([loss.double() for loss in losses]).mean())
+
+
+def update_weights_(
+    model: nn.Module, graph: ChannelGraph, loss_fn: LossFn, batches: Sequence[Any], damping: float
+) -> float:
+    """W + ΔW of Proposition 1, ΔW = −(C + λI)⁻¹g over the surviving weights; the norm of ΔW over that of W.
+
+    C is the Gauss-Newton matrix in eval mode, the inverse a few iterations of conjugate gradients: enough of it, and
+    far from where the quadratic model ends.
+    """
+    with same_modes(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SolverWarning)
+        steady_(model, loss_fn, batches[0])
+        size = _norm(parameter.detach() for parameter in model.parameters())
+        solver = create_solver("cg", iterations=ITERATIONS)
+        change = true_loss_change(
+            model, graph, graph.keep_all(), loss_fn, batches, solver, path_steps=1, damping=damping, apply=True
+        )
+    return _norm(change.weight_update.values()) / size
+
+
+def _norm(parts: Iterable[Tensor]) -> float:
+    return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
+
+
+class Undo:
+    """The weights as they were, should a change have done harm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = named_tensors(model)
+        self._copies = {name: copy.deepcopy(tensor.detach()) for name, tensor in self._tensors.items()}
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Back to then."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(self._copies[name])
+
+
+def numbers(found: Any) -> dict[str, float]:
+    """What ``evaluate`` returned as numbers by name."""
+    values = found if isinstance(found, Mapping) else {"value": found}
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(found).__name__
+        raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None
+
+
+LOOK_FOR = 20.0
+"""Seconds that are spent on looking for a bad batch after a training has failed."""
+
+
+def refuse_spoilt_weights(model: nn.Module) -> None:
+    """WeightsError that names the first parameter or buffer with NaN or infinity in it."""
+    for name, tensor in named_tensors(model).items():
+        if not tensor.is_meta and bool(not_finite(tensor)):
+            raise WeightsError(f"{name} of the network holds NaN or infinity; give other weights")
+
+
+def first_bad(batches: Iterable[Any]) -> int | None:
+    """The number, from 0, of the first batch that holds NaN or infinity; None if none is found in good time."""
+    began = time.monotonic()
+    for number, batch in enumerate(batches):
+        if bool(not_finite(batch)):
+            return number
+        if time.monotonic() - began > LOOK_FOR:
+            return None
+    return None

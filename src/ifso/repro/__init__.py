@@ -1,1 +1,0 @@
-"""Studies behind the paper's tables and figures, run again from scratch."""

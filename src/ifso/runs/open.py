@@ -1,0 +1,472 @@
+"""A run folder opened again by the commands that come after ``ifso prune``: its data and its networks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ifso.data import Data
+
+
+FINETUNE = "finetune"
+"""The folder within a run in which ``ifso finetune`` works."""
+
+EXECUTED = ("model", "data", "teacher")
+"""Options whose value may name a program."""
+
+PATHS = ("model", "weights", "data")
+"""Options whose value may hold a path."""
+
+LEVELS = 3
+"""How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A finished pruning run.
+
+    ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
+    ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
+    the folder of its fine-tuning, if that is another than the customary one. ``told`` are the arguments that whoever
+    opens the run has given. ``unverified``: they take its networks even if a check of them failed.
+    """
+
+    folder: Path
+    arguments: Mapping[str, Any]
+    digest: str | None = None
+    tuned: Path | None = None
+    told: frozenset[str] = frozenset()
+    unverified: bool = False
+
+    @property
+    def finetune(self) -> Path:
+        """Where its fine-tuning is, or will be."""
+        return self.folder / FINETUNE if self.tuned is None else self.tuned
+
+    @property
+    def finetuning(self) -> str:
+        """``"none"``, ``"unfinished"`` or ``"finished"``."""
+        from ifso.runs.folder import CONFIG, SUMMARY
+
+        place = self.finetune
+        if (place / SUMMARY).is_file():
+            return "finished"
+        return "unfinished" if (place / CONFIG).exists() else "none"
+
+    @property
+    def set_apart(self) -> dict[str, Any]:
+        """``validation`` and ``seed`` of the images that its fine-tuning was not shown; empty if it was shown all."""
+        from ifso.runs.folder import CONFIG, TRAINING, read_config
+
+        if not (self.finetune / CONFIG).is_file():
+            return {}
+        settings = read_config(self.finetune / CONFIG)["settings"]
+        apart, training = settings.get("validation"), settings.get(TRAINING)
+        return {"validation": apart, "seed": training.get("seed", 0)} if apart and isinstance(training, dict) else {}
+
+    def open_data(
+        self,
+        *,
+        device: Any = "cpu",
+        data: str | None = None,
+        seed: int | None = None,
+        validation: float | int = 0,
+        **options: Any,
+    ) -> Data:
+        """The data of the run, or ``data`` in its place; ``options`` are those of :func:`ifso.data.open_data`."""
+        from ifso.data import open_data
+
+        seed = self.arguments.get("seed", 0) if seed is None else seed
+        name = self.there("data") if data is None else data
+        return open_data(name, device=device, seed=seed, validation=validation, **options)
+
+    def original(
+        self,
+        *,
+        device: Any = "cpu",
+        weights: str | None = None,
+        pretrained: bool = False,
+        data: Data | None = None,
+    ) -> nn.Module:
+        """The network before pruning, with the weights that the run began with; ``weights`` says where they are now.
+
+        ``pretrained``: they are published ones. ``data`` saves opening that of the run, which says how many classes
+        there are.
+        """
+        from ifso.surgery.recipe import digest_of
+
+        if weights is None and "weights" in self.arguments:
+            weights = self.there("weights")
+        if weights is None and self.digest is None and not pretrained:
+            raise RunError(f"{self.folder} does not tell the weights before pruning; give them with --weights")
+        model = self._network(data, weights, pretrained=pretrained).to(device)
+        if self.digest not in (None, digest_of(model)):
+            which = f"{weights} does not hold" if weights else f"{self.arguments['model']} does not come with"
+            raise RunError(
+                f"{which} the weights that the run in {self.folder} began with; "
+                "give those with --weights, or --pretrained if they are published"
+            )
+        return model
+
+    def pruned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module:
+        """The network as ``ifso prune`` left it."""
+        return self._loaded(self.folder, device, data)
+
+    def finetuned(self, device: Any = "cpu", *, data: Data | None = None) -> nn.Module | None:
+        """The network after ``ifso finetune``, or None if that was not done or has not come to its end."""
+        if self.finetuning != "finished":
+            return None
+        if not self.unverified:
+            self._refuse_other_start(data)
+        return self._loaded(self.finetune, device, data)
+
+    def _refuse_other_start(self, data: Data | None) -> None:
+        """RunError if the fine-tuning began with another pruned network than the run holds now."""
+        from ifso.runs.folder import CONFIG, read_config, refuse_other_files
+        from ifso.surgery.recipe import digest_of
+
+        place = self.finetune / CONFIG
+        config = read_config(place) if place.is_file() else {"settings": {}}
+        refuse_other_files(self.finetune, config)
+        began = config["settings"].get("weights")
+        if began not in (None, digest_of(self.pruned(data=data))):
+            raise RunError(
+                f"{self.finetune} began with another network than {self.folder} holds now; "
+                "give the run it belongs to, or fine-tune again"
+            )
+
+    def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
+        from ifso.surgery.store import load
+
+        return load(folder, self._network(data, None).to(device), unverified=self.unverified)
+
+    def _network(self, data: Data | None, weights: str | None, *, pretrained: bool = False) -> nn.Module:
+        """A new network on the CPU, made as ``ifso prune`` makes it: the seed fixes weights that no file gives.
+
+        Options of MODEL that load others are left out, unless whoever opens the run has given them and wants that.
+        """
+        import torch
+
+        from ifso.models.providers import without_loading
+        from ifso.models.registry import network_for
+
+        name = self.there("model")
+        if not (pretrained and "model" in self.told):
+            name = without_loading(name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.arguments.get("seed", 0))
+            classes = (self.open_data() if data is None else data).num_classes
+            return network_for(name, classes, weights=weights, pretrained=pretrained)
+
+    def there(self, option: str) -> str:
+        """The value of an option, with a path that leads there from here."""
+        said = option.replace("_", "-")
+        if not isinstance(self.arguments.get(option), str):
+            raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}")
+        value = self.arguments[option]
+        before, path, after = _parts(option, value)
+        if path is None:
+            return value
+        from ifso.common.files import exists
+
+        places = list(self._places(path))
+        for place in places:
+            if exists(place):
+                self._refuse_program(option, path, place, after)
+                return f"{before}{place}{after}"
+        tried = ", ".join(map(str, places))
+        raise RunError(
+            f"the run in {self.folder} was made with --{said} {value}, which is not there any more (tried {tried}); "
+            f"say with --{said} where it is now"
+        )
+
+    def _refuse_program(self, option: str, path: str, place: Path, factory: str) -> None:
+        """RunError for a program in the run, or one that is found only from there: who sent the run may have sent it.
+
+        One that the name leads to from here is the user's own.
+        """
+        if option in self.told or not path.endswith(".py"):
+            return
+        if place != Path(path):
+            raise RunError(_came_with(self.folder, option, f"{place}{factory}"))
+        refuse_foreign(option, f"{place}{factory}", self._folders)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        """What was opened: nothing in them is executed."""
+        return (self.folder,) if self.tuned is None else (self.folder, self.tuned)
+
+    def _places(self, path: str) -> Iterator[Path]:
+        return _places(self.folder, path)
+
+
+def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The arguments that the run in ``folder`` tells, with paths that lead there from here, but for those ``given``."""
+    run = OpenedRun(folder, arguments)
+    names = [name for name in PATHS if name in arguments and name not in given]
+    return {**arguments, **{name: run.there(name) for name in names}}
+
+
+def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
+    """RunError if acting on an option that a run tells would do what only the user may ask for by name.
+
+    That is to execute a program in one of ``folders``, which hold what the run tells: by its name or by where links
+    lead to. Or to load or download weights by options of a MODEL.
+    """
+    if option not in EXECUTED:
+        return
+    _, path, _ = _parts(option, value)
+    if path is not None and path.endswith(".py"):
+        for folder in folders:
+            if _lies_in(path, folder):
+                raise RunError(_came_with(folder, option, value))
+    elif option != "data":
+        from ifso.models.providers import loading
+
+        if loading(value):
+            raise RunError(
+                f"the run would have {value} load or download weights; if you want that, "
+                f"give --{option} {value} --pretrained"
+            )
+
+
+def _lies_in(path: str, folder: Path) -> bool:
+    """As it is written, or where it leads to."""
+    try:
+        ways = (Path(os.path.abspath(path)), Path(path).resolve())  # noqa: PTH100
+        places = (Path(os.path.abspath(folder)), folder.resolve())  # noqa: PTH100
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"{path!r}, which the run in {folder} names, is no path ({error})") from None
+    return any(place in way.parents for way in ways for place in places)
+
+
+def _came_with(folder: Path, option: str, value: str) -> str:
+    return (
+        f"the run in {folder} would have the program {_parts(option, value)[1]} executed, which came with it; "
+        f"if you trust it, give --{option} {value}"
+    )
+
+
+def add_unverified(group: Any) -> None:
+    """The name by which a network is asked for that failed its check."""
+    words = "take the network even if a check of it failed, or the files of the run do not belong together"
+    group.add_argument("--unverified", action="store_true", help=words)
+
+
+def open_run(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
+    """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
+
+    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments. One that failed its check,
+    or whose files are of several runs, is refused unless ``unverified``.
+    """
+    from ifso.runs.folder import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
+    from ifso.surgery.store import RECIPE, refuse_failed_run
+
+    given = {} if model is None else {"model": model}
+    if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
+        raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
+    if not is_there(folder / CONFIG) and is_there(folder / RECIPE):
+        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified)
+    if not is_there(folder / CONFIG):
+        raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
+    config = read_config(folder / CONFIG)
+    arguments = told_options(config, folder / CONFIG) or {}
+    if TRAINING in config["settings"]:
+        about = config.get("about")
+        raise RunError(_not_pruned(folder, about.get("run") if isinstance(about, dict) else None, arguments))
+    if not (folder / SUMMARY).is_file():
+        how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
+        raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
+    if not unverified:
+        refuse_failed_run(folder)
+        refuse_other_files(folder, config)
+    digest = config["settings"].get("weights")
+    return OpenedRun(folder, {**arguments, **given}, digest, told=frozenset(given), unverified=unverified)
+
+
+def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
+    """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
+    from ifso.runs.folder import CONFIG, TRAINING, is_there, read_config
+
+    if not is_there(folder / CONFIG):
+        return open_run(folder, model=model, unverified=unverified)
+    config = read_config(folder / CONFIG)
+    about = config.get("about")
+    name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
+    if not isinstance(name, str):
+        return open_run(folder, model=model, unverified=unverified)
+    from ifso.common.files import is_file
+    from ifso.common.text import one_line
+
+    places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
+    for place in places:
+        if is_file(place / CONFIG):
+            return replace(open_run(place, model=model, unverified=unverified), tuned=folder)
+    tried = one_line(", ".join(map(str, places)))
+    raise RunError(
+        f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
+        "put it back there"
+    )
+
+
+def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
+    """What to do with a folder that holds a training and no pruning."""
+    if isinstance(run, str):
+        return f"{folder} is the fine-tuning of a run; give the run itself, {run}"
+    given = {**arguments, "weights": folder / "model.safetensors"}
+    options = " ".join(f"--{name} {given[name]}" for name in ("model", "weights", "data") if name in given)
+    return f"{folder} holds a training and no pruning; ifso prune and ifso eval take it as {options}"
+
+
+def _places(folder: Path, path: str) -> Iterator[Path]:
+    """Where a path told by a run may lead: from here, or from one of the folders that the run lies in."""
+    yield Path(path)
+    if not Path(path).is_absolute():
+        yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
+
+
+def _parts(option: str, value: str) -> tuple[str, str | None, str]:
+    """The path in a value, and what stands before and after it.
+
+    >>> _parts("data", "cifar10:sets/cifar.npz"), _parts("model", "nets/small.py:make")
+    (('cifar10:', 'sets/cifar.npz', ''), ('', 'nets/small.py', ':make'))
+    >>> _parts("data", "coco:sets/cells,size=480")
+    ('coco:', 'sets/cells', ',size=480')
+    >>> _parts("model", "ifso:resnet32"), _parts("data", "digits")
+    (('', None, 'ifso:resnet32'), ('', None, 'digits'))
+    """
+    if option in ("weights", "teacher_weights"):
+        return "", value, ""
+    path = _program(option, value)
+    if path is not None:
+        return "", path, value.removeprefix(path)
+    kind, colon, path = value.partition(":")
+    if option == "data" and path:
+        path, behind = _before_options(path) if kind == "coco" else (path, "")
+        return f"{kind}{colon}", path, behind
+    return "", None, value
+
+
+def _program(option: str, value: str) -> str | None:
+    """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
+    from ifso.errors import ModelNotFound
+    from ifso.models.providers import read_name
+
+    if option == "data":
+        path = value.rpartition(":")[0]
+    else:
+        try:
+            path = read_name(value).source
+        except ModelNotFound:
+            return None
+    return path if path.endswith(".py") else None
+
+
+def _before_options(path: str) -> tuple[str, str]:
+    from ifso.data.coco import path_and_options
+
+    return path_and_options(path)
+
+
+LARGEST = 2**63 - 1
+"""The largest whole number that torch takes, as a seed among other things."""
+
+
+def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
+    """The arguments that a run was begun with, by name; None if it does not tell them."""
+    about = config.get("about")
+    arguments = about.get("arguments") if isinstance(about, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    for name, value in arguments.items():
+        is_right, words = KINDS.get(name, (_is_anything, ""))
+        if not is_right(value):
+            raise RunError(f"{where}: {name} must be {words}, got {_shown(value)}; restore the file, or start anew")
+    return dict(arguments)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _is_anything(_: object) -> bool:
+    return True
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_from_one(value: object) -> bool:
+    return _is_whole(value) and bool(value) and value > 0  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _list_of(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_whole(size) and 0 < size < 2**31 for size in value)
+
+
+def _is_budget(value: object) -> bool:
+    return _is_number(value) or (_list_of(_is_number)(value) and bool(value))
+
+
+Kind = tuple[Callable[[object], bool], str]
+
+_TEXT: Kind = (_is_text, "a text")
+
+_WHOLE: Kind = (_is_whole, "a whole number")
+
+_NUMBER: Kind = (_is_number, "a number")
+
+_TRUTH: Kind = (_is_truth, "true or false")
+
+KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(
+        ("model", "weights", "data", "device", "precision", "criterion", "schedule", "preset", "normalize",
+         "accumulation", "recipe", "teacher", "teacher_weights"), _TEXT
+    ),
+    **dict.fromkeys(
+        ("batch", "seed", "round_to", "min_units", "recalibrate", "weight_update", "recover", "calibration",
+         "accumulate", "batches_per_score", "units_per_step", "epochs", "warm_up_steps"), _WHOLE
+    ),
+    **dict.fromkeys(
+        ("lr", "min_share", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
+         "distill", "temperature", "cutmix", "validation"), _NUMBER
+    ),
+    **dict.fromkeys(
+        ("train_mode", "update", "channels_last", "nesterov", "decay_all", "compile", "padded"), _TRUTH
+    ),
+    **dict.fromkeys(
+        ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
+    ),
+    **dict.fromkeys(("criterion_option", "ignore"), (_list_of(_is_text), "a list of texts")),
+    "evaluate_every": (_is_from_one, "a whole number from 1 up"),
+    "milestones": (_list_of(_is_number), "a list of numbers"),
+    "input": (_is_shape, "a list of sizes"),
+}  # fmt: skip
+"""What the value of each option is, as JSON has it."""

@@ -1,0 +1,247 @@
+"""Reads the folder of a run. What is missing or broken is left out and told; what is no run is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
+from ifso.common.text import one_line
+from ifso.errors import IfsoError, RecipeError, RunError
+from ifso.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FIRST_SCORES,
+    METRICS,
+    SCORES,
+    STRUCTURE,
+    SUMMARY,
+    TRAINING,
+    read_config,
+)
+from ifso.runs.record import Removal, RunRecord, Scores, Tuning
+from ifso.runs.structure import Structure, from_document, from_recipe, gone_by_group
+from ifso.runs.values import at, mapping, number, numbers, text, whole, wholes
+from ifso.surgery.recipe import Recipe
+from ifso.surgery.store import RECIPE, read_recipe
+
+FINETUNE, EVALUATION = "finetune", "eval.json"
+"""Where the fine-tuning of a run is, and what ``ifso eval`` measured, if it was written there."""
+
+
+def read_run(folder: Path) -> RunRecord:
+    """All that is known of the run in ``folder``; RunError if there is none."""
+    tuned = None
+    config = _config(folder)
+    if TRAINING in mapping(config.get("settings")):
+        tuned, folder = folder, _pruning_of(folder, config)
+        config = _config(folder)
+    return _Reader(folder).read(config, tuned or folder / FINETUNE)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What stands in ``config.json``; nothing where only a network was saved."""
+    if (folder / CONFIG).is_file():
+        return _known_config(folder)
+    if (folder / RECIPE).is_file():
+        return {}
+    if not folder.is_dir():
+        raise RunError(f"{folder}: there is no such folder; give one that ifso prune --out made")
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+    hint = (
+        f", but {_some(inside)} within it may: give those" if inside else "; give a folder that ifso prune --out made"
+    )
+    raise RunError(f"{folder} holds no run (no {CONFIG}){hint}")
+
+
+def _known_config(folder: Path) -> dict[str, Any]:
+    try:
+        return read_config(folder / CONFIG)
+    except RunError as error:
+        with located(folder / CONFIG):
+            found = mapping(parsed((folder / CONFIG).read_bytes()[: MAX_JSON_BYTES + 1]))
+        if found.get("format") == "ifso-run" and isinstance(found.get("settings"), dict):
+            raise RunError(f"{folder} is a run of another version of ifso; make the report with that one") from error
+        raise
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return one_line(", ".join(names[:limit])) + more
+
+
+def _pruning_of(folder: Path, config: Mapping[str, Any]) -> Path:
+    """The pruning that a fine-tuning began with."""
+    name, place = text(at(config, "about", "run")), folder.resolve()
+    if name is None and place.name != FINETUNE:
+        raise RunError(f"{folder} holds a training and no pruning; give a folder that ifso prune --out made")
+    places = [place.parent] if place.name == FINETUNE else []
+    if name is not None:
+        places += [Path(name), *(parent / name for parent in place.parents[:3])]
+    for each in places:
+        with suppress(OSError):
+            if (each / CONFIG).is_file():
+                return each
+    where = one_line(name or "the folder above")
+    raise RunError(f"{folder} is the fine-tuning of the run in {where}, which is not there any more; put it back there")
+
+
+class _Reader:
+    """Gathers what it cannot read in ``problems``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._problems: list[str] = []
+
+    def read(self, config: Mapping[str, Any], tuned: Path) -> RunRecord:
+        """The record."""
+        folder = self._folder
+        summary = self._json(folder / SUMMARY, "shares", "measures", "after")
+        removals = self._removals()
+        recipe = self._recipe()
+        document = self._json(folder / STRUCTURE, "groups")
+        structure = self._structure(removals, recipe, document)
+        return RunRecord(
+            folder=folder,
+            config=config,
+            structure=structure,
+            removals=tuple(removals),
+            cost_before=_cost_before(summary, document, recipe, removals),
+            summary=summary if summary is not None or config else {"after": _cost_after(recipe)},
+            state={} if summary is not None else self._state(),
+            tuning=self._tuning(tuned),
+            evaluation=self._json(folder / EVALUATION, "networks"),
+            scores=self._scores(structure),
+            problems=tuple(self._problems),
+        )
+
+    def _json(self, path: Path, *keys: str) -> dict[str, Any] | None:
+        """The object in a file; one that has none of the keys that matter is as good as damaged."""
+        if not path.is_file():
+            return None
+        with located(path):
+            data = path.read_bytes()[: MAX_JSON_BYTES + 1]
+        found = parsed(data)
+        if found is not None and (not keys or found.keys() & set(keys)):
+            return found
+        self._problems.append(f"{path.name} is damaged and was left out")
+        return None
+
+    def _lines(self, path: Path, told: Callable[[Mapping[str, Any]], object]) -> list[dict[str, Any]]:
+        """Whole lines that tell one thing each; the others are counted."""
+        lines, broken = read_lines(path)
+        whole_lines = [line for line in lines if told(line)]
+        count = broken + len(lines) - len(whole_lines)
+        if count:
+            self._say_broken(path, count)
+        return whole_lines
+
+    def _say_broken(self, path: Path, count: int) -> None:
+        place = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+        words = "line is" if count == 1 else "lines are"
+        self._problems.append(
+            f"{place}: {count} {words} no whole JSON of a run and {'was' if count == 1 else 'were'} left out"
+        )
+
+    def _removals(self) -> list[Removal]:
+        found = filter(None, map(_removal, self._lines(self._folder / METRICS, _removal)))
+        by_number = {removal.number: removal for removal in found}
+        return [by_number[each] for each in sorted(by_number)]
+
+    def _recipe(self) -> Recipe | None:
+        if not (self._folder / RECIPE).is_file():
+            return None
+        try:
+            return read_recipe(self._folder)
+        except RecipeError as error:
+            self._problems.append(f"{RECIPE} was left out: {error}")
+            return None
+
+    def _structure(
+        self, removals: list[Removal], recipe: Recipe | None, document: Mapping[str, Any] | None
+    ) -> Structure:
+        gone: dict[str, dict[int, int | None]] = {}
+        for removal in removals:
+            for name, places in removal.units.items():
+                gone.setdefault(name, {}).update(dict.fromkeys(places, removal.number))
+        if document is None:
+            return Structure() if recipe is None else from_recipe(recipe, gone)
+        if recipe is not None:
+            known = gone_by_group(recipe)
+            gone = {
+                name: {place: gone.get(name, {}).get(place) for place in sorted(lost)} for name, lost in known.items()
+            }
+        return from_document(document, gone, recipe)
+
+    def _state(self) -> dict[str, Any]:
+        """What the newest checkpoint that can be read says beside its tensors."""
+        for path in sorted((self._folder / CHECKPOINTS).glob("*.safetensors"), reverse=True):
+            state = None
+            with suppress(OSError, SafetensorError, RunError):
+                refuse_special(path)
+                with safe_open(path, framework="pt") as file:
+                    state = parsed((file.metadata() or {}).get("state", "").encode())
+            if state is None:
+                self._problems.append(f"{CHECKPOINTS}/{path.name} is damaged and was left out")
+            else:
+                return mapping(at(state, "progress"))
+        return {}
+
+    def _tuning(self, folder: Path) -> Tuning | None:
+        config = self._json(folder / CONFIG)
+        if config is None:
+            return None
+        epochs = map(numbers, self._lines(folder / METRICS, lambda line: "epoch" in numbers(line)))
+        return Tuning(folder, config, tuple(epochs), self._json(folder / SUMMARY))
+
+    def _scores(self, structure: Structure) -> Scores | None:
+        for name in (FIRST_SCORES, SCORES):
+            path = self._folder / name
+            if not path.is_file():
+                continue
+            try:
+                tensors, _ = read_tensor_file(path)
+            except (IfsoError, ValueError):
+                self._problems.append(f"{name} is damaged and was left out")
+                continue
+            sizes = {group.name: group.size for group in structure.groups}
+            found = {key: tensor.double().flatten().tolist() for key, tensor in tensors.items()}
+            fitting = {key: values for key, values in found.items() if sizes.get(key) == len(values)}
+            return Scores(fitting, first=name == FIRST_SCORES)
+        return None
+
+
+def _removal(line: Mapping[str, Any]) -> Removal | None:
+    count = whole(line.get("removal"))
+    if count is None or not isinstance(line.get("units"), dict):
+        return None
+    units = {name: wholes(places) for name, places in line["units"].items()}
+    costs, shares = numbers(line.get("costs")), numbers(line.get("shares"))
+    return Removal(
+        count, units, number(line.get("score")), costs, shares, number(line.get("loss")), number(line.get("seconds"))
+    )
+
+
+def _cost_before(
+    summary: Mapping[str, Any] | None,
+    document: Mapping[str, Any] | None,
+    recipe: Recipe | None,
+    removals: list[Removal],
+) -> dict[str, float]:
+    found = numbers(mapping(summary).get("before")) or numbers(mapping(document).get("cost"))
+    if found:
+        return found
+    if recipe is not None and recipe.rounds:
+        return dict(recipe.rounds[-1].cost_before)
+    if not removals:
+        return {}
+    first = removals[0]
+    return {name: round(cost / first.shares[name]) for name, cost in first.costs.items() if first.shares.get(name)}
+
+
+def _cost_after(recipe: Recipe | None) -> dict[str, int]:
+    return {} if recipe is None else recipe.cost_after

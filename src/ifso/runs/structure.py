@@ -1,0 +1,242 @@
+"""The network of a run: its layers in order, what is coupled, what is frozen, and what is left of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ifso.costs.cost import count
+from ifso.graph import channel_graph
+from ifso.runs.values import listing, mapping, objects, text, whole, wholes
+from ifso.surgery.recipe import Recipe, Round
+
+MOST_UNITS = 2**20
+"""A group of more units than this is not one of a network."""
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Member:
+    """An axis of a parameter that loses slices; ``positions`` of them belong to the group."""
+
+    parameter: str
+    dim: int
+    role: str
+    positions: int
+
+    @property
+    def layer(self) -> str:
+        """The module it belongs to."""
+        return layer_of(self.parameter)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that go together; ``gone`` are the removed ones by their place, with the number of the removal if known."""
+
+    name: str
+    size: int
+    flags: tuple[str, ...]
+    members: tuple[Member, ...]
+    gone: Mapping[int, int | None]
+
+    @property
+    def kept(self) -> int:
+        """Units that are left."""
+        return self.size - len(self.gone)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Output channels of a layer before and after, and the groups (by number) that they belong to."""
+
+    name: str
+    channels: int
+    kept: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis that cannot be pruned, so many slices of it."""
+
+    parameter: str
+    dim: int
+    reason: str
+    slices: int
+
+
+@dataclass(frozen=True)
+class FrozenReason:
+    """Why something cannot be pruned: how many channels (slices along axes) of which parameters."""
+
+    reason: str
+    slices: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All that is known of the network."""
+
+    groups: tuple[Group, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    frozen: tuple[FrozenReason, ...] = ()
+
+    @property
+    def coupled(self) -> dict[int, int]:
+        """Groups that more than one layer writes into, numbered from 1 in order."""
+        writers = Counter(number for layer in self.layers for number in layer.groups)
+        several = [number for number in range(len(self.groups)) if writers[number] > 1]
+        return {number: place for place, number in enumerate(several, 1)}
+
+
+def layer_of(parameter: str) -> str:
+    """The module that a parameter belongs to.
+
+    >>> layer_of("layer1.0.conv2.weight"), layer_of("cls_token")
+    ('layer1.0.conv2', 'cls_token')
+    """
+    return parameter.rpartition(".")[0] or parameter
+
+
+def from_document(
+    document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | None]], recipe: Recipe | None = None
+) -> Structure:
+    """From ``structure.json``; ``gone`` are removed units by group, with the number of the removal if known.
+
+    A recipe says what is left of each parameter; without it that follows from the units.
+    """
+    shapes = {name: wholes(shape) for name, shape in mapping(document.get("shapes")).items()}
+    groups = [found for each in objects(document.get("groups")) if (found := _group(each, gone)) is not None]
+    frozen = [
+        Axis(
+            parameter,
+            whole(each.get("dim")) or 0,
+            text(each.get("reason")) or "not told",
+            whole(each.get("slices")) or 0,
+        )
+        for each in objects(document.get("frozen"))
+        if (parameter := text(each.get("parameter"))) is not None
+    ]
+    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe)), tuple(_reasons(frozen)))
+
+
+def from_recipe(recipe: Recipe, gone: Mapping[str, Mapping[int, int | None]]) -> Structure:
+    """From the last round of a recipe, which tells no roles: the first axis of a weight is taken for its output."""
+    shapes = {name: change.before for name, change in recipe.shapes.items()}
+    last = recipe.rounds[-1] if recipe.rounds else Round()
+    groups = []
+    for each in last.groups:
+        members = tuple(Member(name, dim, _role(shapes, name, dim), each.size) for name, dim in each.members)
+        known, kept = gone.get(each.name, {}), set(each.kept)
+        lost = {place: known.get(place) for place in range(each.size) if place not in kept}
+        groups.append(Group(each.name, each.size, each.flags, members, lost))
+    frozen = [
+        Axis(each.parameter, each.dim, each.reason, _size(shapes, each.parameter, each.dim)) for each in last.frozen
+    ]
+    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe)), tuple(_reasons(frozen)))
+
+
+def gone_by_group(recipe: Recipe) -> dict[str, set[int]]:
+    """The units that the last round of a recipe removed."""
+    groups = recipe.rounds[-1].groups if recipe.rounds else ()
+    return {group.name: set(range(group.size)) - set(group.kept) for group in groups}
+
+
+def _role(shapes: Shapes, parameter: str, dim: int) -> str:
+    if len(shapes.get(parameter, ())) < 2:
+        return "follows"
+    return "produces" if dim == 0 else "consumes"
+
+
+def _size(shapes: Shapes, parameter: str, dim: int) -> int:
+    shape = shapes.get(parameter, ())
+    return shape[dim] if dim < len(shape) else 0
+
+
+def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | None]]) -> Group | None:
+    name, size = text(document.get("name")), whole(document.get("size"))
+    if name is None or not size or size > MOST_UNITS:
+        return None
+    flags = tuple(flag for flag in listing(document.get("flags")) if isinstance(flag, str))
+    members = tuple(
+        Member(
+            parameter,
+            whole(each.get("dim")) or 0,
+            text(each.get("role")) or "follows",
+            whole(each.get("positions")) or size,
+        )
+        for each in objects(document.get("members"))
+        if (parameter := text(each.get("parameter"))) is not None
+    )
+    lost = {place: when for place, when in gone.get(name, {}).items() if place < size}
+    return Group(name, size, flags, members, lost)
+
+
+def _layers(groups: Sequence[Group], shapes: Shapes, frozen: Sequence[Axis], recipe: Recipe | None) -> Iterator[Layer]:
+    """Every weight of two axes or more that writes channels, in the order of the network."""
+    writers: dict[str, dict[int, Member]] = {}
+    for number, group in enumerate(groups):
+        for member in group.members:
+            if len(shapes.get(member.parameter, ())) >= 2 and _writes(member):
+                writers.setdefault(member.parameter, {})[number] = member
+    fixed = {axis.parameter for axis in frozen if axis.dim == 0 and len(shapes.get(axis.parameter, ())) >= 2}
+    after = {} if recipe is None else {name: change.after for name, change in recipe.shapes.items()}
+    for parameter in shapes:
+        parts = writers.get(parameter, {})
+        dim = next((member.dim for member in parts.values()), 0)
+        size = _size(shapes, parameter, dim)
+        if size and (parts or parameter in fixed):
+            lost = sum(member.positions * len(groups[n].gone) / max(groups[n].size, 1) for n, member in parts.items())
+            kept = after[parameter][dim] if dim < len(after.get(parameter, ())) else size - round(lost)
+            yield Layer(layer_of(parameter), size, max(kept, 0), tuple(parts))
+
+
+def _writes(member: Member) -> bool:
+    return member.role == "produces" or (member.role == "follows" and member.dim == 0)
+
+
+def _reasons(frozen: Sequence[Axis]) -> list[FrozenReason]:
+    """By reason, the most channels first."""
+    alike: dict[str, list[Axis]] = {}
+    for axis in frozen:
+        alike.setdefault(axis.reason, []).append(axis)
+    found = [
+        FrozenReason(reason, sum(axis.slices for axis in axes), tuple(dict.fromkeys(axis.parameter for axis in axes)))
+        for reason, axes in alike.items()
+    ]
+    return sorted(found, key=lambda each: -each.slices)
+
+
+def structure_of(graph: channel_graph.ChannelGraph) -> dict[str, Any]:
+    """Groups with their members, what is frozen and why, shapes and costs of the network before the run.
+
+    ``positions`` of a member are how many slices along its axis belong to the group.
+    """
+    frozen = [
+        {"parameter": axis.parameter, "dim": axis.dim, "reason": axis.reason, "slices": len(axis.index)}
+        for axis in graph.frozen
+    ]
+    return {
+        "groups": [_described(group) for group in graph.groups],
+        "frozen": frozen,
+        "shapes": {name: list(layout.shape) for name, layout in graph.layouts.items()},
+        "cost": count(graph, graph.kept(None)).as_dict(),
+    }
+
+
+def _described(group: channel_graph.Group) -> dict[str, Any]:
+    members = [
+        {
+            "parameter": member.parameter,
+            "dim": member.dim,
+            "role": member.role,
+            "positions": int((member.owner >= 0).reshape(-1, member.owner.shape[-1]).any(0).sum()),
+        }
+        for member in group.members
+    ]
+    return {"name": group.name, "size": group.size, "flags": sorted(group.flags), "members": members}

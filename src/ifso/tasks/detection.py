@@ -1,0 +1,150 @@
+"""The loss of a detector: ``loss_fn(model, batch)`` with a batch of (images, targets), in float32 where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ifso.common.torch_state import same_modes
+from ifso.errors import ScoreError
+
+_RANDOM = ("drop", "stochasticdepth")
+"""Parts of the class names of modules that leave something out at random."""
+
+
+def detection_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The sum of the losses that a detector returns for (images, targets).
+
+    ``images`` is a list of tensors [3, H, W], ``targets`` a list of dicts with ``boxes`` [n, 4] (x1, y1, x2, y2),
+    ``labels`` [n] and whatever else the model asks for. A model of your own takes ``model(images, targets)`` in train
+    mode and returns a dict of scalars, or of lists of scalars.
+
+    A model in eval mode is asked for its losses too, with batch norms and dropout as in eval mode: whether the
+    statistics are those of the batch or the running ones is the model's mode, as for a classifier.
+
+    >>> class Half(nn.Module):
+    ...     def forward(self, images, targets):
+    ...         return {"class": images[0].mean(), "boxes": [targets[0]["boxes"].mean()]}
+    >>> batch = [torch.full((3, 2, 2), 0.5)], [{"boxes": torch.ones(1, 4), "labels": torch.ones(1)}]
+    >>> float(detection_loss(Half(), batch))
+    1.5
+    """
+    return torch.stack(list(detection_losses(model, batch).values())).sum()
+
+
+def detection_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """What :func:`detection_loss` adds up, by name: scalars in float32 or better."""
+    images, targets = _images_and_targets(batch)
+    with asking_for_losses(model), wide_heads(model):
+        found = model(images, targets)
+    if not isinstance(found, Mapping) or not found:
+        raise ScoreError(
+            f"{type(model).__name__} returned {_words(found)} for (images, targets); "
+            "a detector must return a dict of losses in train mode"
+        )
+    return {str(name): _scalar(str(name), loss) for name, loss in found.items()}
+
+
+@contextmanager
+def asking_for_losses(model: nn.Module) -> Iterator[None]:
+    """Train mode for a model in eval mode, but for its batch norms and dropout; nothing for one in train mode."""
+    if model.training:
+        yield
+        return
+    with same_modes(model):
+        for module in model.modules():
+            if not _stays(module):
+                module.training = True
+        yield
+
+
+def _stays(module: nn.Module) -> bool:
+    """Is its train mode a matter of statistics or chance, not of losses?"""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return True
+    return not list(module.children()) and any(part in type(module).__name__.lower() for part in _RANDOM)
+
+
+def _images_and_targets(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise ScoreError(f"a batch for a detector is (images, targets), not a {kind}")
+    images, targets = batch
+    if len(images) != len(targets):
+        raise ScoreError(f"a batch has {len(images)} images and targets for {len(targets)}; give one dict for each")
+    return images, targets
+
+
+def _scalar(name: str, loss: Any) -> Tensor:
+    if isinstance(loss, (list, tuple)) and loss:
+        return torch.stack([_scalar(name, part) for part in loss]).sum()
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise ScoreError(f"the loss {name!r} of the detector is {_words(loss)}; it must be a floating-point scalar")
+    return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def _words(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"a {found.dtype} tensor of shape {tuple(found.shape)}"
+    return f"an empty {type(found).__name__}" if hasattr(found, "__len__") and not len(found) else type(found).__name__
+
+
+HEADS = ("head", "rpn.head", "roi_heads.box_predictor", "roi_heads.mask_predictor", "roi_heads.keypoint_predictor")
+"""Modules whose outputs losses and boxes are made from."""
+
+ANCHORS = ("anchor_generator", "rpn.anchor_generator")
+"""Modules that ask feature maps for their sizes and their dtype, and nothing else."""
+
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""Where autocast may be on."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, where it is compiled or exchanges gradients with other processes."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+@contextmanager
+def wide_heads(model: nn.Module) -> Iterator[None]:
+    """Within it heads give float32, and anchors are made in it. Without autocast nothing changes.
+
+    The parameters are not asked for their device: while scores are computed, each that is asked anything is copied.
+    """
+    if not any(torch.is_autocast_enabled(kind) for kind in DEVICES):
+        yield
+        return
+    with ExitStack() as stack:
+        for module in _named(model, HEADS):
+            stack.enter_context(module.register_forward_hook(_widened))
+        for module in _named(model, ANCHORS):
+            stack.enter_context(module.register_forward_pre_hook(_sized))
+        yield
+
+
+def _named(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    network, found = unwrapped(model), []
+    for name in names:
+        with suppress(AttributeError):
+            found.append(network.get_submodule(name))
+    return found
+
+
+def _widened(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return tree_map(wide, outputs)
+
+
+def wide(leaf: Any) -> Any:
+    """A tensor of half precision as float32; whatever else it is, as it is."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+
+
+def _sized(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Feature maps of the same sizes in float32, which take no memory."""
+    images, features = inputs
+    return images, [feature.new_empty((), dtype=torch.float32).expand(feature.shape) for feature in features]

@@ -1,0 +1,203 @@
+"""The steps of an epoch: batch after batch, or each of them one CUDA graph that fetches its batch itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ifso.common.cuda_graphs import NotCaptured, capturing, draws
+from ifso.common.distributed import number_of_each, several, together
+from ifso.errors import DataError, TrainingError
+from ifso.training.epoch_batches import batches_of
+from ifso.training.optimizers import rate, rates
+from ifso.training.settings import TrainSettings
+from ifso.training.train_step import Learner
+
+NO_GRAPH = "the step cannot be captured as a CUDA graph"
+WARM_UP = 3
+AHEAD = 6
+"""Steps of a network that may wait on the GPU: enough to keep it busy, few enough to give other networks their turn."""
+
+
+class Steps(Protocol):
+    """``epoch(number)`` takes a step at each ``next()``; False says that it only waits. ``count`` steps are done."""
+
+    count: int
+
+    def epoch(self, number: int) -> Iterator[bool]:
+        """The steps of epoch ``number`` from 0."""
+        ...
+
+
+class PlainSteps:
+    """Every batch of an epoch, one after another.
+
+    Without a length an epoch has one rate: that of its middle, so that no epoch is lost to a rate of 0. Milestones
+    count from the beginning of an epoch.
+    """
+
+    def __init__(self, learner: Learner, batches: Any) -> None:
+        self._learner, self._batches, self.count = learner, batches, 0
+
+    def epoch(self, number: int) -> Iterator[bool]:
+        """Batches with ``set_epoch`` are told the number; what is random in a user's depends on it and the seed."""
+        self.count, seed = 0, self._learner.settings.seed
+        steps = len(self._batches) if hasattr(self._batches, "__len__") else None
+        for batch in of_all_ranks(batches_of(self._batches, seed, number), steps):
+            self._learner.set_rate(self._rate(number, steps))
+            self._learner.learn(batch)
+            self.count += 1
+            yield True
+
+    def _rate(self, number: int, steps: int | None) -> float:
+        """The rate of the next step in epoch ``number``; batches beyond their length have that of the last one."""
+        settings = self._learner.settings
+        if steps is None:
+            return rate(settings, _representative(settings, number) / settings.epochs)
+        done = min(self.count, steps - 1) / steps if steps else 0.0
+        return rate(settings, (number + done) / settings.epochs, max(steps, 1))
+
+
+def _representative(settings: TrainSettings, number: int) -> float:
+    """The moment, in epochs, whose rate all of epoch ``number`` has.
+
+    >>> _representative(TrainSettings(schedule="cosine"), 3), _representative(TrainSettings(), 3)
+    (3.5, 3)
+    >>> [_representative(TrainSettings(warm_up=1.25), number) for number in range(3)]
+    [0.5, 1.25, 2]
+    """
+    middle = number + 0.5
+    return max(number, min(middle, settings.warm_up)) if settings.schedule == "step" else middle
+
+
+def of_all_ranks(batches: Iterator[Any], length: int | None) -> Iterator[Any]:
+    """The batches; ranks that do not have equally many are refused, since each step is one of all ranks."""
+    if not several():
+        yield from batches
+        return
+    lengths = number_of_each(-1 if length is None else length)
+    if len(set(lengths)) > 1:
+        raise DataError(f"ranks have {', '.join(map(str, lengths))} training batches; give each equally many")
+    yield from _while_all_have(batches) if length is None else _as_many(batches, length)
+
+
+def _as_many(batches: Iterator[Any], length: int) -> Iterator[Any]:
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        if number <= length:
+            yield batch
+    if number != length:
+        raise DataError(f"len() of the training batches is {length}, but {number} came; other ranks rely on it")
+
+
+def _while_all_have(batches: Iterator[Any]) -> Iterator[Any]:
+    number = 0
+    while True:
+        batch = together(lambda: next(batches, None))
+        there = number_of_each(batch is not None)
+        if not any(there):
+            return
+        if not all(there):
+            raise DataError(
+                f"rank {there.index(0)} has {number} training batches, and others have more; give each equally many"
+            )
+        number += 1
+        yield batch
+
+
+class CapturedSteps:
+    """A step as a CUDA graph on a stream of its own: it gathers and augments its batch, learns, and counts on.
+
+    What is captured must not change: weights, momenta and averages are written in place, here and in checkpoints.
+    """
+
+    def __init__(self, learner: Learner, batches: Any, stream: torch.cuda.Stream) -> None:
+        self._learner, self._batches, self._stream = learner, batches, stream
+        self._steps, self.count = len(batches), 0
+        order, moves = batches.plan(0)
+        self._order, self._moves = order.clone(), None if moves is None else moves.clone()
+        self._size = len(order) // self._steps
+        table = [*rates(learner.settings, self._steps), 0.0]
+        self._rates = torch.tensor(table, dtype=torch.float32, device=learner.device)
+        self._within, self._overall = (torch.zeros(1, dtype=torch.int64, device=learner.device) for _ in range(2))
+        self._lanes = torch.arange(self._size, device=learner.device)
+        self._graph = self._captured()
+
+    def epoch(self, number: int) -> Iterator[bool]:
+        """Each step is put on the stream; False while the GPU has enough to do."""
+        waiting: deque[torch.cuda.Event] = deque()
+        self._begin(number)
+        for step in range(1, self._steps + 1):
+            while len(waiting) >= AHEAD and not waiting[0].query():
+                yield False
+            if len(waiting) >= AHEAD:
+                waiting.popleft()
+            with torch.cuda.stream(self._stream):
+                self._graph.replay()
+                waiting.append(self._stream.record_event())
+            self.count = step
+            yield True
+        while waiting and not waiting[-1].query():
+            yield False
+
+    def _begin(self, number: int) -> None:
+        order, moves = self._batches.plan(number)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for held in (order, moves):
+                if held is not None:
+                    held.record_stream(self._stream)
+            self._order.copy_(order)
+            if self._moves is not None:
+                self._moves.copy_(moves)
+            self._within.zero_()
+            self._overall.fill_(number * self._steps)
+
+    def _work(self) -> None:
+        places = self._within * self._size + self._lanes
+        moves = None if self._moves is None else self._moves[places]
+        assert isinstance(self._learner.lr, Tensor)
+        self._learner.lr.copy_(self._rates.index_select(0, self._overall).squeeze(0))
+        self._learner.learn(self._batches.make(self._order[places], moves))
+        self._within += 1
+        self._overall += 1
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The graph; the steps that warm up for it are undone, and the numbers they drew can be drawn again."""
+        changed = [*self._learner.state().values(), self._within, self._overall, self._learner.total]
+        before = [tensor.detach().clone() for tensor in changed]
+        random = torch.cuda.get_rng_state(self._learner.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        drawn = draws(gpu=False)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP):
+                self._work()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            if drawn():
+                raise TrainingError(f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU)")
+            with capturing(graph, stream=self._stream):
+                self._work()
+        except NotCaptured as error:
+            raise TrainingError(f"{NO_GRAPH} ({error})") from error
+        finally:
+            _put_back(changed, before)
+            torch.cuda.set_rng_state(random, self._learner.device)
+        torch.cuda.synchronize()
+        return graph
+
+
+def capturable(learner: Learner, batches: Any) -> bool:
+    """Does the batch come from tensors on the GPU, always of one size, and may the step be captured?"""
+    held = hasattr(batches, "plan") and hasattr(batches, "make") and getattr(batches, "drop_last", False)
+    return held and learner.capturable
+
+
+@torch.no_grad()
+def _put_back(changed: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    for tensor, value in zip(changed, before, strict=True):
+        tensor.copy_(value)

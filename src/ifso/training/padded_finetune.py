@@ -1,0 +1,140 @@
+"""A pruned network in the shape it had before: zeros where units were removed, so that it trains as quickly as then.
+
+GPUs compute with channels in eights and sixteens; layers of 11 or 13 channels can take twice the time of 16. A removed
+unit that is zero everywhere, in the filters that make it, its norm and all that reads it, stays zero under SGD: its
+output is zero, and so are all its gradients. The padded network is therefore trained exactly as the small one, and the
+small one is read out of it at the end.
+
+Not so where something makes more of a zero than a zero, as a sigmoid does, or where a statistic is taken over channels,
+as in a layer norm: :func:`padded_` refuses those. Dropout draws other numbers for the wider layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ifso.common.loss_fn import LossFn
+from ifso.common.module_state import named_tensors
+from ifso.common.text import describe_error
+from ifso.common.torch_state import eval_mode, same_modes, undisturbed
+from ifso.data.base import Data
+from ifso.errors import RecipeError
+from ifso.graph.tracing import trace
+from ifso.surgery.compact import compact_
+from ifso.surgery.recipe import Recipe, recipe_of
+from ifso.training.precision import tensor_cores
+
+TOLERANCE = 1e-3
+"""By how much the losses of both networks may differ, as a share, for rounding."""
+
+
+class Padding:
+    """Where the numbers of a pruned network stand in the network before pruning, from its recipe."""
+
+    def __init__(self, original: nn.Module, recipe: Recipe, example_inputs: Any) -> None:
+        places = copy.deepcopy(original).to("cpu", torch.float64).eval()
+        inputs = tree_map(_on_cpu, example_inputs)
+        graph = trace(places, inputs)
+        for tensor in named_tensors(places).values():
+            tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
+        for number, step in enumerate(recipe.rounds):
+            graph = trace(places, inputs) if number else graph
+            compact_(places, graph, {group.name: _mask(group.size, group.kept) for group in step.groups})
+        self._places: Mapping[str, Tensor] = {
+            name: tensor.detach().long() for name, tensor in named_tensors(places).items()
+        }
+
+    @torch.no_grad()
+    def pad_(self, original: nn.Module, pruned: nn.Module) -> nn.Module:
+        """``original`` with the numbers of ``pruned`` and zeros elsewhere."""
+        small = named_tensors(pruned)
+        for name, tensor in named_tensors(original).items():
+            places = self._at(name, small[name], tensor)
+            wide = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            wide[places.flatten()] = small[name].detach().to(tensor).flatten()
+            tensor.copy_(wide.view(tensor.shape))
+        return original
+
+    @torch.no_grad()
+    def unpad_(self, pruned: nn.Module, original: nn.Module) -> nn.Module:
+        """``pruned`` with the numbers that stand in its places in ``original``."""
+        wide = named_tensors(original)
+        for name, tensor in named_tensors(pruned).items():
+            places = self._at(name, tensor, wide[name])
+            tensor.copy_(wide[name].detach().reshape(-1)[places.flatten()].view(tensor.shape))
+        return pruned
+
+    def elsewhere(self, name: str, wide: Tensor) -> Tensor:
+        """The entries of a tensor of the wide network that the pruned one does not have."""
+        outside = torch.ones(wide.numel(), dtype=torch.bool, device=wide.device)
+        outside[self._places[name].flatten().to(wide.device)] = False
+        return wide.reshape(-1)[outside]
+
+    def _at(self, name: str, small: Tensor, wide: Tensor) -> Tensor:
+        places = self._places[name]
+        if places.shape != small.shape or (places.numel() and int(places.max()) >= wide.numel()):
+            raise RecipeError(f"{name!r} has shape {list(small.shape)}, by the recipe it is {list(places.shape)}")
+        return places.to(wide.device)
+
+
+def padded_(original: nn.Module, pruned: nn.Module, data: Data) -> Padding:
+    """Give ``original`` the numbers of ``pruned`` and zeros elsewhere, if it then trains as ``pruned`` does.
+
+    A RecipeError says why it does not: units that are flagged, such as those of a layer norm, or a trial on a batch of
+    ``data`` in which the loss is another one or something that was removed has a gradient.
+    """
+    recipe = recipe_of(pruned)
+    if recipe is None or not recipe.rounds:
+        raise RecipeError("nothing was removed from it")
+    for group in chain.from_iterable(step.groups for step in recipe.rounds):
+        if group.flags and len(group.kept) < group.size:
+            raise RecipeError(f"units of {group.name} were removed, which are flagged {', '.join(group.flags)}")
+    try:
+        padding = Padding(original, recipe, data.example_inputs())
+        padding.pad_(original, pruned)
+        with tensor_cores("float32"):
+            _try(padding, original, pruned, data.loss_fn, data.first_batch())
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"it could not be tried ({type(error).__name__}: {describe_error(error)})") from error
+    return padding
+
+
+def _try(padding: Padding, wide: nn.Module, small: nn.Module, loss_fn: LossFn, batch: Any) -> None:
+    """Refuse a network whose zeros would not stay, or are seen."""
+    found, wanted = (_loss(model, loss_fn, batch) for model in (wide, small))
+    if not math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+        raise RecipeError(f"its loss would be {found:.6g} and not {wanted:.6g}")
+    named = {name: parameter for name, parameter in named_tensors(wide).items() if parameter.requires_grad}
+    with same_modes(wide), undisturbed(wide), torch.enable_grad():
+        gradients = torch.autograd.grad(loss_fn(wide.train(), batch), list(named.values()), allow_unused=True)
+    for name, gradient in zip(named, gradients, strict=True):
+        if gradient is not None and bool(padding.elsewhere(name, gradient).any()):
+            raise RecipeError(f"what was removed from {name} would not stay zero")
+
+
+def _loss(model: nn.Module, loss_fn: LossFn, batch: Any) -> float:
+    with torch.no_grad(), eval_mode(model), undisturbed(model):
+        return float(loss_fn(model, batch))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    """An example input for a network in float64."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to("cpu", torch.float64 if leaf.is_floating_point() else leaf.dtype)
+
+
+def _mask(size: int, kept: tuple[int, ...]) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[list(kept)] = True
+    return mask

@@ -1,0 +1,93 @@
+"""Convolutions of few channels, as CIFAR networks and pruned ones have them, with a quicker gradient of the weight."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from ifso.common.cuda_graphs import captures_go_to
+
+
+@cache
+def available() -> bool:
+    """Is there a Triton to compile the kernel with?"""
+    return importlib.util.find_spec("triton") is not None
+
+
+def narrow_layers(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """:class:`NarrowConvolutions` where they can be had: in bfloat16, on the current GPU, with Triton."""
+    fits = precision == "bf16" and captures_go_to(device) and available()
+    return NarrowConvolutions() if fits else nullcontext()
+
+
+class NarrowConvolutions(TorchFunctionMode):
+    """Within it, 2-d convolutions under bfloat16 autocast on a GPU take :func:`kernels.weight_gradient` where it pays.
+
+    The result of every layer is the same; gradients of weights are summed in another order, and stay in float32.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Only ``conv2d`` is looked at."""
+        if func is F.conv2d and not kwargs and len(args) == 7 and _suits(args[0], args[1], *args[3:]):
+            x, weight, bias, stride, padding, _, _ = args
+            y = _Convolution.apply(x.to(torch.bfloat16), weight, stride[0], padding[0])
+            return y if bias is None else y + bias.to(y.dtype).view(1, -1, 1, 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _suits(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
+    from ifso.training.kernels import WIDEST
+
+    square = all(isinstance(pair, tuple) and len(set(pair)) == 1 for pair in (stride, padding, dilation))
+    return (
+        x.is_cuda
+        and torch.is_autocast_enabled("cuda")
+        and torch.get_autocast_dtype("cuda") == torch.bfloat16
+        and square
+        and groups == 1
+        and dilation[0] == 1
+        and weight.shape[2] == weight.shape[3]
+        and max(weight.shape[:2]) <= WIDEST
+        and weight.requires_grad
+        and torch.float64 not in (x.dtype, weight.dtype)
+        and x.dim() == 4
+        and 0 < x.shape[0] * x.shape[2] * x.shape[3] * WIDEST < 2**30
+    )
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+        from ifso.training.kernels import convolution
+
+        x = x.contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return convolution(x, weight, stride, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        from ifso.training.kernels import input_gradient, weight_gradient
+
+        x, weight = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = None
+        if ctx.needs_input_grad[0] and ctx.stride == 1:
+            dx = input_gradient(dy, weight, ctx.padding)
+        elif ctx.needs_input_grad[0]:
+            geometry = [ctx.stride] * 2, [ctx.padding] * 2, [1, 1], False, [0, 0], 1
+            narrow = weight.to(dy.dtype)
+            dx = torch.ops.aten.convolution_backward(dy, x, narrow, None, *geometry, [True, False, False])[0]
+        return dx, weight_gradient(x, dy, weight.shape[2], ctx.stride, ctx.padding), None, None

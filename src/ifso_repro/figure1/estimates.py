@@ -1,0 +1,161 @@
+"""The numbers of one network: its training, its scores, and for each mask the truth and every estimate of it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ifso.common.loss_fn import LossFn
+from ifso.criteria import registry
+from ifso.criteria.scoring import score
+from ifso.curvature.loss_change import true_loss_change
+from ifso.errors import IfsoError, ScoreError
+from ifso.surgery.mask import masked
+from ifso_repro.figure1.masks import Removed, keep, size
+from ifso_repro.figure1.networks import Problem, cross_entropy
+from ifso_repro.figure1.settings import Settings
+from ifso_repro.figure1.training import adam_, evaluations_until, lbfgs_
+
+DEFAULT_STEPS: int = inspect.signature(true_loss_change).parameters["path_steps"].default
+"""K where the user gives none."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ifso, L2 in the loss": {},
+    "ifso, L2 in the loss, H⁻¹ by cg": {"inverse": "cg", "curvature": "gauss-newton"},
+}
+
+
+def train_(problem: Problem) -> dict[str, Any]:
+    """Bring the network to W*; what that took, and where it ended."""
+
+    def loss() -> Tensor:
+        return problem.loss_fn(problem.model, problem.batch)
+
+    first = adam_(problem.model, loss, problem.adam_steps) if problem.adam_steps else None
+    end = lbfgs_(problem.model, loss, problem.train)
+    with torch.no_grad():
+        right = (problem.model(problem.batch[0]).argmax(1) == problem.batch[1]).double().mean()
+    return {
+        "loss": end.last,
+        "accuracy": float(right),
+        "gradients": len(end.losses) + (len(first.losses) if first else 0),
+        "largest_gradient": end.largest_gradient,
+        "converged": end.converged,
+    }
+
+
+def all_scores(problem: Problem) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Scores of every criterion on the batch, and why some do not apply to this network.
+
+    All look at the cross entropy alone, as where weight decay is a matter of the optimizer; ``VARIANTS`` of the
+    paper's score look at the loss that was trained.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    refused: dict[str, str] = {}
+    plans: dict[str, tuple[str, LossFn, dict[str, Any]]] = {
+        name: (name, cross_entropy, {}) for name in registry.names()
+    }
+    plans["random"] = "random", cross_entropy, {"seed": problem.seed}
+    plans |= {label: ("ifso", problem.loss_fn, options) for label, options in VARIANTS.items()}
+    for label, (name, loss_fn, options) in plans.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scores = score(problem.model, problem.graph, loss_fn, [problem.batch], name, **options)
+        except ScoreError as error:
+            refused[label] = " ".join(str(error).split())
+            continue
+        found[label] = {group: values.tolist() for group, values in scores.items()}
+    return found, refused
+
+
+def summed(scores: Mapping[str, list[float]], removed: Removed) -> float:
+    """A criterion's word on a mask: the sum over the units that go.
+
+    >>> summed({"0": [1.0, 2.0], "3": [4.0, 8.0]}, {"0": [1], "3": [0]})
+    6.0
+    """
+    return sum(scores[group][unit] for group, units in removed.items() for unit in units)
+
+
+def measure(
+    problem: Problem, removed: Removed, base: float, settings: Settings, *, first_order: bool
+) -> dict[str, Any]:
+    """One mask: ΔL_ex, ΔL_gt after retraining from W*, and the estimates for every number of path steps."""
+    kept = keep(problem.graph, removed)
+    with torch.no_grad(), masked(problem.model, problem.graph, kept):
+        existing = float(problem.loss_fn(problem.model, problem.batch)) - base
+    truth, retraining = _retrain(problem, kept, base, settings, first_order=first_order)
+    return {
+        "removed": removed,
+        "size": size(removed),
+        "truth": truth,
+        "existing": existing,
+        "retraining": retraining,
+        "estimates": estimates(problem, removed),
+    }
+
+
+def estimates(problem: Problem, removed: Removed) -> dict[str, dict[str, Any]]:
+    """What is said of a mask without retraining, by the number of path steps."""
+    kept = keep(problem.graph, removed)
+    return {str(count): _estimate(problem, kept, count) for count in sorted({*problem.path_steps, DEFAULT_STEPS})}
+
+
+def _retrain(
+    problem: Problem, kept: dict[str, Tensor], base: float, settings: Settings, *, first_order: bool
+) -> tuple[float, dict[str, Any]]:
+    """ΔL_gt and what it took; W* is put back."""
+    before = {name: value.clone() for name, value in problem.model.state_dict().items()}
+
+    def loss() -> Tensor:
+        return problem.loss_fn(problem.model, problem.batch)
+
+    try:
+        with masked(problem.model, problem.graph, kept):
+            end = lbfgs_(problem.model, loss, problem.retrain)
+        near = end.last + settings.within * abs(end.last - base)
+        about: dict[str, Any] = {
+            "gradients": len(end.losses),
+            "gradients_until_near": evaluations_until(end.losses, near),
+            "largest_gradient": end.largest_gradient,
+            "converged": end.converged,
+        }
+        if first_order:
+            problem.model.load_state_dict(before)
+            with masked(problem.model, problem.graph, kept):
+                slow = adam_(problem.model, loss, settings.first_order_steps)
+            about["adam"] = {
+                "gradients": len(slow.losses),
+                "gradients_until_near": evaluations_until(slow.losses, near),
+                "change": slow.last - base,
+            }
+    finally:
+        problem.model.load_state_dict(before)
+    return end.last - base, about
+
+
+def _estimate(problem: Problem, kept: dict[str, Tensor], path_steps: int) -> dict[str, Any]:
+    """What ``ifso.true_loss_change`` says, or why it says nothing."""
+    start = time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            change = true_loss_change(
+                problem.model, problem.graph, kept, problem.loss_fn, [problem.batch], path_steps=path_steps
+            )
+    except IfsoError as error:
+        return {"error": " ".join(str(error).split())}
+    return {
+        "true": change.true,
+        "trust": change.trust,
+        "gradients": change.gradients_spent,
+        "cpu_seconds": time.process_time() - start,
+        "notes": list(change.notes),
+    }

@@ -1,0 +1,169 @@
+"""Fig. 5, 6, 7 and 8: accuracy against the budget, the batches, the schedule and the scores added up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, Look, draw, empty, key, name
+from ifso_repro.figures.points import Panel, Plot, Point, Series, heading
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TOP1 = "Top-1 (%)"
+LABELS = {
+    "figure5": "MACs removed (%)",
+    "figure6": "batches of the proxy data",
+    "figure7": "MACs removed incrementally (% of all removed)",
+    "figure8": "scores k before a removal",
+}
+PAPER: Any = {
+    "marker": "*", "markersize": 8, "linestyle": "none", "markeredgewidth": 0.9, "markerfacecolor": "white", "zorder": 5
+}  # fmt: skip
+SMOKE = "SMOKE RUN on a few generated images: this shows that drawing works, and its numbers mean nothing."
+
+
+def draw_study(plot: Plot, stem: Path) -> tuple[Path, Path]:
+    """The figure of a study."""
+    fill = {"figure7": _schedule, "figure8": _boxes}.get(plot.name, _lines)
+    wide = len(plot.panels) > 1
+    height = {"figure5": 2.8, "figure6": 2.75, "figure7": 4.2, "figure8": 3.2}[plot.name]
+    return draw(stem, heading(plot.name), (PAGE if wide else COLUMN, height), lambda figure: fill(figure, plot))
+
+
+def _notes(plot: Plot, spread: str = "bars: standard deviation over the runs") -> list[str]:
+    """What the picture cannot show by itself."""
+    counts = " or ".join(map(str, plot.seeds))
+    several = f"s a point; {spread}" if max(plot.seeds, default=1) > 1 else " a point, so that no spread is known"
+    told = [f"Last epoch, recipe “{plot.recipe}”; {counts} run{several}."]
+    if plot.changed:
+        told.append(f"Some runs differ from the study: {', '.join(plot.changed)}.")
+    return [SMOKE, *told] if plot.smoke else told
+
+
+def _lines(figure: Figure, plot: Plot) -> None:
+    """A panel for each network, a line for each criterion or budget."""
+    grid = figure.subplots(1, len(plot.panels), squeeze=False)[0]
+    room = any(panel.missing and panel.run for panel in plot.panels)
+    for axes, panel in zip(grid, plot.panels, strict=True):
+        name(axes, panel.title, panel.missing if panel.run else "", room=room)
+        axes.set_xlabel(LABELS[plot.name])
+        _places(axes, panel)
+        if panel.run:
+            _curves(axes, panel, plot)
+        else:
+            empty(axes, "not run")
+    grid[0].set_ylabel(TOP1)
+    key(figure, _handles(plot), _notes(plot), columns=4)
+
+
+def _places(axes: Axes, panel: Panel) -> None:
+    """All points of a panel have their place, run or not."""
+    places = sorted({point.x for point in panel.points})
+    margin = (places[-1] - places[0]) / 16 or 1.0
+    axes.set_xlim(places[0] - margin, places[-1] + margin)
+    axes.set_xticks(places if len(places) < 6 else places[::2])
+
+
+def _curves(axes: Axes, panel: Panel, plot: Plot) -> None:
+    """Where points have bars the lines stand a little apart, so that none hides another."""
+    apart = (panel.points[-1].x - panel.points[0].x) / 60 if max(plot.seeds) > 1 and len(panel.series) < 4 else 0.0
+    for number, (look, series) in enumerate(zip(LOOKS, panel.series, strict=False)):
+        shift = apart * (number - (len(panel.series) - 1) / 2)
+        _curve(axes, look, series.points, [point.top1 if point.results else None for point in series.points], shift)
+        if not plot.smoke:
+            _paper(axes, look, series)
+    _base(axes, panel)
+
+
+def _curve(axes: Axes, look: Look, points: Sequence[Point], values: Sequence[Any], shift: float = 0.0) -> None:
+    """Means with the standard deviation; the line is broken where a point was not run."""
+    means = [math.nan if value is None else value.mean for value in values]
+    bars = [(value.deviation or 0.0) if value else 0.0 for value in values]
+    places = [point.x + shift for point in points]
+    axes.errorbar(places, means, yerr=bars, capsize=2.2, elinewidth=0.9, **look.as_dict())
+
+
+def _paper(axes: Axes, look: Look, series: Series) -> None:
+    known = [(point.x, point.paper) for point in series.points if point.paper is not None and series.run]
+    if known:
+        axes.plot(*zip(*known, strict=True), color=look.color, **PAPER)
+
+
+def _base(axes: Axes, panel: Panel) -> None:
+    if panel.base is not None:
+        axes.axhline(panel.base, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
+
+
+def _handles(plot: Plot, *, boxes: bool = False) -> list[Any]:
+    """A line of the legend for each line of the panels, the unpruned network and the paper."""
+    from matplotlib.lines import Line2D
+
+    labels = dict.fromkeys(series.label for panel in plot.panels for series in panel.series)
+    style = {"linestyle": "none"} if boxes else {}
+    found = [
+        Line2D([], [], label=label, **{**look.as_dict(), **style}) for look, label in zip(LOOKS, labels, strict=False)
+    ]
+    if any(panel.run for panel in plot.panels):
+        found.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label="unpruned"))
+    told = any(point.paper is not None for panel in plot.panels for s in panel.series if s.run for point in s.points)
+    if told and not plot.smoke:
+        found.append(Line2D([], [], color=MUTED, label="the paper's number", **PAPER))
+    return found
+
+
+def _schedule(figure: Figure, plot: Plot) -> None:
+    """Accuracy above, seconds below, over the same axis."""
+    panel = plot.panels[0]
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.25, 1))
+    series, look = panel.series[0], LOOKS[0]
+    name(above, panel.title, panel.missing, room=bool(panel.missing))
+    _curve(above, look, series.points, [point.top1 if point.results else None for point in series.points])
+    if not plot.smoke:
+        _paper(above, look, series)
+    _base(above, panel)
+    times = [point.seconds if point.results else None for point in series.points]
+    _curve(below, LOOKS[1], series.points, times)
+    below.set_ylim(bottom=0)
+    above.set_ylabel(TOP1)
+    below.set_ylabel("seconds of pruning")
+    below.set_xlabel(LABELS[plot.name])
+    below.set_xticks([point.x for point in series.points])
+    places = sorted({result.hardware for point in panel.run for result in point.results})
+    key(figure, _handles(plot), [*_notes(plot), f"Timed on {', '.join(places)}."], columns=3)
+
+
+def _boxes(figure: Figure, plot: Plot) -> None:
+    """Every run as a dot; a box from the first to the third quartile where there are three or more."""
+    panel, axes = plot.panels[0], figure.subplots()
+    name(axes, panel.title, panel.missing, room=bool(panel.missing))
+    places = sorted({point.x for point in panel.points})
+    shares = Counter(point.x for point in panel.points)
+    for number, (look, series) in enumerate(zip(LOOKS, panel.series, strict=False)):
+        for point in series.run:
+            shift = 0.36 * (number - (len(panel.series) - 1) / 2) if shares[point.x] > 1 else 0.0
+            _box(axes, look, places.index(point.x) + shift, [result.last_top1 for result in point.results])
+    axes.set_xticks(range(len(places)), [f"{place:g}" for place in places])
+    axes.set_xlim(-0.6, len(places) - 0.4)
+    axes.set_xlabel(LABELS[plot.name])
+    axes.set_ylabel(TOP1)
+    axes.grid(visible=False, axis="x")
+    _base(axes, panel)
+    words = "large markers: mean, dots: runs, boxes: quartiles where there are three or more"
+    key(figure, _handles(plot, boxes=True), _notes(plot, words), columns=2)
+
+
+def _box(axes: Axes, look: Look, place: float, values: list[float]) -> None:
+    line = {"color": look.color, "linewidth": 0.9}
+    if len(values) > 2:
+        axes.boxplot(
+            values, positions=[place], widths=0.28, showfliers=False, manage_ticks=False, medianprops=line,
+            boxprops=line, whiskerprops=line, capprops=line,
+        )  # fmt: skip
+    axes.plot([place] * len(values), values, linestyle="none", marker=".", markersize=3, color=look.color)
+    axes.plot(place, sum(values) / len(values), **{**look.as_dict(), "linestyle": "none"})

@@ -1,0 +1,176 @@
+"""From the name of a figure to its files: finds the data, draws, and says what was not run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ifso.errors import IfsoError
+from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.figures.curves import draw_study
+from ifso_repro.figures.layers import Network, draw_layers, network_of
+from ifso_repro.figures.loss_change import draw_loss_change
+from ifso_repro.figures.points import PLACES, load, plot
+from ifso_repro.jobs import Job
+from ifso_repro.rows import find_row, rows, study
+from ifso_repro.schema import RECIPES
+from ifso_repro.table_lines import Runs
+
+FIGURE1 = "figure1"
+STRUCTURES: Mapping[str, tuple[str, ...]] = {
+    "figure3": ("vgg16-cifar10-70",),
+    "figure4": ("resnet50-imagenet-50", "retinanet-coco-50"),
+}
+"""The rows whose pruned networks Fig. 3 and 4 show."""
+
+TITLES = {"figure3": "Pruned VGG-16 (Fig. 3)", "figure4": "Pruned ResNet-50, two tasks (Fig. 4)"}
+FIGURES = (FIGURE1, *STRUCTURES, *PLACES)
+
+
+class NothingToDraw(IfsoError):
+    """A figure of which nothing was run; the message names the command that makes its data."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the data are: the folder of ``ifso repro``, that of its figure 1, and ``runs`` for Fig. 3 and 4."""
+
+    out: Path
+    figure1: Path
+    runs: tuple[Path, ...] = ()
+    recipe: str | None = None
+    criteria: Sequence[str] | None = None
+    smoke: bool = False
+
+    @property
+    def pictures(self) -> Path:
+        """Where pictures go; those of smoke runs lie apart."""
+        return self.out / "figures" / ("smoke" if self.smoke else "")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure, its files, and what of it was not run."""
+
+    figure: str
+    files: tuple[Path, ...]
+    missing: tuple[str, ...] = ()
+
+
+def draw_figure(name: str, source: Source) -> Drawn:
+    """Draw it from what is there; NothingToDraw if nothing is."""
+    return _kind(name)(name, source)
+
+
+def _kind(name: str) -> Callable[[str, Source], Drawn]:
+    if name == FIGURE1:
+        return _loss_change
+    if name in STRUCTURES:
+        return _structure
+    if name in PLACES:
+        return _study
+    raise IfsoError(f"{name!r} is no figure that can be drawn; choose from {', '.join(FIGURES)}")
+
+
+def _loss_change(name: str, source: Source) -> Drawn:
+    path = source.figure1 / "figure1.json"
+    if not path.is_file():
+        raise NothingToDraw(f"{path} is not there; make it with: ifso repro figure1 --out {source.figure1}")
+    document = _document(path)
+    run = {network["name"] for network in document["networks"]}
+    left_out = tuple(network for network in NETWORKS if network not in run)
+    return Drawn(name, draw_loss_change(document, source.figure1 / name), left_out)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """A whole document of the study."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise IfsoError(f"{path} is damaged ({' '.join(str(error).split())}); run ifso repro figure1 again") from error
+    keys = ("networks", "summary", "settings", "default_path_steps")
+    if not isinstance(found, dict) or found.get("study") != FIGURE1 or not all(found.get(key) for key in keys):
+        raise IfsoError(f"{path} is no result of ifso repro figure1; run that again")
+    return found
+
+
+def _study(name: str, source: Source) -> Drawn:
+    place = source.out / "results"
+    runs = load(place, smoke=source.smoke)
+    found = plot(name, runs, recipe=source.recipe, criteria=source.criteria, smoke=source.smoke)
+    if not any(panel.run for panel in found.panels):
+        raise NothingToDraw(_nothing(name, found.recipe, source, runs))
+    own = study(name, seeds=1)[0].recipe
+    stem = source.pictures / (name if found.recipe == own else f"{name}-{found.recipe}")
+    missing = [f"{panel.title}: {panel.missing}" for panel in found.panels if panel.missing]
+    return Drawn(name, draw_study(found, stem), tuple(missing))
+
+
+def _nothing(name: str, recipe: str, source: Source, runs: Runs) -> str:
+    """What is not there, the command that makes it, and what is there instead."""
+    others = [
+        other
+        for other in RECIPES
+        if other != recipe
+        and any(
+            panel.run for panel in plot(name, runs, recipe=other, criteria=source.criteria, smoke=source.smoke).panels
+        )
+    ]
+    hint = f"; draw what there is with --recipes {others[0]}" if others else ""
+    place = source.out / "results" / ("smoke" if source.smoke else "")
+    return f"{place} has no results of {name} with recipe {recipe!r}; make them with: {command(name, source)}{hint}"
+
+
+def command(name: str, source: Source) -> str:
+    """The command that runs a study or a row, as it must be given at least.
+
+    >>> command("figure7", Source(Path("repro"), Path()))
+    'ifso repro figure7 --data cifar10:PATH --weights DIR'
+    """
+    words = ["ifso", "repro", name]
+    jobs = study(name, seeds=1)
+    if source.smoke:
+        words.append("--smoke")
+    else:
+        words += [word for data in dict.fromkeys(job.row.data for job in jobs) for word in ("--data", f"{data}:PATH")]
+        words += ["--weights", "DIR"] if any(job.row.base.weights for job in jobs) else []
+    return " ".join([*words, *(["--out", str(source.out)] if source.out != Path("repro") else [])])
+
+
+def _structure(name: str, source: Source) -> Drawn:
+    if source.runs:
+        networks = [network_of(folder) for folder in source.runs]
+        return Drawn(name, draw_layers(networks, source.pictures / name, "Channels kept of every layer"))
+    folders = {row: _pruned(row, source) for row in STRUCTURES[name]}
+    if not any(folders.values()):
+        row = next(iter(folders))
+        raise NothingToDraw(
+            f"{source.out / 'work'} has no pruned {row}; make it with: {command(row, source)} --criteria ifso "
+            f"--seeds 1, or give a run of ifso prune: ifso repro {name} --draw --runs RUN"
+        )
+    networks = [_network(row, folder, source) for row, folder in folders.items()]
+    missing = [f"{row}: not run" for row, folder in folders.items() if folder is None]
+    return Drawn(name, draw_layers(networks, source.pictures / name, TITLES[name]), tuple(missing))
+
+
+def _pruned(row: str, source: Source) -> Path | None:
+    """Where the network of a row was pruned by the paper's method with seed 0, if it was."""
+    from ifso_repro.workspace import Workshop
+
+    if row not in rows():
+        return None
+    work = source.out / "work" / ("smoke" if source.smoke else "")
+    shop = Workshop(work, source.out / "results", smoke=source.smoke)
+    folder = shop.pruned_folder(Job(find_row(row), "ifso", "paper"))
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _network(row: str, folder: Path | None, source: Source) -> Network:
+    if folder is not None:
+        smoke = " (SMOKE RUN, which means nothing)" if source.smoke else ""
+        return network_of(folder, row + smoke)
+    how = f": {command(row, source)}" if row in rows() else ""
+    return Network(row, missing=f"not run{how}")

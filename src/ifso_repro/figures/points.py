@@ -1,0 +1,193 @@
+"""The results of a study as points of a picture: which panel, which line, where, and what was not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ifso.errors import IfsoError
+from ifso_repro.jobs import MIXED, Job
+from ifso_repro.results import Result, read, read_file
+from ifso_repro.rows import find_study, study
+from ifso_repro.schema import RECIPES
+from ifso_repro.statistics import Spread
+from ifso_repro.table_lines import NAMES, Runs, last_top1, otherwise, percent
+
+NETWORKS = {"resnet32": "ResNet-32", "resnet50": "ResNet-50", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
+DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Runs that differ by their seed only, at ``x``; none if it was ``not run``. ``paper``: what the paper reports."""
+
+    x: float
+    results: tuple[Result, ...]
+    paper: float | None = None
+
+    @property
+    def top1(self) -> Spread:
+        """Of the last epoch."""
+        return last_top1(list(self.results))
+
+    @property
+    def seconds(self) -> Spread:
+        """Of pruning."""
+        return Spread.of([result.prune_seconds for result in self.results])
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a panel."""
+
+    label: str
+    points: tuple[Point, ...]
+
+    @property
+    def run(self) -> list[Point]:
+        """The points that there are."""
+        return [point for point in self.points if point.results]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One network on one data set."""
+
+    title: str
+    series: tuple[Series, ...]
+
+    @property
+    def points(self) -> list[Point]:
+        """Of all lines."""
+        return [point for series in self.series for point in series.points]
+
+    @property
+    def run(self) -> list[Point]:
+        """Those that there are."""
+        return [point for point in self.points if point.results]
+
+    @property
+    def base(self) -> float | None:
+        """Top-1 of the unpruned network."""
+        found = [result.base_top1 for point in self.points for result in point.results]
+        return Spread.of(found).mean if found else None
+
+    @property
+    def missing(self) -> str:
+        """How much was not run, in words; empty if all was."""
+        left = len(self.points) - len(self.run)
+        return f"{left} of {len(self.points)} points not run" if left else ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """All that a figure of a study shows. ``changed`` are settings in which runs differ from what the study says."""
+
+    name: str
+    recipe: str
+    panels: tuple[Panel, ...]
+    changed: tuple[str, ...]
+    smoke: bool = False
+
+    @property
+    def seeds(self) -> list[int]:
+        """How many runs stand behind a point, each number once."""
+        return sorted({len(point.results) for panel in self.panels for point in panel.run})
+
+
+def _removed(job: Job) -> float:
+    return round(100 * job.row.removed, 6)
+
+
+def _incremental(job: Job) -> float:
+    """Per cent of the way that goes step by step.
+
+    >>> [_incremental(job) for job in study("figure7", seeds=1)]
+    [0.0, 25.0, 50.0, 75.0, 100.0]
+    """
+    name = str(job.variant.options["schedule"])
+    return 100.0 * float({"one-shot": "0", "incremental": "1"}.get(name, name.removeprefix(MIXED)))
+
+
+PLACES: Mapping[str, tuple[Callable[[Job], float], Callable[[Job], str]]] = {
+    "figure5": (_removed, lambda job: NAMES[job.criterion]),
+    "figure6": (
+        lambda job: job.variant.options["batches_per_score"],
+        lambda job: f"{percent(job.row.removed)} of the MACs removed",
+    ),
+    "figure7": (_incremental, lambda job: NAMES[job.criterion]),
+    "figure8": (
+        lambda job: job.variant.options["accumulate"],
+        lambda job: "only the k-th" if job.variant.options.get("accumulation") == "last" else "k scores added up",
+    ),
+}
+"""For each figure, where the point of a job lies and to which line it belongs."""
+
+
+def load(folder: Path, *, smoke: bool) -> Runs:
+    """The results in ``folder``, or those of smoke runs instead."""
+    if not smoke:
+        return Runs(read(folder))
+    return Runs(replace(read_file(path), smoke=False) for path in sorted((folder / "smoke").glob("*.json")))
+
+
+def plot(
+    name: str, runs: Runs, *, recipe: str | None = None, criteria: Sequence[str] | None = None, smoke: bool = False
+) -> Plot:
+    """The points of a figure; those of ``recipe`` if another than the study's is asked for."""
+    jobs = study(name, seeds=1, criteria=criteria)
+    chosen = recipe or jobs[0].recipe
+    if chosen not in RECIPES:
+        raise IfsoError(f"no recipe {chosen!r}; choose from {', '.join(RECIPES)}")
+    jobs = [replace(job, recipe=chosen) for job in jobs if job.recipe == jobs[0].recipe]
+    found = {job.name: _group(job, runs, smoke) for job in jobs}
+    changed = {words for job in jobs for words in _changed(job, found[job.name])} if not smoke else set()
+    tasks = dict.fromkeys(job.row.task for job in jobs)
+    panels = [_panel(name, [job for job in jobs if job.row.task == task], found) for task in tasks]
+    return Plot(name, chosen, tuple(panels), tuple(sorted(changed)), smoke)
+
+
+def _group(job: Job, runs: Runs, smoke: bool) -> tuple[Result, ...]:
+    """As tables have it: as long as the recipe says. A smoke run has sizes of its own."""
+    return tuple(next(iter(runs.of(job)), []) if smoke else runs.whole(job))
+
+
+def _changed(job: Job, group: Sequence[Result]) -> tuple[str, ...]:
+    return otherwise(job, group[0]) if group else ()
+
+
+def _panel(name: str, jobs: Sequence[Job], found: Mapping[str, tuple[Result, ...]]) -> Panel:
+    place, label = PLACES[name]
+    lines: dict[str, list[Point]] = {}
+    for job in jobs:
+        lines.setdefault(label(job), []).append(Point(place(job), found[job.name], _reported(job)))
+    series = [Series(words, tuple(sorted(points, key=lambda point: point.x))) for words, points in lines.items()]
+    return Panel(title(jobs[0]), tuple(series))
+
+
+def _reported(job: Job) -> float | None:
+    """What the paper says of a job: the last epoch where that is known, else the best."""
+    told = job.variant.paper.get(job.row.name) if job.variant.label else job.row.paper.get(job.criterion)
+    if told is None:
+        return None
+    return told.pruned if told.last is None else told.last
+
+
+def title(job: Job) -> str:
+    """Network and data.
+
+    >>> title(study("figure7", seeds=1)[0])
+    'ResNet-32, CIFAR-10'
+    """
+    network, _, data = job.row.task.rpartition("-")
+    return f"{NETWORKS.get(network, network)}, {DATA.get(data, data)}"
+
+
+def heading(name: str) -> str:
+    """What the study is called.
+
+    >>> heading("figure6")
+    'Batches of the proxy data (Fig. 6)'
+    """
+    return find_study(name).title

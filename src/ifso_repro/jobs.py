@@ -1,0 +1,162 @@
+"""One run of a study, :class:`Job`: what it is called, how it prunes and how it fine-tunes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ifso.errors import IfsoError
+from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, TAUGHT, Row, Variant
+
+if TYPE_CHECKING:
+    from ifso.training.settings import TrainSettings
+
+OURS_TO_USE = ("lr", "batch")
+"""Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
+
+PRESET = "paper"
+"""What stands for options of pruning that a row does not name."""
+
+MIXED = "mixed:"
+DETECTORS_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "detection": ("detection", {}),
+    "distilled": ("detection", {"distill": 0.5}),
+}
+"""How detectors are fine-tuned, by boxes alone or by what the unpruned network says as well, as changes to a recipe."""
+
+RECIPES_BY_CHANGES = {**DETECTORS_RECIPES, TAUGHT: ("patient", {})}
+"""Recipes of rows only, as changes to one that a training has."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a row pruned by one criterion (with a variant of its options), fine-tuned by one recipe from a seed."""
+
+    row: Row
+    criterion: str
+    recipe: str
+    seed: int = 0
+    variant: Variant = field(default_factory=Variant)
+
+    @property
+    def name(self) -> str:
+        """What the run and its file are called, such as ``resnet32-cifar10-50.ifso+normalize=none.paper.0``."""
+        return job_name(self.row.name, self.criterion, self.changes, self.recipe, self.seed)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The options of the variant that differ from what the row has anyway."""
+        usual = {**self._usual_prune, **self._usual_criterion}
+        return {key: value for key, value in self.variant.options.items() if usual.get(key) != value}
+
+    @property
+    def prune(self) -> dict[str, Any]:
+        """All options of pruning but those of the criterion, as plain values."""
+        return {**self._usual_prune, **{key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}}
+
+    @property
+    def criterion_options(self) -> dict[str, Any]:
+        """Options of the criterion that the row and the variant give."""
+        changed = {key: value for key, value in self.changes.items() if key not in PRUNE_OPTIONS}
+        return {**self._usual_criterion, **changed}
+
+    @property
+    def teacher(self) -> Row | None:
+        """The row whose unpruned network teaches, where that is another than the job's own."""
+        if self.recipe != TAUGHT:
+            return None
+        if self.row.teacher is None:
+            raise IfsoError(f"{self.name}: {self.row.name} has no teacher of its own; take another recipe")
+        return self.row.teacher
+
+    @property
+    def _usual_prune(self) -> dict[str, Any]:
+        if self.criterion == DEFAULT_RUN:
+            return {key: self.row.prune[key] for key in ("batch",) if key in self.row.prune}
+        return {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
+
+    @property
+    def _usual_criterion(self) -> Mapping[str, Any]:
+        return self.row.criterion.get(self.criterion, {})
+
+    def missing(self) -> tuple[str, ...]:
+        """Options that ``ifso.prune`` does not have (yet), so that the job cannot be run."""
+        from ifso.pruning.prune import prune
+
+        known = (*inspect.signature(prune).parameters, *OURS_TO_USE)
+        return tuple(option for option in self.prune if option not in known)
+
+    def prune_keywords(self) -> dict[str, Any]:
+        """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
+        from ifso.criteria.registry import create
+        from ifso.pruning.budget import Budget
+        from ifso.pruning.settings import STAGED, sgd
+
+        if self.missing():
+            raise IfsoError(f"{self.name}: ifso.prune has no option {', '.join(self.missing())}, so it cannot be run")
+        keywords = {key: value for key, value in self.prune.items() if key not in OURS_TO_USE}
+        if self.criterion == DEFAULT_RUN:
+            keywords = {**{key: STAGED[key] for key in ("schedule", "update", "min_share")}, **keywords}
+        else:
+            keywords = {"preset": PRESET, **keywords, "schedule": _schedule(self.prune.get("schedule", "incremental"))}
+        if "lr" in self.prune:
+            keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
+        budget = Budget(macs=round(1 - self.row.removed, 12))
+        chance = {"seed": self.seed} if self.criterion == "random" else {}
+        criterion = create(self.criterion, **self.criterion_options, **chance)
+        return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
+
+    def train_settings(self) -> TrainSettings:
+        """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""
+        from ifso.training.settings import recipe_of
+
+        changes = dict(self.row.finetune)
+        if self.recipe not in ("paper", *DETECTORS_RECIPES):
+            changes.pop("epochs", None)
+        name, more = RECIPES_BY_CHANGES.get(self.recipe, (self.recipe, {}))
+        return recipe_of(name, **{**changes, **more}, seed=self.seed)
+
+
+def teacher_of(job: Job) -> dict[str, Any]:
+    """What decides on the teacher of a job, as its result tells it; empty where it is the row's own network."""
+    return {} if job.teacher is None else {"task": job.teacher.task, "base": job.teacher.base.made}
+
+
+def job_name(row: str, criterion: str, changes: Mapping[str, Any], recipe: str, seed: int) -> str:
+    """The name of a run, which is that of its file, too.
+
+    >>> job_name("resnet32-cifar10-50", "ifso", {"inverse": "neumann", "inverse_options": {"terms": 2}}, "paper", 0)
+    'resnet32-cifar10-50.ifso+inverse=neumann+terms=2.paper.0'
+    """
+    return f"{row}.{method_name(criterion, changes)}.{recipe}.{seed}"
+
+
+def method_name(criterion: str, changes: Mapping[str, Any]) -> str:
+    """A criterion with the options that differ.
+
+    >>> method_name("ifso", {"schedule": "mixed:0.75"})
+    'ifso+schedule=mixed-0.75'
+    """
+    return criterion + "".join(f"+{key}={str(value).replace(':', '-')}" for key, value in _leaves(changes))
+
+
+def _leaves(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield key, value
+
+
+def _schedule(name: str) -> Any:
+    from ifso.pruning.budget import Mixed
+
+    if not name.startswith(MIXED):
+        return name
+    try:
+        return Mixed(float(name.removeprefix(MIXED)))
+    except ValueError:
+        raise IfsoError(f"schedule = {name!r}: write a share of the way, such as mixed:0.75") from None

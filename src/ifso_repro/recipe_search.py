@@ -1,0 +1,203 @@
+"""Which recipe is best for fine-tuning: candidates compared on images that neither training nor the test set has.
+
+A ResNet-32 is trained on 40,000 images of CIFAR-10, half of its MACs are removed at once, and a copy is fine-tuned by
+every candidate, all side by side. What counts is the accuracy on the 10,000 images held out, at the last epoch, in the
+mean over seeds, which order and augment the images otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ifso.common.files import write_text
+from ifso.data.base import ImageData
+from ifso.data.generated import generated_images
+from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
+from ifso.models import create_model
+from ifso.pruning.budget import Budget
+from ifso.pruning.prune import prune
+from ifso.training.evaluation import Examiner, evaluated_batches
+from ifso.training.objective import Tables, lessons
+from ifso.training.padded_finetune import padded_
+from ifso.training.settings import TrainSettings, recipe_of
+from ifso.training.trainer import Crew, Lane, Watch, fit_side_by_side, own_random_numbers
+
+NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
+START = recipe_of("scratch")
+CANDIDATES: Mapping[str, Mapping[str, Any]] = {
+    "decay 5e-4": {"distill": 0.9, "weight_decay": 5e-4},
+    "decay 2e-4": {"distill": 0.9, "weight_decay": 2e-4},
+    "decay 1e-4": {"distill": 0.9, "weight_decay": 1e-4},
+    "decay 5e-5": {"distill": 0.9, "weight_decay": 5e-5},
+    "decay 2e-4, T = 2": {"distill": 0.9, "weight_decay": 2e-4, "temperature": 2.0},
+}
+"""Changes to one-cycle SGD without a teacher; the temperature is 4 where nothing is said."""
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Epochs of training and of fine-tuning, runs of each candidate, and what makes them quick on a device."""
+
+    base_epochs: int = 30
+    epochs: int = 60
+    seeds: int = 1
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    scored: int = 10
+
+    def settings(self, changes: Mapping[str, Any], epochs: int, seed: int = 0) -> TrainSettings:
+        """A candidate."""
+        return replace(START, epochs=epochs, seed=seed, **{**changes, **self.quick})
+
+
+SMOKE = Effort(base_epochs=1, epochs=1, quick={"batch": 16}, scored=1)
+SMOKE_HELD_OUT = 32
+
+
+def smoke_images(device: str = "cpu") -> ImageData:
+    """A few generated images, of which some are held out."""
+    made_up = generated_images("cifar10", device=device)
+    order = torch.arange(len(made_up.train), device=device)
+    train, held_out = (made_up.train.part(part) for part in (order[SMOKE_HELD_OUT:], order[:SMOKE_HELD_OUT]))
+    return replace(made_up, train=train, validation=held_out)
+
+
+def choose(
+    data: ImageData,
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    say: Say,
+    network: str = NETWORK,
+    candidates: Mapping[str, Mapping[str, Any]] = CANDIDATES,
+) -> dict[str, Any]:
+    """Accuracies on the validation part by candidate, and the best of them; ``data`` was opened with such a part.
+
+    ``standard_error`` is that of an accuracy on so many images: what differs by less is alike.
+    """
+    if data.validation is None:
+        raise DataError(f"{data.name} was opened without a validation part, on which candidates are compared")
+    for changes in candidates.values():
+        effort.settings(changes, effort.epochs)
+    held_out = len(data.validation)
+    with own_random_numbers([], 0):
+        base = create_model(network, num_classes=data.num_classes).to(device)
+        validation = _Validation(data, device, effort.quick.get("precision", "float32"))
+        unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), validation)
+        say(f"unpruned: {unpruned:.2f} % of {held_out} held out")
+        pruned = _halved(base, data, effort, say)
+        scores = _compared(pruned, base, data, effort, candidates, validation, say)
+    failed = [name for name in candidates if len(scores[name]) < effort.seeds]
+    means = {name: statistics.fmean(found) for name, found in scores.items() if name not in failed}
+    if not means:
+        raise TrainingError("every candidate failed, as was said above; give more data, or other settings")
+    ranked = sorted(means, key=lambda name: -means[name])
+    share = means[ranked[0]] / 100
+    return {
+        "network": network, "removed": 1 - KEPT, "data": data.name.partition(":")[0], "held_out": held_out,
+        "base_epochs": effort.base_epochs, "epochs": effort.epochs, "seeds": effort.seeds, "unpruned": unpruned,
+        "validation_top1": {name: scores[name] for name in ranked}, "mean": {name: means[name] for name in ranked},
+        "standard_error": 100 * math.sqrt(share * (1 - share) / held_out),
+        "failed": failed,
+        "candidates": {name: dict(changes) for name, changes in candidates.items()}, "best": ranked[0],
+    }  # fmt: skip
+
+
+def keep(choice: Mapping[str, Any], path: Path) -> None:
+    """Write what was found as JSON."""
+    try:
+        write_text(path, json.dumps(choice, indent=1) + "\n")
+    except OSError as error:
+        raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
+
+
+class _Validation:
+    def __init__(self, data: ImageData, device: str, precision: str) -> None:
+        self._data, self._device, self._precision = data, device, precision
+
+    def watch(self) -> Watch:
+        """One that asks at the end only."""
+        examiner = Examiner(evaluated_batches(self._data, self._device, validation=True), self._precision)
+        return Watch(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
+
+
+def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validation: _Validation) -> float:
+    batches, loss_fn = lessons(data, settings)
+    lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=validation.watch())
+    for failure in fit_side_by_side([lane]):
+        if failure is not None:
+            raise failure
+    return lane.done[-1].measures["top1"]
+
+
+def _halved(base: nn.Module, data: ImageData, effort: Effort, say: Say) -> nn.Module:
+    """A copy without half of its MACs, removed at once; on a GPU in the former shape."""
+    model = copy.deepcopy(base)
+    prune(
+        model,
+        data.train_batches(effort.settings({}, 1).batch),
+        data.loss_fn,
+        budget=Budget(macs=KEPT),
+        example_inputs=data.example_inputs(),
+        preset="paper",
+        schedule="one-shot",
+        batches_per_score=effort.scored,
+    )
+    if not next(base.parameters()).is_cuda:
+        return model
+    wide = copy.deepcopy(base)
+    try:
+        padded_(wide, model, data)
+    except RecipeError as error:
+        say(f"trained in its own shape, because {error}")
+        return model
+    return wide
+
+
+def _compared(
+    pruned: nn.Module,
+    teacher: nn.Module,
+    data: ImageData,
+    effort: Effort,
+    candidates: Mapping[str, Mapping[str, Any]],
+    validation: _Validation,
+    say: Say,
+) -> dict[str, list[float]]:
+    """The accuracy of every candidate at its end, in the order of seeds; all of them side by side."""
+    tables, scores = Tables(), {name: dict[int, float]() for name in candidates}
+    runs = [(name, seed) for seed in range(effort.seeds) for name in candidates]
+    with closing(Crew()) as crew:
+        for name, seed in runs:
+            settings = effort.settings(candidates[name], effort.epochs, seed)
+            shuffled = replace(data, seed=seed)
+            batches, loss_fn = lessons(shuffled, settings, teacher, tables=tables, networks=len(runs), say=say)
+            lane = Lane(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, watch=validation.watch())
+            crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
+        try:
+            while crew.size:
+                crew.turn()
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(f"no memory is left for {len(runs)} networks; give fewer --seeds") from error
+    return {name: [found[seed] for seed in sorted(found)] for name, found in scores.items()}
+
+
+def _note(scores: dict[int, float], name: str, seed: int, lane: Lane, say: Say, failure: IfsoError | None) -> None:
+    for note in lane.notes:
+        say(f"{name}, seed {seed}: {note}")
+    if failure is None:
+        scores[seed] = lane.done[-1].measures["top1"]
+    say(f"{name}, seed {seed}: {failure or f'{scores[seed]:.2f} %'}")
