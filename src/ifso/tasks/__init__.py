@@ -1,1 +1,1 @@
-"""tasks."""
+"""What a network is for: the losses of classifiers and detectors."""
