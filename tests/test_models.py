@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ifso.errors import ModelNotFound, TraceError, WeightsError
 from ifso.models import create_model, default_inputs, load_weights
-from ifso.models.cifar import PaddedShortcut
 from ifso.models.providers import OWN
+from ifso.models.resnet import PaddedShortcut
 
 
 def weights_of(model):

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ifso.errors import ModelNotFound
-from ifso.models.cifar import DEPTHS, CifarVGG16, cifar_resnet, digits_resnet
 from ifso.models.detectors import SMALL, is_detector, refuse_unknown, small_retinanet
+from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
+from ifso.models.vgg import CifarVGG16
 
 Builder = Callable[..., nn.Module]
 

@@ -62,7 +62,7 @@ class NarrowResNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from ifso.models.cifar import BasicBlock
+        from ifso.models.resnet import BasicBlock
 
         first, second, third = self.widths
         self.conv1, self.bn1 = nn.Conv2d(3, first, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(first)

@@ -1,4 +1,4 @@
-"""The paper's networks for CIFAR: the ResNets of He et al. (2016) and VGG-16, and the small ResNet of the demo."""
+"""The CIFAR ResNets of He et al. (2016), with 1×1-conv shortcuts or parameter-free padded ones (option A)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DEPTHS = (20, 32, 44, 56, 110)
-
 WIDTHS = (16, 32, 64)
 
 
@@ -100,39 +99,3 @@ def _shortcut(inputs: int, planes: int, *, padded: bool) -> nn.Module:
     if padded:
         return PaddedShortcut(front=planes // 4, back=planes // 4)
     return nn.Sequential(nn.Conv2d(inputs, planes, 1, stride=2, bias=False), nn.BatchNorm2d(planes))
-
-
-LAYOUT = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512)
-
-
-class CifarVGG16(nn.Module):
-    """VGG-16 for small images: ``features`` halves the image four times, ``classifier`` reads its mean.
-
-    >>> sum(isinstance(module, nn.Conv2d) for module in CifarVGG16().modules())
-    13
-    """
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__()
-        self.features = _features()
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(512, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, 3, H, W] → [N, num_classes]."""
-        return self.classifier(self.pool(self.features(x)).flatten(1))
-
-
-def _features() -> nn.Sequential:
-    layers: list[nn.Module] = []
-    width = 3
-    for item in LAYOUT:
-        if isinstance(item, int):
-            layers += [nn.Conv2d(width, item, 3, padding=1, bias=False), nn.BatchNorm2d(item), nn.ReLU()]
-            width = item
-        else:
-            layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers)
