@@ -79,10 +79,9 @@ def write_weights(path: Path) -> None:
     generator = numpy.random.Generator(numpy.random.PCG64(0))
     tensors = {}
     for name, tensor in sorted(ifso.create_model(MODEL).state_dict().items()):
-        tensors[name] = tensor.clone()
+        tensors[name] = torch.zeros_like(tensor) if name.endswith("bias") else tensor.clone()
         if tensor.ndim > 1:
-            fan_in = tensor[0].numel()
-            drawn = generator.standard_normal(tuple(tensor.shape)) * (2 / fan_in) ** 0.5
+            drawn = generator.standard_normal(tuple(tensor.shape)) * (2 / tensor[0].numel()) ** 0.5
             tensors[name] = torch.from_numpy(drawn.astype("float32"))
     save_file(tensors, path)
 

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def _processor() -> str:
 
 
 @cache
-def _at_home() -> bool:
+def at_home() -> bool:
     """Were the golden files written on a machine such as this?"""
     return bool(os.environ.get(UPDATE)) or json.loads((FILES / "machine.json").read_text(encoding="utf-8")) == machine()
 
@@ -68,12 +68,16 @@ def write_machine() -> None:
         (FILES / "machine.json").write_text(f"{pretty(machine())}\n", encoding="utf-8")
 
 
-def check_json(name: str, found: Any) -> None:
-    """Compare a JSON value with ``files/NAME.json``, or write that file."""
+def check_json(name: str, found: Any, tolerance: Mapping[str, float] | None = None) -> None:
+    """Compare a JSON value with ``files/NAME.json``, or write that file.
+
+    ``tolerance`` is for :func:`math.isclose`, if it does not depend on the machine.
+    """
+    tolerance = tolerance or (HERE if at_home() else ELSEWHERE)
     found, path = json.loads(json.dumps(found)), FILES / f"{name}.json"
     if _updated(path, f"{pretty(found)}\n"):
         return
-    differences = list(_differences(json.loads(path.read_text(encoding="utf-8")), found, "$"))
+    differences = list(_differences(json.loads(path.read_text(encoding="utf-8")), found, tolerance))
     assert not differences, "\n".join([f"{path.name} is another now; {ADVICE}", *differences[:20]])
 
 
@@ -86,6 +90,13 @@ def check_text(name: str, found: str) -> None:
     golden = path.read_text(encoding="utf-8")
     lines = difflib.unified_diff(golden.splitlines(), found.splitlines(), path.name, "now", lineterm="", n=1)
     assert golden == found, "\n".join([f"{path.name} is another now; {ADVICE}", *lines])
+
+
+def golden_text(name: str, found: str) -> str:
+    """What is in ``files/NAME.txt``, which is ``found`` where it is written."""
+    path = FILES / f"{name}.txt"
+    _updated(path, f"{found}\n")
+    return path.read_text(encoding="utf-8")
 
 
 def blanked(value: Any) -> Any:
@@ -151,23 +162,23 @@ def _kind(value: Any) -> Any:
     return "<text>" if isinstance(value, str) else "<number>"
 
 
-def _differences(golden: Any, found: Any, place: str) -> Iterator[str]:
+def _differences(golden: Any, found: Any, tolerance: Mapping[str, float], place: str = "$") -> Iterator[str]:
     if isinstance(golden, dict) and isinstance(found, dict):
         if list(golden) != list(found):
             gone, new = [key for key in golden if key not in found], [key for key in found if key not in golden]
             yield f"{place}: keys gone {gone}, new {new}" if gone or new else f"{place}: keys in another order"
-        for key in (key for key in golden if key in found and (_at_home() or key not in HASHES)):
-            yield from _differences(golden[key], found[key], f"{place}.{key}")
+        for key in (key for key in golden if key in found and (at_home() or key not in HASHES)):
+            yield from _differences(golden[key], found[key], tolerance, f"{place}.{key}")
     elif isinstance(golden, list) and isinstance(found, list):
         if len(golden) != len(found):
             yield f"{place}: {len(found)} entries, were {len(golden)}"
         for number, (old, new) in enumerate(zip(golden, found, strict=False)):
-            yield from _differences(old, new, f"{place}[{number}]")
-    elif type(golden) is not type(found) or not _close(golden, found):
+            yield from _differences(old, new, tolerance, f"{place}[{number}]")
+    elif type(golden) is not type(found) or not _close(golden, found, tolerance):
         yield f"{place}: {found!r}, was {golden!r}"
 
 
-def _close(golden: Any, found: Any) -> bool:
+def _close(golden: Any, found: Any, tolerance: Mapping[str, float]) -> bool:
     if isinstance(golden, float):
-        return math.isclose(golden, found, **(HERE if _at_home() else ELSEWHERE))
+        return math.isclose(golden, found, **tolerance)
     return golden == found
