@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+import numpy
 import pytest
 import torch
 from golden_runs import command
-from golden_store import check_json, check_text, steady
+from golden_store import at_home, check_json, check_text, steady
 from internals import registries
 from small_net import small
 from torch.nn.functional import cross_entropy
@@ -26,13 +27,15 @@ SCORED = {
 OF_SAMPLES = ("ifso-sherman-morrison",)
 """Those that need gradients of single samples, which batch norm in train mode has not."""
 
+DRAWN = ("true-loss",)
+"""Those that draw numbers with torch, whose last bits depend on the processor."""
+
 
 @pytest.fixture
 def task():
     """Network, graph, loss and two batches, in float64."""
     model = small().double()
-    generator = torch.Generator().manual_seed(7)
-    images = torch.randn(16, 1, 8, 8, generator=generator, dtype=torch.float64)
+    images = torch.from_numpy(numpy.random.Generator(numpy.random.PCG64(7)).standard_normal((16, 1, 8, 8)))
     labels = torch.arange(16) % 10
     batches = [(images[:8], labels[:8]), (images[8:], labels[8:])]
     return model, ifso.trace(model, images[:1]), batches
@@ -92,7 +95,8 @@ def test_scores_in_float64(name, task):
     criterion, options = SCORED[name]
     model.train(name not in OF_SAMPLES)
     scores = ifso.score(model, graph, loss, batches, criterion=criterion, **options)
-    check_json(f"score-{name}", {group: values.tolist() for group, values in scores.items()}, EXACT)
+    tolerance = None if name in DRAWN and not at_home() else EXACT
+    check_json(f"score-{name}", {group: values.tolist() for group, values in scores.items()}, tolerance)
 
 
 def test_true_loss_change(task):
