@@ -16,7 +16,6 @@ from unittest import mock
 import tiny
 import torch
 from failing_files import SIGNALS, STOPS, Crash, Disk, copied, hearing, provisional_files
-from safetensors.torch import load_file
 
 import ifso
 from ifso.cli.main import main
@@ -157,15 +156,11 @@ def resumed(folder: Path, fresh: Sequence[object], again: Sequence[object]) -> i
 
 def ended(folder: Path) -> dict[str, Any]:
     """Everything in a folder of a run that must not depend on interruptions, bit for bit."""
-    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "recipe.json")}
-    scores = {
-        f"{place.name} {name}": tensor.numpy().tobytes()
-        for place in folder.glob("*scores.safetensors")
-        for name, tensor in load_file(place).items()
-    }
+    places = [folder / "model.safetensors", folder / "recipe.json", *folder.glob("*scores.safetensors")]
+    files = {place.name: place.read_bytes() for place in places}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     told = [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
-    return {**files, **scores, "lines": told, "names": {path.name for path in folder.iterdir()}}
+    return {**files, "lines": told, "names": {path.name for path in folder.iterdir()}}
 
 
 def readable(folder: Path) -> None:

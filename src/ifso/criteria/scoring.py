@@ -18,7 +18,7 @@ from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.running import ALONE, forget_caches
+from ifso.graph.running import ALONE, forget_caches, trainable
 from ifso.graph.slots import named_tensors
 from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
@@ -57,7 +57,8 @@ def score(
     """
     outcome: Sum | Exception
     try:
-        outcome = _score_here(model, graph, loss_fn, batches, _criterion(criterion, options), keep)
+        with trainable():
+            outcome = _score_here(model, graph, loss_fn, batches, _criterion(criterion, options), keep)
     except Exception as error:
         outcome = error
     found = over_ranks(outcome, graph.num_units)

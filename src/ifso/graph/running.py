@@ -34,6 +34,13 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
+@contextlib.contextmanager
+def trainable() -> Iterator[None]:
+    """As outside of ``torch.inference_mode``: what is made can be trained, and its functions are seen one by one."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        yield
+
+
 ALONE = threading.RLock()
 """Held by whoever changes a model for a moment, or a setting of the whole process."""
 
@@ -63,7 +70,7 @@ def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callab
         with ALONE, _uncollected(), preserved(model) as image, quiet_torch():
             if prepare is not None:
                 prepare()
-            with _written_back(model, image) as writes:
+            with written_back(model, image) as writes:
                 stage = Stage(writes)
                 with stage:
                     return run(stage)
@@ -92,7 +99,7 @@ def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
     with (
         preserved(model) as image,
         quiet_torch(),
-        _written_back(model, image) as writes,
+        written_back(model, image) as writes,
         WatchedLeavings(writes),
         WatchedCalls(writes),
     ):
@@ -100,7 +107,8 @@ def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
+def written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
+    """What the writes are told of is put back at the end."""
     writes = Writes([*named_tensors(model).values(), *image.tensors])
     try:
         yield writes

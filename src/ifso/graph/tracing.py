@@ -14,7 +14,7 @@ from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.following import follow_channels
 from ifso.graph.reductions import reductions_of
-from ifso.graph.running import ALONE, GuardedRecorder, available_memory, explain, run_fake, run_real
+from ifso.graph.running import ALONE, GuardedRecorder, available_memory, explain, run_fake, run_real, trainable
 from ifso.graph.settling import settle
 from ifso.graph.slots import named_tensors
 from ifso.graph.tape import Recorder, Tape, tensors_in
@@ -42,7 +42,7 @@ def trace(
     >>> [(group.name, group.size, [member.parameter for member in group.members]) for group in graph.groups]
     [('0', 8, ['0.weight', '0.bias', '1.weight', '1.bias', '1.running_mean', '1.running_var', '3.weight'])]
     """
-    with ALONE:
+    with ALONE, trainable():
         return _trace(model, example_inputs, ignore, memory_limit)
 
 

@@ -20,6 +20,7 @@ from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.running import trainable
 from ifso.graph.slots import copy_of
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
@@ -177,7 +178,7 @@ def prune(
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
     together(partial(check_model, model))
     devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
-    with same_modes(model), torch.random.fork_rng(devices=devices):
+    with trainable(), same_modes(model), torch.random.fork_rng(devices=devices):
         start = _Start(
             model, train_batches, loss_fn, settings, optimizer or partial(sgd, learning_rate=chosen["learning_rate"]),
             listener_for(progress, listener), dict(about or {}), checkpoint_every,

@@ -15,7 +15,7 @@ from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
 from ifso.graph.rehearsal import Removal, check_removal
-from ifso.graph.running import forget_caches
+from ifso.graph.running import forget_caches, trainable
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, refresh_hooked_weights_, set_attribute
 from ifso.surgery.mask import left_of, refuse_masked
@@ -71,7 +71,8 @@ def compact_(
         check_same_function(model, graph, removal)
     recipe = _recipe(model, graph, kept)
     whole = extend(model, recipe)
-    _apply(model, graph, kept, recipe, optimizer)
+    with trainable():
+        _apply(model, graph, kept, recipe, optimizer)
     remember(model, whole)
     return whole
 
