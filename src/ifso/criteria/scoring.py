@@ -18,9 +18,12 @@ from ifso.curvature.losses import LossFn, WatchedLoss, one_line, same_modes
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.image import Image
 from ifso.graph.running import ALONE, forget_caches, trainable
 from ifso.graph.slots import named_tensors
+from ifso.graph.tape import storage_of
 from ifso.graph.tracing import check_model
+from ifso.graph.writes import Writes
 from ifso.surgery.mask import masked
 
 
@@ -124,8 +127,13 @@ def _score_here(
 
 @contextlib.contextmanager
 def _written_back(model: nn.Module, graph: ChannelGraph) -> Iterator[None]:
-    """Put back the weights that the model itself changes whenever it runs."""
-    tensors = named_tensors(model)
+    """Put back what the model itself changes whenever it runs: weights, attributes, and tensors that hang on them."""
+    tensors, image = named_tensors(model), Image(model)
+    own = {storage_of(tensor) for tensor in tensors.values()}
+    others = Writes(image.tensors)
+    for tensor in image.tensors:
+        if storage_of(tensor) not in own:
+            others.protect(tensor)
     before = [
         (tensors[name], tensors[name].data, tensors[name].detach().clone()) for name in graph.written if name in tensors
     ]
@@ -135,6 +143,8 @@ def _written_back(model: nn.Module, graph: ChannelGraph) -> Iterator[None]:
         for tensor, data, content in before:
             data.copy_(content)
             tensor.data = data
+        others.undo()
+        image.restore()
 
 
 def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:

@@ -31,11 +31,11 @@ from ifso.graph.running import call_model, forget_caches, on_fake_tensors, on_re
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.slots import named_tensors, read_attribute, set_attribute, set_tensors
 from ifso.graph.stage import Stage
-from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
+from ifso.graph.tape import LEAVING, FunctionCall, ModuleStack, Ref, Tape, map_tensors, refs_in, tensors_in
 from ifso.graph.units import Units
 from ifso.graph.values import Values, content_of, place_of, values_of
 from ifso.graph.wiring import modes_of
-from ifso.graph.writes import LEAVING, WatchedLeavings
+from ifso.graph.writes import WatchedLeavings
 
 
 def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:

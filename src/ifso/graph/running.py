@@ -96,14 +96,20 @@ def _uncollected() -> Iterator[None]:
 
 def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
     """What ``run`` returns; it runs the model on values, and whatever is written into old tensors is taken back."""
+    with quiet_torch(), unmarked(model):
+        return run()
+
+
+@contextlib.contextmanager
+def unmarked(model: nn.Module) -> Iterator[None]:
+    """Whatever a run of the model changes within is put back: in Python, and in tensors that were there before."""
     with (
         preserved(model) as image,
-        quiet_torch(),
         written_back(model, image) as writes,
         WatchedLeavings(writes),
         WatchedCalls(writes),
     ):
-        return run()
+        yield
 
 
 @contextlib.contextmanager

@@ -245,6 +245,10 @@ class ModuleStack:
             handle.remove()
 
 
+LEAVING = frozenset(("numpy", "__array__", "__dlpack__", "__array_interface__"))
+"""Functions that hand a tensor's memory to others, which may write there unseen."""
+
+
 class _FunctionLog(TorchFunctionMode):
     """Notes torch-level calls, so that ATen calls know which function they belong to."""
 
@@ -310,6 +314,8 @@ class Recorder(TorchDispatchMode):
         known = lambda tree: map_tensors(tree, self._refs.get)  # noqa: E731
         if name == "__set__" and isinstance(ref := known(args[0]), Ref) and self.tape.values[ref.index].name:
             self.tape.written.add(self.tape.values[ref.index].name)
+        if name in LEAVING and args and args[0] in self._owners:
+            self.tape.written.add(self._owners[args[0]])
         self.tape.functions.append(FunctionCall(key, name, known(tuple(args)), known(kwargs), known(result)))
 
     def _end_module(self, _name: str, entry: int) -> None:

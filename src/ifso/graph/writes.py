@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ifso.graph.tape import storage_of, written_by
-
-LEAVING = frozenset(("numpy", "__array__", "__dlpack__", "__array_interface__"))
-"""Functions that hand a tensor's memory to others, which may write there unseen."""
+from ifso.graph.tape import LEAVING, storage_of, written_by
 
 
 class Writes:

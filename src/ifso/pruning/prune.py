@@ -20,7 +20,7 @@ from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.running import trainable
+from ifso.graph.running import trainable, unmarked
 from ifso.graph.slots import copy_of
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
@@ -298,7 +298,8 @@ class _Start:
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
         device = next(self._model.parameters()).device
         watched = WatchedLoss(self._loss_fn)
-        mean_loss(self._model, watched, [on_device(batches[0], device)])
+        with unmarked(self._model):
+            mean_loss(self._model, watched, [on_device(batches[0], device)])
         watched.where = " of the first batch"
         watched.refuse_infinite()
         return batches
