@@ -152,7 +152,8 @@ class TestEditedConfigs:
     @pytest.mark.parametrize("value", [None, [0.5], {"a": 1}, True, "x\0y", -1])
     @pytest.mark.parametrize("name", ["model", "data", "weights", "device", "evaluate_every"])
     def test_of_a_training(self, project: Path, refused, name: str, value: Any) -> None:
-        assert main("train --model net.py:network --data net.py:data --epochs 1 --out trained".split()) == 0
+        task = "train --model net.py:network --data net.py:data --epochs 1 --out trained"
+        assert main(task.split()) == 0
         tell(project / "trained", **{name: value})
         (project / "trained" / "summary.json").unlink()
         if value is not None or name not in ("weights", "device"):
@@ -185,9 +186,8 @@ class TestStreams:
     @staticmethod
     def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         whole = f"{sys.executable} -m ifso.cli {command}"
-        return subprocess.run(
-            ["bash", "-c", whole], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-        )
+        variables = {**os.environ, "PYTHONPATH": str(Path(ifso.__file__).parents[1]), **environment}
+        return subprocess.run(["bash", "-c", whole], capture_output=True, text=True, env=variables, check=False)
 
     @pytest.mark.parametrize("where", [">&-", "2>&-", "2> /dev/full"])
     def test_nobody_listens(self, where: str) -> None:
