@@ -236,7 +236,7 @@ def argument_by_size(shape: Map, numbers: Numbers) -> Made:
         lambda x: x * torch.full((1,), 1 / x.shape[1], dtype=x.dtype),
         lambda x: x * torch.from_numpy(np.full(1, 1 / x.shape[1])),
         lambda x: x.masked_fill(x > 0, 1 / x.shape[1]),
-        lambda x: x + x.roll(x.shape[1] % 2, 2),
+        lambda x: x + x.roll(x.shape[1], 2),
     )
     return Lambda(numbers.pick(*options)), shape
 
