@@ -1,5 +1,6 @@
 """C2 to C9, U1 to U12 and K2 to K5: one line that says the truth, the right status, and no waiting."""
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import small_runs
 import tiny
 import torch
+import trials
 from safetensors.torch import save_file
 from torch.nn.utils import prune as torch_prune
 from torch.utils.data import DataLoader, TensorDataset
@@ -147,6 +149,16 @@ class TestEditedConfigs:
         tell(project / "run", **{name: value})
         assert f"config.json: {name} must be" in refused("finetune", "run")
 
+    @pytest.mark.parametrize("value", [None, [0.5], {"a": 1}, True, "x\0y", -1])
+    @pytest.mark.parametrize("name", ["model", "data", "weights", "device", "evaluate_every"])
+    def test_of_a_training(self, project: Path, refused, name: str, value: Any) -> None:
+        task = "train --model net.py:network --data net.py:data --epochs 1 --out trained"
+        assert main(task.split()) == 0
+        tell(project / "trained", **{name: value})
+        (project / "trained" / "summary.json").unlink()
+        if value is not None or name not in ("weights", "device"):
+            assert f"config.json: {name} must be" in refused("train", "--resume", "--out", "trained")
+
     def test_a_pipe(self, project: Path, refused) -> None:
         (project / "piped").mkdir()
         os.mkfifo(project / "piped" / "config.json")
@@ -174,14 +186,20 @@ class TestStreams:
     @staticmethod
     def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         whole = f"{sys.executable} -m ifso.cli {command}"
-        return subprocess.run(
-            ["bash", "-c", whole], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-        )
+        variables = {**os.environ, "PYTHONPATH": str(Path(ifso.__file__).parents[1]), **environment}
+        return subprocess.run(["bash", "-c", whole], capture_output=True, text=True, env=variables, check=False)
 
     @pytest.mark.parametrize("where", [">&-", "2>&-", "2> /dev/full"])
     def test_nobody_listens(self, where: str) -> None:
         found = self.shell(f"repro --list {where}")
         assert (found.returncode, "Traceback" in found.stderr) == (0, False)
+
+    @pytest.mark.parametrize(("where", "status"), [(">&-", 0), ("> /dev/full", 2), ("2>&-", 0), ("2> /dev/full", 0)])
+    def test_nobody_listens_to_a_pruning(self, project: Path, where: str, status: int) -> None:
+        """The work is done all the same."""
+        found = self.shell(f"{' '.join(TASK)} --criterion magnitude {where}")
+        assert (found.returncode, "Traceback" in found.stderr) == (status, False)
+        assert ifso.load("new", tiny.network())[0].weight.shape[0] <= 5
 
     def test_nobody_listens_to_an_error(self) -> None:
         assert self.shell("inspect ifso:nothing 2> /dev/full").returncode == 2
@@ -256,6 +274,12 @@ class TestNetworks:
         with pytest.raises(VerificationError, match="the network gives NaN or infinity on a batch"):
             refuse_failed([compare(outputs, outputs)])
 
+    def test_pruning_inside_autocast(self) -> None:
+        """C1"""
+        with torch.autocast("cpu", torch.bfloat16):
+            result = small_runs.prune("plain")
+        assert result.removed_units > 0
+
     def test_a_backward_hook(self) -> None:
         model = tiny.network()
         graph = ifso.trace(model, tiny.samples()[0])
@@ -305,6 +329,46 @@ class TestArguments:
         model = tiny.network()
         with pytest.raises(KeepError, match=r"keep must be \{group name: bool tensor\}, got str"):
             ifso.compact_(model, ifso.trace(model, tiny.samples()[0]), "abc")
+
+
+class TestFilesThatCannotBeRead:
+    """U3, U5"""
+
+    @pytest.mark.parametrize("name", ["x.safetensors", "x.pth"])
+    def test_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        place = tmp_path / name
+        (save_file if name.endswith("safetensors") else torch.save)(tiny.network().state_dict(), place)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+        monkeypatch.setattr("ifso.models.weights.load_file", refuse)
+        monkeypatch.setattr("torch.load", refuse)
+        with pytest.raises(IfsoError) as caught:
+            load_weights(tiny.network(), place)
+        assert str(caught.value).startswith(f"{place} cannot be read: Permission denied; make it readable")
+
+    @pytest.mark.parametrize("command", ["prune --resume --out run", "eval run", "finetune run", "report run"])
+    def test_settings_of_a_run(self, project: Path, refused, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+        opened = Path.open
+
+        def refuse(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name == "config.json":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return opened(path, *args, **options)
+
+        monkeypatch.setattr(Path, "open", refuse)
+        assert "config.json: Permission denied; make it readable" in refused(*command.split())
+
+    @pytest.mark.parametrize("at", [1, 8, 20])
+    def test_a_full_disk_before_the_first_removal(self, tmp_path: Path, at: int) -> None:
+        outcome = trials.stopped(trials.SCENARIOS["prune staged"], tmp_path, "full", at)
+        assert outcome.status == 2
+        gone = not (tmp_path / "run" / "config.json").exists()
+        assert "No space left on device; make room, then resume the run, or start it again if its folder is gone" in (
+            outcome.words
+        )
+        assert gone == (trials.command("prune", "--resume", "--out", tmp_path / "run") != 0)
 
 
 class TestImages:

@@ -2,12 +2,14 @@
 
 ``FAULT=kill:1:9`` in the environment lets rank 1 be killed when it asks for its 9th training batch; ``stop`` and
 ``raise`` are other ends, ``nan`` spoils that batch. ``FAULT_AT`` names a file for the time when that happened.
+``FAULT=lines:1:2`` lets rank 1 be killed once the file ``LINES`` has two lines, wherever the rank is then.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +63,15 @@ class Faulty:
         kind, who, number = os.environ.get("FAULT", "none:0:0").split(":")
         self._kind, self._number = kind if int(who) == rank else "none", int(number)
         self._pause = float(os.environ.get("PAUSE", "0"))
+
+        if self._kind == "lines":
+            threading.Thread(target=self._killed_at, args=(Path(os.environ["LINES"]),), daemon=True).start()
+
+    def _killed_at(self, lines: Path) -> None:
+        while not lines.exists() or lines.read_bytes().count(b"\n") < self._number:
+            time.sleep(0.001)
+        Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def __iter__(self) -> Iterator[Batch]:
         for images, labels in self._batches:

@@ -33,6 +33,7 @@ PRUNE = [
     *("prune", "--model", f"{TASK}:plain", "--data", f"{TASK}:joint", "--macs", "0.6", "--criterion", "magnitude"),
     *("--batches-per-score", "1", "--accumulate", "2", "--lr", "0.05"),
 ]
+STAGED = ["prune", "--model", f"{TASK}:plain", "--data", f"{TASK}:joint", "--macs", "0.4", "--recover", "5"]
 TUNE = ["--epochs", "4", "--batch", "8", "--lr", "0.05"]
 
 
@@ -190,6 +191,25 @@ def test_a_pruning_that_loses_a_rank(fault: str, ranks: int, rank: int, then: in
     resumed(then, ["prune", "--resume", "--out", str(out)])
     same_network(out, alone / "run")
     record(f"prune: {fault} rank {rank}, resume on {then}", ranks, "seconds", seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "rank", "lines"), [(2, 0, 1), (2, 1, 4), (4, 0, 8), (4, 3, 2)])
+def test_a_staged_pruning_that_loses_a_rank(ranks: int, rank: int, lines: int, tmp_path: Path) -> None:
+    """Between its stages, and resumed on as many ranks: the same bits as a run that lost none."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    resumed(ranks, [*STAGED, "--out", str(whole)])
+    watched = {"LINES": str(parts / "metrics.jsonl")}
+    ended, seconds = faulty(ranks, tmp_path, f"lines:{rank}:{lines}", *STAGED, "--out", parts, **watched)
+    assert ended.status != 0
+    assert seconds < SOON
+    stopped = [line for line in ended.errors if f"stopped, because {ENDS['kill'].format(rank=rank)}" in line]
+    assert len(stopped) == ranks - 1, ended.errors
+    assert not (parts / "summary.json").exists()
+    resumed(ranks, ["prune", "--resume", "--out", str(parts)])
+    for name in ("model.safetensors", "recipe.json", "scores.safetensors"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
+    record(f"prune staged: kill rank {rank} after {lines} removals, the same bits", ranks, "seconds", seconds)
 
 
 @pytest.mark.slow

@@ -23,13 +23,13 @@ import torch
 import trials
 from failing_files import GROWING, KINDS, SIGNALS
 
-FILES = ("save", "report", "train", "finetune", "prune", "export torch", "export onnx")
+FILES = ("save", "report", "train", "finetune", "prune", "prune staged", "export torch", "export onnx")
 CHOSEN = {
-    **dict.fromkeys(("train", "finetune", "prune"), (*KINDS, *SIGNALS)),
+    **dict.fromkeys(("train", "finetune", "prune", "prune staged"), (*KINDS, *SIGNALS)),
     **dict.fromkeys(("export torch", "export onnx"), ("full", "refused", "crash", *SIGNALS)),
 }
 """Ways in which a command is stopped, where they are others than those of a disk."""
-SIGNALLED = {"train": 18, "prune": 18, "finetune": 12, "export torch": 9, "export onnx": 9}
+SIGNALLED = {"train": 18, "prune": 18, "prune staged": 18, "finetune": 12, "export torch": 9, "export onnx": 9}
 """How many processes of each command get a signal, each signal in turn."""
 
 

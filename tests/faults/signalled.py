@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from failing_files import hearing, provisional_files
-from trials import PRUNE, TASK, command, ended
+from trials import PRUNE, STAGED, TASK, command, ended
 
 import ifso
 
 EPOCHS = 60
 LONG_TRAIN = ("train", *TASK, "--epochs", str(EPOCHS))
 LONG_PRUNE = (*PRUNE[:-1], "2", "--accumulate", "30", "--batches-per-score", "2")
+LONG_STAGED = (*STAGED[:-3], "60", *STAGED[-2:])
 QUIET = ("ifso: interrupted", "ifso: terminated")
 SIGNALS = {
     "SIGINT": (signal.SIGINT, (130, -signal.SIGINT)),
@@ -46,6 +47,7 @@ def works(run: Path, place: Path) -> dict[str, Work]:
     return {
         "train": Work((*LONG_TRAIN, "--out", folder), folder, ("train", "--resume", "--out", folder), folder),
         "prune": Work((*LONG_PRUNE, "--out", folder), folder, ("prune", "--resume", "--out", folder), folder),
+        "prune staged": Work((*LONG_STAGED, "--out", folder), folder, ("prune", "--resume", "--out", folder), folder),
         "finetune": Work(
             ("finetune", copy, "--epochs", EPOCHS), tuned, ("finetune", "--resume", copy), tuned
         ),

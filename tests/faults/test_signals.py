@@ -16,7 +16,9 @@ from ifso.exporting.export import RUNNERS
 
 
 @pytest.mark.parametrize("kind", SIGNALS)
-@pytest.mark.parametrize(("name", "points"), [("train", (5, 40)), ("prune", (60,)), ("finetune", (30,))])
+@pytest.mark.parametrize(
+    ("name", "points"), [("train", (5, 40)), ("prune", (60,)), ("prune staged", (30,)), ("finetune", (30,))]
+)
 def test_stopped_before_a_file_operation(name: str, points: tuple[int, ...], kind: str, tmp_path: Path) -> None:
     for at in points:
         trials.trial(name, kind, at, tmp_path / str(at))

@@ -16,7 +16,6 @@ from unittest import mock
 import tiny
 import torch
 from failing_files import SIGNALS, STOPS, Crash, Disk, copied, hearing, provisional_files
-from safetensors.torch import load_file
 
 import ifso
 from ifso.cli.main import main
@@ -28,6 +27,7 @@ from ifso.training import runs
 TINY = Path(tiny.__file__)
 TASK = ("--model", f"{TINY}:network", "--data", f"{TINY}:data")
 PRUNE = ("prune", *TASK, "--macs", "0.5", "--accumulate", "1", "--batches-per-score", "1", "--seed", "1")
+STAGED = ("prune", *TASK, "--macs", "0.7", "--recover", "2", "--seed", "1")
 TRAIN = ("train", *TASK, "--epochs", "3")
 CLOCKS = {"seconds", "prune_seconds", "timings"}
 
@@ -157,15 +157,17 @@ def resumed(folder: Path, fresh: Sequence[object], again: Sequence[object]) -> i
 
 def ended(folder: Path) -> dict[str, Any]:
     """Everything in a folder of a run that must not depend on interruptions, bit for bit."""
-    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "recipe.json")}
-    scores = {
-        f"{place.name} {name}": tensor.numpy().tobytes()
-        for place in folder.glob("*scores.safetensors")
-        for name, tensor in load_file(place).items()
-    }
+    places = [folder / "model.safetensors", folder / "recipe.json", *folder.glob("*scores.safetensors")]
+    files = {place.name: place.read_bytes() for place in places}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     told = [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
-    return {**files, **scores, "lines": told, "names": {path.name for path in folder.iterdir()}}
+    return {**files, "stages": stages(folder), "lines": told, "names": {path.name for path in folder.iterdir()}}
+
+
+def stages(folder: Path) -> list[dict[str, Any]]:
+    """What the summary tells of the stages of a staged run."""
+    told = json.loads((folder / "summary.json").read_text())
+    return [{name: value for name, value in stage.items() if name not in CLOCKS} for stage in told.get("stages", ())]
 
 
 def readable(folder: Path) -> None:
@@ -284,6 +286,14 @@ SCENARIOS = {
         lambda folder: command(*PRUNE, "--out", folder / "run"),
         lambda folder: resumed(
             folder / "run", (*PRUNE, "--out", folder / "run"), ("prune", "--resume", "--out", folder / "run")
+        ),
+        lambda folder: ended(folder / "run"),
+        whole=lambda folder: readable(folder / "run"),
+    ),
+    "prune staged": Scenario(
+        lambda folder: command(*STAGED, "--out", folder / "run"),
+        lambda folder: resumed(
+            folder / "run", (*STAGED, "--out", folder / "run"), ("prune", "--resume", "--out", folder / "run")
         ),
         lambda folder: ended(folder / "run"),
         whole=lambda folder: readable(folder / "run"),

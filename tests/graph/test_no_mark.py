@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
 from ifso.common.fake_tensors import Stage
-from ifso.errors import TraceError
+from ifso.errors import BudgetError, IfsoError, ScoreError, TraceError
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -145,6 +145,36 @@ def test_score_leaves_weights_alone(name, criterion):
     scores = ifso.score(model, graph, loss, [X], criterion)
     assert all(score.isfinite().all() for score in scores.values())
     assert_same(before, model)
+    assert fakes() == []
+
+
+def refusals() -> list[tuple[dict[str, Any], type[IfsoError]]]:
+    """What ``ifso.prune`` is given so that it refuses: more than can be removed, and a loss that is no number."""
+    spoilt = {"loss_fn": lambda model, batch: loss(model, batch) * float("nan"), "budget": ifso.Budget(macs=0.5)}
+    return [({"loss_fn": loss, "budget": ifso.Budget(macs=1e-9)}, BudgetError), (spoilt, ScoreError)]
+
+
+@pytest.mark.parametrize("name", keeping.NETWORKS)
+def test_score_masked_and_a_refused_prune_leave_no_mark(name):
+    torch.manual_seed(0)
+    model = keeping.NETWORKS[name]()
+    graph = ifso.trace(model, X)
+    before, attributes, around = weights(model), _attributes(model), world()
+    for criterion in ("ifso", "taylor", "true-loss") if graph.groups and name != "weight-frozen" else ():
+        ifso.score(model, graph, loss, [X], criterion)
+        assert_same(before, model)
+        assert _attributes(model) == attributes
+    if graph.groups:
+        with ifso.masked(model, graph, {group.name: torch.arange(group.size) > 0 for group in graph.groups}):
+            pass
+        assert_same(before, model)
+    for options, error in refusals():
+        for preset in (None, "paper"):
+            with pytest.raises(error if graph.groups else IfsoError):
+                ifso.prune(model, [X], **options, example_inputs=X, preset=preset, progress=False)
+            assert_same(before, model)
+            assert _attributes(model) == attributes
+    assert_same_world(around)
     assert fakes() == []
 
 

@@ -6,6 +6,7 @@ None where the part cannot be had (no divisor, too few positions). Every choice 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -235,7 +236,65 @@ def argument_by_size(shape: Map, numbers: Numbers) -> Made:
         lambda x: x * torch.full((1,), 1 / x.shape[1], dtype=x.dtype),
         lambda x: x * torch.from_numpy(np.full(1, 1 / x.shape[1])),
         lambda x: x.masked_fill(x > 0, 1 / x.shape[1]),
-        lambda x: x + x.roll(x.shape[1] % 2, 2),
+        lambda x: x + x.roll(x.shape[1], 2),
+    )
+    return Lambda(numbers.pick(*options)), shape
+
+
+@part
+def slope_by_size(shape: Map, numbers: Numbers) -> Made:
+    """Hands such a number to an activation, a norm or a product."""
+    options = (
+        lambda x: F.elu(x, 1 / x.shape[1]),
+        lambda x: F.softplus(x, beta=x.shape[1] / 4),
+        lambda x: F.threshold(x, 1 / x.shape[1], 0.1),
+        lambda x: F.softshrink(x, 1 / x.shape[1]),
+        lambda x: F.layer_norm(x, x.shape[1:], eps=1 / x.shape[1]),
+        lambda x: F.batch_norm(x, None, None, training=True, eps=1 / x.shape[1]),
+        lambda x: F.normalize(x, p=1 + 1 / x.shape[1], dim=2),
+        lambda x: x.abs().add(0.1) ** (1 / x.shape[1]),
+        lambda x: torch.rsub(x, x.square(), alpha=1 / x.shape[1]),
+        lambda x: torch.addcdiv(x, x, x.abs() + 1, value=1 / x.shape[1]),
+        lambda x: F.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[1]),
+        lambda x: torch.baddbmm(x.flatten(0, 1), x.flatten(0, 1), x.flatten(0, 1), beta=1 / x.shape[1]).view_as(x),
+    )
+    return Lambda(numbers.pick(*options)), shape
+
+
+@part
+def tensor_by_size(shape: Map, numbers: Numbers) -> Made:
+    """Makes a tensor of such a number, and computes with that."""
+    options = (
+        lambda x: x * torch.tensor(x.shape[1]) ** -0.5,
+        lambda x: x / torch.tensor([[x.shape[1]]]),
+        lambda x: x * x.new_tensor(1 / x.shape[1]),
+        lambda x: x * x.new_full((1,), 1 / x.shape[1]),
+        lambda x: x * torch.as_tensor(1 / x.shape[1]),
+        lambda x: x * torch.scalar_tensor(1 / x.shape[1]),
+        lambda x: x * torch.linspace(0, 1 / x.shape[1], 3).sum(),
+        lambda x: x * torch.arange(0, 1, 1 / x.shape[1]).mean(),
+        lambda x: torch.where(x > 0, x, 1 / x.shape[1]),
+        lambda x: x * torch.ones(x.shape[1]).sum().rsqrt(),
+        lambda x: x * torch.from_numpy(np.linspace(0, 1, x.shape[1])).mean(),
+        lambda x: x * torch.empty(1, dtype=x.dtype).fill_(1 / x.shape[1]),
+    )
+    return Lambda(numbers.pick(*options)), shape
+
+
+@part
+def leaves_torch(shape: Map, numbers: Numbers) -> Made:
+    """Values go to numpy, to lists or to numbers, and what is made of them comes back."""
+    options = (
+        lambda x: x * float(x.detach().numpy().mean()),
+        lambda x: x + statistics.mean(x[0, :, 0, 0].tolist()),
+        lambda x: x * x.detach().numpy().size ** -0.25,
+        lambda x: x / len(x[0].tolist()),
+        lambda x: x * x.sigmoid().mean().item(),
+        lambda x: x * torch.tensor(x[0, :, 0, 0].tolist(), dtype=x.dtype).std(unbiased=False),
+        lambda x: x * torch.from_numpy(x.detach().numpy().std(axis=(0, 2, 3)))[:, None, None],
+        lambda x: x + int(x.detach().numpy().sum((0, 2, 3)).argmax()) / 8,
+        lambda x: x * float(np.asarray(x.detach()).max()),
+        lambda x: x * max(map(abs, x.detach().flatten().tolist())),
     )
     return Lambda(numbers.pick(*options)), shape
 

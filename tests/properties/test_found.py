@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cases import difference, outputs
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.costs.verify import recount
+from ifso.errors import CompactionError
 
 EXACT = 1e-10
 
@@ -226,3 +229,18 @@ def test_a_norm_that_meets_the_same_channels_in_two_orders():
     model, inputs = Twice().double(), torch.randn(2, 7, 3, dtype=torch.float64)
     graph = ifso.trace(model, inputs)
     assert_exact(model, graph, {"first": torch.tensor([True, False, True, True, True, False])}, inputs)
+
+
+def test_a_remainder_of_the_number_of_channels():
+    """Every rehearsal left an even number: the units are offered, and a removal that leaves an odd one is refused."""
+    model = Between(lambda x: x + x.roll(x.shape[1] % 2, 2)).double()
+    graph, before = ifso.trace(model, images()), outputs(model, images())
+    for left in range(1, 8):
+        keep = {group.name: torch.arange(group.size) < left for group in graph.groups}
+        if left % 2:
+            with pytest.raises(CompactionError, match="computes with a number that depends on how many channels"):
+                ifso.compact_(model, graph, keep)
+            assert difference(before, outputs(model, images())) == 0
+        else:
+            again = copy.deepcopy(model)
+            assert_exact(again, ifso.trace(again, images()), keep, images())

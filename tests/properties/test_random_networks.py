@@ -2,7 +2,7 @@
 
 The quick tests look at a fixed sample. The long run, ``pytest -o addopts= -m slow tests/properties``, looks at
 ``IFSO_PROPERTY_CASES`` networks (3,000 unless told) from ``IFSO_PROPERTY_SEED`` on and writes what it saw to
-``docs/bench/properties.json``.
+``docs/bench/properties.json``. With ``IFSO_PROPERTY_RESUME=1`` it goes on with the run that this file tells of.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,20 +74,31 @@ def test_thousands_of_networks():
     """In rounds over all kinds of parts, the report renewed after each, so that it always tells what was run."""
     cases = int(os.environ.get("IFSO_PROPERTY_CASES", "3000"))
     first = int(os.environ.get("IFSO_PROPERTY_SEED", "1"))
-    tally, failures, start = Tally(), [], time.perf_counter()
-    for number in range(first, first + max(1, -(-cases // (len(KINDS) * PER_ROUND)))):
+    tally, failures, done, seconds = _so_far(cases, first)
+    start = time.perf_counter() - seconds
+    for number in range(first + done, first + max(1, -(-cases // (len(KINDS) * PER_ROUND)))):
         for kind in KINDS:
             try:
                 explore(kind, PER_ROUND, number, tally)
             except Exception as error:
                 where = " ".join(" ".join(getattr(error, "__notes__", ())).split())
                 failures.append(f"{kind} in round {number}: {type(error).__name__}: {error} {where}"[:2000])
-        _write_report(tally, failures, time.perf_counter() - start, cases, first)
+        _write_report(tally, failures, time.perf_counter() - start, cases, first, number - first + 1)
     assert failures == []
     assert_that_it_tested_something(tally, KINDS)
 
 
-def _write_report(tally: Tally, failures: list[str], seconds: float, cases: int, first: int) -> None:
+def _so_far(cases: int, first: int) -> tuple[Tally, list[str], int, float]:
+    """(tally, failures, rounds, seconds) of the run that is gone on with."""
+    if os.environ.get("IFSO_PROPERTY_RESUME") != "1":
+        return Tally(), [], 0, 0.0
+    told = json.loads(REPORT.read_text(encoding="utf-8"))
+    assert (told["networks_asked_for"], told["seed"], told["torch"]) == (cases, first, torch.__version__)
+    counts = {name: Counter(told[name]) if isinstance(told[name], dict) else told[name] for name in vars(Tally())}
+    return Tally(**counts), told["failures"], told["rounds"], told["seconds"]
+
+
+def _write_report(tally: Tally, failures: list[str], seconds: float, cases: int, first: int, rounds: int) -> None:
     counts = {
         name: dict(sorted(value.items())) if isinstance(value, dict) else value for name, value in vars(tally).items()
     }
@@ -96,6 +108,7 @@ def _write_report(tally: Tally, failures: list[str], seconds: float, cases: int,
         "networks_asked_for": cases,
         "seed": first,
         "torch": torch.__version__,
+        "rounds": rounds,
         "seconds": round(seconds, 1),
         "failures": failures,
         **counts,

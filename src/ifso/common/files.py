@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import EACCES, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS
+from errno import (
+    EACCES,
+    EAGAIN,
+    EBUSY,
+    EDQUOT,
+    EFBIG,
+    ELOOP,
+    ENAMETOOLONG,
+    ENOENT,
+    ENOSPC,
+    ENOTDIR,
+    ENXIO,
+    EPERM,
+    EROFS,
+)
 from pathlib import Path
 
 import torch
@@ -51,20 +68,21 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give the provisional name to write to; at the end of the block the file takes the place of ``path``.
 
     If anything fails, the earlier file stays and the provisional one is removed. :class:`NotPlain` if there is anything
-    else than a plain file in that place.
+    else than a plain file in that place. Who writes into the same folder meanwhile waits.
     """
     refuse_not_plain(path)
     new = provisional(path)
-    try:
-        yield new
-        sync_file(new)
-        refuse_not_plain(path)
-        new.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with turn_in(path.parent):
+        try:
+            yield new
+            sync_file(new)
+            refuse_not_plain(path)
+            new.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 @contextmanager
@@ -244,6 +262,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         if folder.is_symlink():
             raise NotPlain(f"{folder.name} is a link, which is not followed; remove it")
         save_file(dict(tensors), folder / path.name, metadata=metadata)
+        if len(metadata) > 1:
+            _sort_metadata(folder / path.name)
         (folder / path.name).chmod(mode)
         (folder / path.name).replace(path)
     except (KeyError, ValueError, TypeError) as error:
@@ -252,12 +272,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         clear_scratch(path)
 
 
+def _sort_metadata(path: Path) -> None:
+    """Entries of a safetensors file's metadata in the order of their names; without, each process has its own."""
+    with path.open("rb+") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
 NO_ROOM, NOT_ALLOWED, NOT_THERE = (ENOSPC, EDQUOT, EFBIG), (EACCES, EPERM, EROFS), (ENOENT, ENOTDIR)
 ADVICE = {
     **dict.fromkeys(NO_ROOM, "make room, and do it again; what was written before is whole"),
     **dict.fromkeys(NOT_ALLOWED, "make it readable and writable, or give another folder"),
     **dict.fromkeys(NOT_THERE, "give a folder that is there"),
     ELOOP: "it is a link, which is not followed; give the place itself",
+    EBUSY: "another process writes there; do it again when that is through, or give another folder",
     ENAMETOOLONG: "give a shorter name",
 }
 
@@ -280,6 +312,57 @@ def error_number(error: Exception) -> int | None:
         return error.errno
     found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found else None
+
+
+WAIT, GLANCE = 600.0, 0.02
+"""Seconds that a folder is waited for, and between two looks."""
+
+
+@contextmanager
+def turn_in(folder: Path, *, reading: bool = False) -> Iterator[None]:
+    """Nobody else writes into ``folder`` by :func:`replacing` or ``ifso.save`` meanwhile; they wait. Readers share it.
+
+    A thread may take its turn again within. OSError (EBUSY) after ten minutes. Where the disk knows no such locks, all
+    go on at once.
+    """
+    held: set[str] = _turns.__dict__.setdefault("held", set())
+    name = os.path.realpath(folder)
+    descriptor = None if fcntl is None or name in held else _open_folder(folder)
+    if descriptor is None:
+        yield
+        return
+    try:
+        _wait_for(descriptor, fcntl.LOCK_SH if reading else fcntl.LOCK_EX)
+        held.add(name)
+        yield
+    finally:
+        held.discard(name)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+_turns = threading.local()
+
+
+def _open_folder(folder: Path) -> int | None:
+    try:
+        return os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+
+
+def _wait_for(descriptor: int, kind: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while True:
+        try:
+            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (EAGAIN, EACCES):
+                return None
+            if time.monotonic() > deadline:
+                raise OSError(EBUSY, os.strerror(EBUSY)) from error
+        time.sleep(GLANCE)
 
 
 class FolderLock:

@@ -36,7 +36,8 @@ def checked(loss: Any) -> Tensor:
     loss = scalar(loss)
     if not loss.requires_grad:
         raise ScoreError(
-            "the loss has no gradient: loss_fn must not detach it, run under no_grad, or freeze all weights"
+            "the loss has no gradient: loss_fn must not detach it, run under no_grad or inference_mode, "
+            "or freeze all weights"
         )
     return loss
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from errno import ELOOP, ENAMETOOLONG
+from errno import EBUSY, ELOOP, ENAMETOOLONG
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +35,7 @@ _ADVICE = {
     ),
     **dict.fromkeys(NOT_ALLOWED, ADVICE[NOT_ALLOWED[0]]),
     **dict.fromkeys(NOT_THERE, "give a run folder that is there, or start the run again"),
-    **{code: ADVICE[code] for code in (ELOOP, ENAMETOOLONG)},
+    **{code: ADVICE[code] for code in (EBUSY, ELOOP, ENAMETOOLONG)},
 }
 
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.module_state import device_of
-from ifso.common.tensors import map_tensors
+from ifso.common.tensors import WatchedCalls, WatchedLeavings, map_tensors
 from ifso.common.torch_state import preserved
 from ifso.costs.cost import MAC_KINDS, check_fits
 from ifso.errors import IfsoError, RunError, StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.execution import call_model, explain
+from ifso.graph.execution import call_model, explain, written_back
 
 REPEATS = 15
 WARM_UP = 3
@@ -51,7 +51,7 @@ class Latency:
 def measure_latency(model: nn.Module, inputs: Any, *, repeats: int = REPEATS, warm_up: int = WARM_UP) -> Latency:
     """Time ``model`` on ``inputs``, in eval mode and without gradients, on the device where it is.
 
-    Modes, buffers and random state are as before afterwards. On a GPU the time between two events is taken.
+    Modes, weights, buffers and random state are as before afterwards. On a GPU the time between two events is taken.
 
     >>> found = measure_latency(nn.Linear(8, 4), torch.zeros(2, 8), repeats=5)
     >>> min(found.samples) <= found.median <= max(found.samples)
@@ -174,9 +174,17 @@ def _ready(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> Iterato
 
     gpus = [device] if device.type == "cuda" else []
     on_device = torch.cuda.device(device) if gpus else contextlib.nullcontext()
-    with preserved(model), torch.no_grad(), torch.random.fork_rng(gpus), on_device:
+    with (
+        preserved(model) as image,
+        written_back(model, image) as writes,
+        torch.no_grad(),
+        torch.random.fork_rng(gpus),
+        on_device,
+    ):
         model.eval()
-        for _ in range(warm_up):
+        with WatchedLeavings(writes), WatchedCalls(writes):
+            run([])
+        for _ in range(warm_up - 1):
             run([])
         yield run
 

@@ -14,6 +14,8 @@ from ifso.common.batches import looks_like_one_batch
 from ifso.common.distributed import Sum, over_ranks
 from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.module_state import named_tensors
+from ifso.common.snapshot import Image
+from ifso.common.tensors import Writes, storage_of
 from ifso.common.text import describe_error
 from ifso.common.torch_state import ALONE, forget_caches, same_modes
 from ifso.costs.cost import check_fits
@@ -22,6 +24,7 @@ from ifso.criteria.registry import create, names
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.execution import trainable
 from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
 
@@ -59,7 +62,8 @@ def score(
     """
     outcome: Sum | Exception
     try:
-        outcome = _score_here(model, graph, loss_fn, batches, _criterion(criterion, options), keep)
+        with trainable():
+            outcome = _score_here(model, graph, loss_fn, batches, _criterion(criterion, options), keep)
     except Exception as error:
         outcome = error
     found = over_ranks(outcome, graph.num_units)
@@ -125,8 +129,13 @@ def _score_here(
 
 @contextlib.contextmanager
 def _written_back(model: nn.Module, graph: ChannelGraph) -> Iterator[None]:
-    """Put back the weights that the model itself changes whenever it runs."""
-    tensors = named_tensors(model)
+    """Put back what the model itself changes whenever it runs: weights, attributes, and tensors that hang on them."""
+    tensors, image = named_tensors(model), Image(model)
+    own = {storage_of(tensor) for tensor in tensors.values()}
+    others = Writes(image.tensors)
+    for tensor in image.tensors:
+        if storage_of(tensor) not in own:
+            others.protect(tensor)
     before = [
         (tensors[name], tensors[name].data, tensors[name].detach().clone()) for name in graph.written if name in tensors
     ]
@@ -136,6 +145,8 @@ def _written_back(model: nn.Module, graph: ChannelGraph) -> Iterator[None]:
         for tensor, data, content in before:
             data.copy_(content)
             tensor.data = data
+        others.undo()
+        image.restore()
 
 
 def _iterable(batches: Any, criterion: Criterion) -> Iterable[Any]:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ifso.common.devices import devices_apart
@@ -31,6 +32,13 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
+@contextlib.contextmanager
+def trainable() -> Iterator[None]:
+    """As outside of ``torch.inference_mode``: what is made can be trained, and its functions are seen one by one."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        yield
+
+
 def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callable[[], Any] | None = None) -> T:
     """What ``run`` returns, which must hold no tensor; it runs the model on tensors without values or memory.
 
@@ -41,7 +49,7 @@ def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callab
         with ALONE, _uncollected(), preserved(model) as image, quiet_torch():
             if prepare is not None:
                 prepare()
-            with _written_back(model, image) as writes:
+            with written_back(model, image) as writes:
                 stage = Stage(writes)
                 with stage:
                     return run(stage)
@@ -67,18 +75,25 @@ def _uncollected() -> Iterator[None]:
 
 def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
     """What ``run`` returns; it runs the model on values, and whatever is written into old tensors is taken back."""
-    with (
-        preserved(model) as image,
-        quiet_torch(),
-        _written_back(model, image) as writes,
-        WatchedLeavings(writes),
-        WatchedCalls(writes),
-    ):
+    with quiet_torch(), unmarked(model):
         return run()
 
 
 @contextlib.contextmanager
-def _written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
+def unmarked(model: nn.Module) -> Iterator[None]:
+    """Whatever a run of the model changes within is put back: in Python, and in tensors that were there before."""
+    with (
+        preserved(model) as image,
+        written_back(model, image) as writes,
+        WatchedLeavings(writes),
+        WatchedCalls(writes),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
+    """What the writes are told of is put back at the end."""
     writes = Writes([*named_tensors(model).values(), *image.tensors])
     try:
         yield writes

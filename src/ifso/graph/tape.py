@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ifso.common.tensors import map_tensors, tensors_in, written_by
+from ifso.common.tensors import LEAVING, map_tensors, tensors_in, written_by
 from ifso.graph.scalar_arguments import content_of
 
 FunctionKey = tuple[str, int, int]
@@ -265,6 +265,8 @@ class Recorder(TorchDispatchMode):
         known = lambda tree: map_tensors(tree, self._refs.get)  # noqa: E731
         if name == "__set__" and isinstance(ref := known(args[0]), Ref) and self.tape.values[ref.index].name:
             self.tape.written.add(self.tape.values[ref.index].name)
+        if name in LEAVING and args and args[0] in self._owners:
+            self.tape.written.add(self._owners[args[0]])
         self.tape.functions.append(FunctionCall(key, name, known(tuple(args)), known(kwargs), known(result)))
 
     def _end_module(self, _name: str, entry: int) -> None:

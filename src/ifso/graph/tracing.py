@@ -15,7 +15,7 @@ from ifso.common.tensors import tensors_in
 from ifso.common.torch_state import ALONE
 from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.execution import GuardedRecorder, explain, run_fake, run_real
+from ifso.graph.execution import GuardedRecorder, explain, run_fake, run_real, trainable
 from ifso.graph.propagate import follow_channels
 from ifso.graph.reductions import reductions_of
 from ifso.graph.size_attributes import settle
@@ -45,7 +45,7 @@ def trace(
     >>> [(group.name, group.size, [member.parameter for member in group.members]) for group in graph.groups]
     [('0', 8, ['0.weight', '0.bias', '1.weight', '1.bias', '1.running_mean', '1.running_var', '3.weight'])]
     """
-    with ALONE:
+    with ALONE, trainable():
         return _trace(model, example_inputs, ignore, memory_limit)
 
 

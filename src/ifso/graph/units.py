@@ -12,6 +12,7 @@ from ifso.graph.channel_graph import STAYS, Balance, Frozen, Group, Layout, Memb
 from ifso.graph.channel_ids import PRODUCES, Axis, Labels
 
 UNUSED = "is not used when the model runs on the example inputs"
+COMPLEX = "holds complex numbers, which are not followed"
 UNPRODUCED = "no layer of the model produces it as channels"
 
 
@@ -312,7 +313,11 @@ def _frozen(result: Partition, of: Tensor, spots: list[_Spot]) -> tuple[Frozen, 
 def _unused(labels: Labels) -> list[Frozen]:
     seen = {axis.name for axis in labels.axes}
     unseen = (value for value in labels.tape.values if value.kind == "parameter" and value.name not in seen)
-    return [Frozen(v.name, 0, UNUSED, tuple(range(v.shape[0]))) for v in unseen if max(v.shape, default=1) > 1]
+    return [
+        Frozen(v.name, 0, COMPLEX if v.dtype.is_complex else UNUSED, tuple(range(v.shape[0])))
+        for v in unseen
+        if max(v.shape, default=1) > 1
+    ]
 
 
 def _layouts(labels: Labels, of: Tensor, interleave: dict[tuple[str, int], int]) -> dict[str, Layout]:

@@ -32,6 +32,7 @@ from ifso.costs.cost import count
 from ifso.criteria.base import Criterion
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.execution import trainable, unmarked
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
 from ifso.pruning.budget import Budget, Schedule
@@ -183,7 +184,7 @@ def prune(
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
     together(partial(check_model, model))
     devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
-    with same_modes(model), torch.random.fork_rng(devices=devices):
+    with trainable(), same_modes(model), torch.random.fork_rng(devices=devices):
         start = _Start(
             model, train_batches, loss_fn, settings, optimizer or partial(sgd, learning_rate=chosen["learning_rate"]),
             listener_for(progress, listener), dict(about or {}), checkpoint_every,
@@ -303,7 +304,8 @@ class _Start:
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
         device = next(self._model.parameters()).device
         watched = WatchedLoss(self._loss_fn)
-        mean_loss(self._model, watched, [on_device(batches[0], device)])
+        with unmarked(self._model):
+            mean_loss(self._model, watched, [on_device(batches[0], device)])
         watched.where = " of the first batch"
         watched.refuse_infinite()
         return batches

@@ -15,6 +15,7 @@ from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
 from ifso.graph.dry_run import Removal, check_removal
+from ifso.graph.execution import trainable
 from ifso.graph.layouts import compact, compact_shape
 from ifso.graph.numbers import new_numbers
 from ifso.graph.slim_attention import slim_attention
@@ -71,7 +72,8 @@ def compact_(
         check_same_function(model, graph, removal)
     recipe = _recipe(model, graph, kept)
     whole = extend(model, recipe)
-    _apply(model, graph, kept, recipe, optimizer)
+    with trainable():
+        _apply(model, graph, kept, recipe, optimizer)
     remember(model, whole)
     return whole
 

@@ -18,6 +18,7 @@ from ifso.costs.cost import check_fits
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.execution import trainable
 from ifso.graph.layouts import compact, kept_length, surviving
 from ifso.graph.reductions import ExactReductions
 
@@ -41,10 +42,11 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
     kept = graph.kept(keep)
     check_keep(graph, kept)
     forget_caches(model)
-    pieces = list(_pieces(model, graph, kept))
-    parameters = [piece for piece in pieces if isinstance(piece.tensor, nn.Parameter)]
-    for piece in parameters:
-        piece.tensor.data = piece.put.clone()
+    with trainable():
+        pieces = list(_pieces(model, graph, kept))
+        parameters = [piece for piece in pieces if isinstance(piece.tensor, nn.Parameter)]
+        for piece in parameters:
+            piece.tensor.data = piece.put.clone()
     try:
         with contextlib.ExitStack() as stack:
             for piece in parameters:
@@ -59,8 +61,9 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
                 stack.enter_context(ExactReductions(model, graph.reductions, kept))
             yield model
     finally:
-        for piece in pieces:
-            piece.restore()
+        with trainable():
+            for piece in pieces:
+                piece.restore()
         forget_caches(model)
 
 

@@ -29,12 +29,14 @@ from ifso.common.files import (
     storable,
     sync_file,
     sync_folder,
+    turn_in,
     write_bytes,
     write_tensors,
 )
 from ifso.common.module_state import named_tensors
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
+from ifso.graph.execution import trainable
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.loading import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
@@ -69,8 +71,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str], recipe: Recipe | None
         raise RecipeError(f"{folder} is a file; give a folder to save into")
     with _located(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _finish_interrupted(folder)
-        _write(folder, tensors, document)
+        with turn_in(folder):
+            _finish_interrupted(folder)
+            _write(folder, tensors, document)
     return folder
 
 
@@ -85,15 +88,17 @@ def load(folder: str | os.PathLike[str], model: M, *, unverified: bool = False) 
     folder = Path(folder)
     if not unverified:
         refuse_failed_run(folder)
-    recipe = read_recipe(folder)
-    with _located(folder / RECIPE):
-        check_fresh(model, recipe)
-        values = new_values(model, recipe)
-        since_original = extend(model, recipe)
-    with _located(folder / WEIGHTS):
-        tensors = _read_weights(folder / WEIGHTS, model, recipe)
-    assign(model, values, tensors)
-    slim_attention(model)
+    with trainable(), turn_in(folder, reading=True):
+        recipe = read_recipe(folder)
+        with _located(folder / RECIPE):
+            check_fresh(model, recipe)
+            values = new_values(model, recipe)
+            since_original = extend(model, recipe)
+        with _located(folder / WEIGHTS):
+            tensors = _read_weights(folder / WEIGHTS, model, recipe)
+    with trainable():
+        assign(model, values, tensors)
+        slim_attention(model)
     remember(model, since_original)
     return model
 
