@@ -26,7 +26,7 @@ from ifso.processes import several
 from ifso.pruning.checkpoint import located, parsed, refuse_special
 from ifso.pruning.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
 from ifso.pruning.ranks import rank, together
-from ifso.surgery.recipe import recipe_of, unchanged
+from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
 from ifso.training.crew import Crew
 from ifso.training.fit import own_random_numbers
@@ -189,7 +189,7 @@ class RunningTraining(Lane):
         if self._padding is not None:
             self._padding.unpad_(model, self.model)
         if self.folder is not None:
-            self.folder.write_model(model, recipe_of(model) or unchanged(model))
+            self.folder.write_model(model, recipe(model))
             self.folder.finish(self.summary)
             remove_checkpoint(self.folder.path)
 
