@@ -16,7 +16,7 @@ from ifso.data.sets import Data
 from ifso.errors import DataError, IfsoError
 from ifso.training.detector_fitting import check_detector_fits, is_detections
 from ifso.training.headline import detects
-from ifso.training.losses import cross_entropy
+from ifso.training.losses import cross_entropy, logits_in
 
 SAMPLES = 2
 IGNORED = -100
@@ -84,7 +84,7 @@ def _outputs(model: nn.Module, images: Tensor, name: str) -> int:
         with torch.no_grad(), same_modes(model):
             model.eval()
             with undisturbed(model):
-                logits = model(images)
+                logits = logits_in(model(images))
     except IfsoError:
         raise
     except Exception as error:

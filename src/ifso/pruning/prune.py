@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -266,25 +265,33 @@ class _Start:
     def _both_modes(self, graph: ChannelGraph, example_inputs: Any, progress: Progress) -> ChannelGraph:
         """The graph of the mode in which more of the model runs: heads that only train must lose their inputs, too.
 
-        What such heads make themselves is left alone, as scores say nothing of it.
+        What such heads make themselves is left alone, as scores say nothing of it. Where each mode has heads of its
+        own, no graph shows all of them, and what leads to those that it does not show is left alone.
         """
-        idle = _idle(graph)
-        if not idle:
+        idle, mode = _idle(graph), self._model.training
+        if not idle and not (mode and _answers(graph) > 1):
             return graph
-        mode = self._model.training
-        self._model.train(not mode)
-        with suppress(TraceError):
+        try:
+            self._model.train(not mode)
             other = trace(self._model, example_inputs, ignore=self._settings.ignore)
-            if _idle(other) < idle:
-                self._ignore = (*self._ignore, *sorted({name.rpartition(".")[0] for name in idle - _idle(other)}))
-                other = trace(self._model, example_inputs, ignore=self._ignore)
-                where = "eval" if mode else "train"
-                more = sorted(idle - _idle(other))
-                others = f" and {len(more) - 1} other parameters run" if len(more) > 1 else " runs"
-                progress.notes.append(f"costs are those of {where} mode, in which {more[0]}{others}, too")
-                return other
-        self._model.train(mode)
-        return graph
+        except TraceError:
+            other = graph
+        here, there = _idle(other) - idle, idle - _idle(other)
+        widest = mode if here or not there else not mode
+        self._model.train(widest)
+        if not here and not there:
+            return graph
+        heads, where = there or here, "train" if widest else "eval"
+        named = f"{min(heads)} and {len(heads) - 1} other parameters" if len(heads) > 1 else min(heads)
+        if here and there:
+            alone = _holding(other, lambda members: members - there if members & there else set())
+            note = f"each mode has heads of its own; what leads to {named} is left alone"
+        else:
+            alone = _holding(other if there else graph, lambda members: members if members <= heads else set())
+            note = f"costs are those of {where} mode, in which {named} run{'' if len(heads) > 1 else 's'}, too"
+        progress.notes.append(note)
+        self._ignore = (*self._ignore, *sorted(alone))
+        return trace(self._model, example_inputs, ignore=self._ignore)
 
     def _first_batches(self, graph: ChannelGraph, least: int) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
@@ -401,6 +408,20 @@ class _Start:
                 run.say(REMEMBERS)
         for note in folder.notes:
             run.say(note)
+
+
+def _holding(graph: ChannelGraph, chosen: Callable[[set[str]], set[str]]) -> set[str]:
+    """Parameters whose being left alone leaves groups alone: vectors among those ``chosen`` of a group, if any."""
+    found = set()
+    for group in graph.groups:
+        names = chosen({member.parameter for member in group.members})
+        found |= {name for name in names if len(graph.layouts[name].shape) == 1} or names
+    return found
+
+
+def _answers(graph: ChannelGraph) -> int:
+    """How many outputs have values for each sample or place, as losses have not."""
+    return sum(bool(shape) for shape in graph.output_shapes)
 
 
 def _idle(graph: ChannelGraph) -> set[str]:

@@ -15,6 +15,7 @@ from ifso.criteria.ranks import collective_device
 from ifso.errors import DataError
 from ifso.processes import several
 from ifso.pruning.ranks import sum_over_ranks, together
+from ifso.training.losses import logits_in
 from ifso.training.modes import eval_mode
 
 FIVE = 5
@@ -96,7 +97,7 @@ def _total(model: nn.Module, batches: Iterable[Any]) -> Tensor:
     ends: list[Tensor] = []
     with eval_mode(model):
         for images, labels in batches:
-            logits = model(images)
+            logits = logits_in(model(images))
             sums.append(sums_of(logits, labels))
             if len(labels):
                 samples, classes = samples + len(labels), logits.shape[1]

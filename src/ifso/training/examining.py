@@ -12,6 +12,7 @@ from ifso.data.sets import Data
 from ifso.processes import several
 from ifso.training.evaluation import Accuracy, accuracy_of, evaluate, sums_of
 from ifso.training.headline import detects
+from ifso.training.losses import logits_in
 from ifso.training.modes import eval_mode
 from ifso.training.narrow import narrow_layers
 from ifso.training.precision import autocast, tensor_cores
@@ -75,4 +76,4 @@ class Examiner:
     def _sums(self, model: nn.Module) -> Tensor:
         device = next(model.parameters()).device
         with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
-            return torch.stack([sums_of(model(images), labels) for images, labels in self._batches]).sum(0)
+            return torch.stack([sums_of(logits_in(model(images)), labels) for images, labels in self._batches]).sum(0)

@@ -22,7 +22,17 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     1.3863
     """
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    return F.cross_entropy(logits_in(model(images)), labels)
+
+
+def logits_in(answer: Any) -> Any:
+    """The logits of an answer that names them beside those of auxiliary heads (GoogLeNet, Inception); else the answer.
+
+    >>> from collections import namedtuple
+    >>> logits_in(namedtuple("Outputs", "logits aux_logits")(1, 2)), logits_in((1, 2))
+    (1, (1, 2))
+    """
+    return answer.logits if hasattr(answer, "logits") and not isinstance(answer, Tensor) else answer
 
 
 def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
@@ -38,11 +48,12 @@ def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> Loss
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels = batch
-        return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+        return F.cross_entropy(logits_in(model(images)), labels, label_smoothing=label_smoothing)
 
     def mixed_loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels, others, share = batch
-        return mixed_cross_entropy(model(images), labels, others, share, label_smoothing=label_smoothing)
+        logits = logits_in(model(images))
+        return mixed_cross_entropy(logits, labels, others, share, label_smoothing=label_smoothing)
 
     if mixed:
         return mixed_loss_fn
@@ -81,7 +92,7 @@ def distillation(
 
     def answer(batch: Any) -> Tensor:
         with torch.no_grad(), eval_mode(teacher):
-            return teacher(batch[0])
+            return logits_in(teacher(batch[0]))
 
     return distillation_from_logits(
         answer, temperature=temperature, weight=weight, label_smoothing=label_smoothing, mixed=mixed
@@ -109,7 +120,7 @@ def distillation_from_logits(
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels, *more = batch
         given = logits_of(batch) if weight else None
-        logits = model(images)
+        logits = logits_in(model(images))
         if mixed:
             hard = mixed_cross_entropy(logits, labels, *more, label_smoothing=label_smoothing)
         else:

@@ -13,7 +13,7 @@ from ifso.data.sets import Data
 from ifso.errors import IfsoError, TrainingError
 from ifso.training.detector_distillation import check_detectors
 from ifso.training.headline import detects
-from ifso.training.losses import cross_entropy, refuse_other_classes
+from ifso.training.losses import cross_entropy, logits_in, refuse_other_classes
 
 
 def check_teacher(teacher: nn.Module, network: nn.Module, data: Data) -> None:
@@ -51,4 +51,4 @@ def _answer(model: nn.Module, images: Any) -> Any:
     with torch.no_grad(), same_modes(model):
         model.eval()
         with undisturbed(model):
-            return model(images)
+            return logits_in(model(images))
