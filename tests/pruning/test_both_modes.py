@@ -78,6 +78,23 @@ def test_where_each_mode_has_heads_of_its_own_what_leads_to_them_is_left_alone(t
         model.train(mode)(torch.randn(4, 2, 6, 6))
 
 
+class Normed(Heads):
+    """An auxiliary head with a batch norm that cannot train on the one sample of the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary.insert(1, nn.BatchNorm1d(6))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norms_that_cannot_train_on_the_example(training: bool):
+    result = pruned(model := Normed().train(training))
+    assert any("costs are those of train mode" in note for note in result.notes)
+    assert model.auxiliary[0].in_features == model.second.out_channels < 8
+    for mode in (True, False):
+        model.train(mode)(torch.randn(4, 2, 6, 6))
+
+
 def test_a_network_that_is_the_same_in_both_modes_has_no_note():
     class Plain(Heads):
         def forward(self, x: Tensor) -> Tensor:

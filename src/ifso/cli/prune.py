@@ -37,6 +37,8 @@ BATCH, BOXES_BATCH = 128, 2
 BOXES_RATE = 0.001
 """The learning rate between removals for data with boxes, whose batches are so small: the paper's for RetinaNet."""
 
+RANDOM = "the network has random weights; give trained ones with --weights FILE, or --pretrained for published ones"
+
 
 def add_parser(commands: Any) -> None:
     """Register the command. Options have no defaults here: what is not given is left to ``ifso.prune``."""
@@ -187,6 +189,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
     from ifso.cli.tensorboard import TensorBoardListener
     from ifso.cli.train_options import tell_notes
     from ifso.data import open_data
+    from ifso.models.names import is_program
     from ifso.pruning.events import Silent
     from ifso.training.headline import detects
     from ifso.training.precision import tensor_cores
@@ -216,6 +219,8 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             settings["model"], data.num_classes, pretrained=args.pretrained, device=place.device, **given
         )
         _check_fits(model, data)
+        if not (args.pretrained or "weights" in settings or is_program(settings["model"])):
+            listener.said(RANDOM)
         model.train(settings.get("train_mode", True))
         example = _example_inputs(settings, data, place.device)
         return ifso.prune(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.slots import copy_of
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
-from ifso.pruning.afterwards import Evaluate, mean_loss
+from ifso.pruning.afterwards import Evaluate, mean_loss, norms_of
 from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
 from ifso.pruning.finishing import LOSS_BATCHES, Finisher
@@ -33,6 +34,7 @@ from ifso.pruning.network import ShrinkingNetwork
 from ifso.pruning.presets import STAGED, usual
 from ifso.pruning.progress import listener_for
 from ifso.pruning.ranks import from_first, rank, together
+from ifso.pruning.reminders import reminders
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import RESUMED, Progress, Run
@@ -212,6 +214,7 @@ class _Start:
         self._make_optimizer, self._listener, self._about = make_optimizer, listener, about
         self._checkpoint_every, self._shrink = checkpoint_every, shrink
         self._ignore = settings.ignore
+        self._reminders: list[str] = []
 
     def prune(
         self, example_inputs: Any, resume: PathLike | None, out: PathLike | None, evaluate: Evaluate | None
@@ -237,6 +240,8 @@ class _Start:
             if found is None and resume is not None:
                 self._check_budget(graph, moves, progress)
             run = together(lambda: self._run(graph, moves, progress, batches, found))
+            for note in self._reminders:
+                run.say(note)
             if folder is not None and rank() == 0:
                 self._write_into(folder, run)
             return self._through(run, evaluate, config)
@@ -251,12 +256,12 @@ class _Start:
     def _trace(self, example_inputs: Any, progress: Progress) -> tuple[ChannelGraph, Moves]:
         """In the mode the model is in, or the other one where only that runs, or runs more of the model."""
         try:
-            graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+            graph = trace(self._model, example_inputs, ignore=self._ignore)
         except TraceError:
             if not self._model.training:
                 raise
-            self._model.eval()
-            graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+            graph = self._traced(example_inputs, training=True)
+            graph = graph or trace(self._model.eval(), example_inputs, ignore=self._ignore)
         graph = self._both_modes(graph, example_inputs, progress)
         limits = self._settings
         moves = Moves(graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share)
@@ -271,14 +276,10 @@ class _Start:
         idle, mode = _idle(graph), self._model.training
         if not idle and not (mode and _answers(graph) > 1):
             return graph
-        try:
-            self._model.train(not mode)
-            other = trace(self._model, example_inputs, ignore=self._settings.ignore)
-        except TraceError:
-            other = graph
+        with same_modes(self._model):
+            other = self._traced(example_inputs, training=not mode) or graph
         here, there = _idle(other) - idle, idle - _idle(other)
         widest = mode if here or not there else not mode
-        self._model.train(widest)
         if not here and not there:
             return graph
         heads, where = there or here, "train" if widest else "eval"
@@ -291,7 +292,19 @@ class _Start:
             note = f"costs are those of {where} mode, in which {named} run{'' if len(heads) > 1 else 's'}, too"
         progress.notes.append(note)
         self._ignore = (*self._ignore, *sorted(alone))
+        if widest != mode:
+            return self._traced(example_inputs, training=widest) or graph
         return trace(self._model, example_inputs, ignore=self._ignore)
+
+    def _traced(self, example_inputs: Any, *, training: bool) -> ChannelGraph | None:
+        """The graph in that mode, or None if there is none. Batch norms that cannot train on one sample do not."""
+        for trains in (True, False) if training and norms_of(self._model) else (True,):
+            self._model.train(training)
+            for norm in norms_of(self._model) if not trains else ():
+                norm.eval()
+            with suppress(TraceError):
+                return trace(self._model, example_inputs, ignore=self._ignore)
+        return None
 
     def _first_batches(self, graph: ChannelGraph, least: int) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
@@ -304,9 +317,10 @@ class _Start:
                 raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
         device = next(self._model.parameters()).device
         watched = WatchedLoss(self._loss_fn)
-        mean_loss(self._model, watched, [on_device(batches[0], device)])
+        loss = mean_loss(self._model, watched, [on_device(batches[0], device)])
         watched.where = " of the first batch"
         watched.refuse_infinite()
+        self._reminders = reminders(self._model, graph, loss, batches[0])
         return batches
 
     def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
