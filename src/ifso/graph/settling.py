@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
-from ifso.graph.following import is_under
 from ifso.graph.labels import Labels
+from ifso.graph.naming import is_under
 from ifso.graph.numbers import Place
 from ifso.graph.rehearsal import Problem, Removal, rehearse
 from ifso.graph.slots import read_attribute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from ifso.criteria.samples import rough_count
 from ifso.curvature.losses import LossFn, WatchedLoss, same_modes
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.naming import names_in
 from ifso.graph.slots import copy_of
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
@@ -27,7 +28,8 @@ from ifso.pruning.afterwards import Evaluate, mean_loss, norms_of
 from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
 from ifso.pruning.finishing import LOSS_BATCHES, Finisher
-from ifso.pruning.folder import STRUCTURE, Checkpoint, RunFolder, refuse_other
+from ifso.pruning.floors import ALL, MinShare, MinUnits
+from ifso.pruning.folder import STRUCTURE, Checkpoint, RunFolder, holds_run, refuse_other
 from ifso.pruning.ledger import Ledger
 from ifso.pruning.moves import Moves
 from ifso.pruning.network import ShrinkingNetwork
@@ -50,6 +52,8 @@ from ifso.pruning.worker import MakeOptimizer, Worker
 from ifso.surgery.recipe import digest_of, name_of
 
 PathLike = str | os.PathLike[str]
+AUTO = "auto"
+Modules = nn.Module | Iterable[str | nn.Module]
 
 
 def prune(
@@ -71,12 +75,14 @@ def prune(
     batches_per_score: int | None = None,
     units_per_step: int | None = None,
     round_to: int | None = None,
-    min_units: int = 1,
-    min_share: float | None = None,
-    ignore: Sequence[str] = (),
+    min_units: MinUnits = 1,
+    min_share: MinShare | None = None,
+    ignore: Modules = (),
+    only: Modules = (),
     optimizer: MakeOptimizer | None = None,
     resume: PathLike | None = None,
     out: PathLike | None = None,
+    overwrite: bool = False,
     seed: int = 0,
     preset: str | None = None,
     train_mode: bool = True,
@@ -124,19 +130,23 @@ def prune(
         batches_per_score: b, proxy batches for one score.
         units_per_step: removals after each k scores.
         round_to: layers keep multiples of so many channels.
-        min_units: every layer keeps at least so many units.
-        min_share: every layer keeps at least this share of its units (0.1 in staged runs).
-        ignore: names of modules whose channels are left alone.
+        min_units: every layer keeps at least so many units. ``{"layer1.*": 16, "stem": 32}`` says it of the layers that
+            a name or a pattern stands for; the last one that fits counts, other layers keep what is usual.
+        min_share: every layer keeps at least this share of its units (0.1 in staged runs); also by name or pattern.
+        ignore: modules whose channels are left alone: names, patterns such as ``"layer1.*"`` or the modules themselves.
+        only: modules that may lose units, named in the same way; all by default.
         optimizer: a function from parameters to an optimizer; SGD with momentum 0.9, weight decay 1e-4 and a learning
             rate of 0.01 by default.
         resume: the folder of a run to go on with; the settings must be the same, and ``model`` as it was before it.
+            ``"auto"`` goes on with the run in ``out`` if there is one, and starts one there if not.
         out: a new folder for the run.
+        overwrite: a run that is in ``out`` already makes room for this one, once all has been checked.
         seed: of the order of data and what is random in the model.
         preset: ``"paper"`` for Algorithm 2 as the paper has it, ``"authors"`` as the authors' program does it: with
             its finite differences and its learning rate of 0.1.
         train_mode: score and step in train mode, as the paper does; False leaves every module in the mode it is in.
-        evaluate: ``evaluate(model)`` gives numbers (an accuracy …) that are taken before, after and between, with the
-            model in eval mode.
+        evaluate: ``evaluate(model)`` gives a number, or numbers by any names (an accuracy …), that are taken before,
+            after and between, with the model in eval mode. The first is what a report shows.
         recalibrate: batches for new statistics of batch norms at the end (all calibration batches in a staged run); 0
             leaves them.
         weight_update: batches for ΔW of Proposition 1 at the end; 0 for none.
@@ -153,9 +163,10 @@ def prune(
     """
     if torch.get_default_device().type == "meta":
         raise BudgetError("torch's default device is meta, where there are no numbers; set another, or leave its block")
-    if isinstance(ignore, str) or not isinstance(ignore, Iterable):
-        what = f"one string; give a tuple of names: ignore=({ignore!r},)" if isinstance(ignore, str) else "no tuple"
-        raise BudgetError(f"ignore={ignore!r} is {what}")
+    together(partial(check_model, model))
+    ignored, chosen_modules = (_names(model, given, name) for name, given in (("ignore", ignore), ("only", only)))
+    for name, floor in (("min_units", min_units), ("min_share", min_share)):
+        _names(model, [pattern for pattern in floor if pattern != ALL] if isinstance(floor, Mapping) else (), name)
     of_algorithm_2: dict[str, Any] = {
         "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
         "units_per_step": units_per_step,
@@ -164,19 +175,26 @@ def prune(
     chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
     if schedule == "staged":
         chosen = STAGED if preset is None else {**chosen, "update": True, "min_share": STAGED["min_share"]}
+    if isinstance(min_share, Mapping):
+        min_share = {ALL: chosen["min_share"], **min_share}
     given: dict[str, Any] = {"schedule": schedule, "update": update, "min_share": min_share}
     settings = Settings(
         budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
         **{name: chosen[name] if value is None else value for name, value in given.items()},
         normalize=normalize or chosen["normalize"], recover=recover, stop=stop, calibration=calibration,
         **{name: value for name, value in of_algorithm_2.items() if value is not None},
-        round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
+        round_to=round_to, min_units=min_units, ignore=ignored, only=chosen_modules, seed=seed,
         train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
     resume, out = (None if path is None else _place(name, path) for name, path in (("resume", resume), ("out", out)))
+    if overwrite and (out is None or resume is not None):
+        raise BudgetError("overwrite=True needs out=, the folder of the run that makes room, and no resume=")
+    if resume == Path(AUTO):
+        if out is None:
+            raise BudgetError("resume='auto' needs out=, the folder of the run that is started or goes on")
+        resume = out if holds_run(out) else None
     if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
-    together(partial(check_model, model))
     devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
     with same_modes(model), torch.random.fork_rng(devices=devices):
         start = _Start(
@@ -184,7 +202,15 @@ def prune(
             listener_for(progress, listener), dict(about or {}), checkpoint_every,
             compact and not settings.criterion.masks_itself and settings.criterion.needs != "nothing",
         )  # fmt: skip
-        return start.prune(example_inputs, resume, out, evaluate)
+        return start.prune(example_inputs, resume, out, evaluate, overwrite=overwrite)
+
+
+def _names(model: nn.Module, given: Any, option: str) -> tuple[str, ...]:
+    """The names of what the user calls by name, by pattern or as a module."""
+    if isinstance(given, str) or not isinstance(given, (nn.Module, Iterable)):
+        what = f"one string; give a tuple of names: {option}=({given!r},)" if isinstance(given, str) else "no tuple"
+        raise BudgetError(f"{option}={given!r} is {what}")
+    return names_in(model, given, option)
 
 
 def _place(name: str, path: Any) -> Path:
@@ -217,7 +243,13 @@ class _Start:
         self._reminders: list[str] = []
 
     def prune(
-        self, example_inputs: Any, resume: PathLike | None, out: PathLike | None, evaluate: Evaluate | None
+        self,
+        example_inputs: Any,
+        resume: PathLike | None,
+        out: PathLike | None,
+        evaluate: Evaluate | None,
+        *,
+        overwrite: bool,
     ) -> PruneResult:
         """The whole way."""
         progress = Progress()
@@ -230,7 +262,7 @@ class _Start:
         batches = together(lambda: self._first_batches(graph, looked_at))
         if resume is None:
             self._check_budget(graph, moves, progress)
-        folder = together(lambda: self._open(config, resume, out) if rank() == 0 else None)
+        folder = together(lambda: self._open(config, resume, out, overwrite) if rank() == 0 else None)
         try:
             if resume is not None:
                 folder = together(lambda: folder or RunFolder.resume(resume, config, reading=True))
@@ -264,7 +296,8 @@ class _Start:
             graph = graph or trace(self._model.eval(), example_inputs, ignore=self._ignore)
         graph = self._both_modes(graph, example_inputs, progress)
         limits = self._settings
-        moves = Moves(graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share)
+        floors = {"min_units": limits.min_units, "min_share": limits.min_share, "only": limits.only}
+        moves = Moves(graph, round_to=limits.round_to, **floors)
         return graph, moves
 
     def _both_modes(self, graph: ChannelGraph, example_inputs: Any, progress: Progress) -> ChannelGraph:
@@ -320,7 +353,7 @@ class _Start:
         loss = mean_loss(self._model, watched, [on_device(batches[0], device)])
         watched.where = " of the first batch"
         watched.refuse_infinite()
-        self._reminders = reminders(self._model, graph, loss, batches[0])
+        self._reminders = reminders(self._model, graph, self._settings.budget, loss, batches[0])
         return batches
 
     def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
@@ -375,10 +408,12 @@ class _Start:
         versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
         return {"settings": settings, "versions": versions, "about": self._about}
 
-    def _open(self, config: dict[str, Any], resume: PathLike | None, out: PathLike | None) -> RunFolder | None:
+    def _open(
+        self, config: dict[str, Any], resume: PathLike | None, out: PathLike | None, overwrite: bool
+    ) -> RunFolder | None:
         if resume is not None:
             return RunFolder.resume(resume, config)
-        return None if out is None else RunFolder.create(out, config)
+        return None if out is None else RunFolder.create(out, config, overwrite=overwrite)
 
     def _run(
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None

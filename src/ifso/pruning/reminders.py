@@ -8,15 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.pruning.budget import FLOPS, Budget
 from ifso.surgery.recipe import recipe_of
 
 AS_GOOD_AS_GUESSING = 0.95
 """A trained classifier has a smaller cross entropy than this share of that of a guess."""
 
 
-def reminders(model: nn.Module, graph: ChannelGraph, loss: float, batch: Any) -> list[str]:
-    """Notes on a network that looks untrained, or was pruned before; ``loss`` is that of ``batch``."""
-    return [note for note in (_untrained(graph, loss, batch), _pruned_before(model)) if note]
+def reminders(model: nn.Module, graph: ChannelGraph, budget: Budget, loss: float, batch: Any) -> list[str]:
+    """Notes on a network that looks untrained or was pruned before, and on FLOPs; ``loss`` is that of ``batch``."""
+    notes = _untrained(graph, loss, batch), _pruned_before(model), FLOPS if budget.in_flops else None
+    return [note for note in notes if note]
 
 
 def _untrained(graph: ChannelGraph, loss: float, batch: Any) -> str | None:

@@ -16,6 +16,7 @@ from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create, names
 from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import Budget
+from ifso.pruning.floors import MinShare, MinUnits
 from ifso.pruning.normalizing import check_normalizer, of_budget
 from ifso.pruning.schedule import Mixed, Schedule, phases
 
@@ -46,13 +47,14 @@ class Settings:
     batches_per_score: int = 2
     units_per_step: int = 1
     round_to: int | None = None
-    min_units: int = 1
-    min_share: float = 0.0
+    min_units: MinUnits = 1
+    min_share: MinShare = 0.0
     update: bool = False
     recover: int = 0
     stop: float | None = None
     calibration: int | None = None
     ignore: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     seed: int = 0
     train_mode: bool = True
     recalibrate: int = 20
@@ -121,10 +123,10 @@ class Settings:
         for name, usual in _ADDED_LATER.items():
             if plain[name] == usual:
                 del plain[name]
+        plain |= {name: _plain(plain[name]) for name in ("min_units", "min_share", "only") if name in plain}
         options = {key: _plain(value) for key, value in vars(self.criterion).items()}
         schedule = f"mixed:{self.schedule.incremental:g}" if isinstance(self.schedule, Mixed) else self.schedule
-        given = {name: value for name, value in vars(self.budget).items() if value is not None}
-        named = {"budget": _plain(given), "criterion": {"name": self.criterion.name, **options}}
+        named = {"budget": _plain(self.budget.given), "criterion": {"name": self.criterion.name, **options}}
         return {**plain, **named, "schedule": schedule, "ignore": list(self.ignore)}
 
 
@@ -136,6 +138,7 @@ _WHOLE_NUMBERS = {
 
 _ADDED_LATER: Mapping[str, Any] = {
     "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": None,
+    "only": (),
 }  # fmt: skip
 
 
