@@ -255,9 +255,15 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             listener=listener,
             about={"arguments": settings, **({"counted_on": words_of(example)} if detects(data) else {})},
             **options,
-            **({"resume": args.out} if args.resume else {"out": args.out}),
-            **({"overwrite": True} if args.overwrite else {}),
+            **_place(args),
         )
+
+
+def _place(args: argparse.Namespace) -> dict[str, Any]:
+    """Where the run is, and whether it is there already."""
+    if args.resume:
+        return {"resume": args.out}
+    return {"out": args.out, **({"overwrite": True} if args.overwrite else {})}
 
 
 def _options(settings: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ifso.curvature.checkpoints import not_reentrant
 from ifso.curvature.memory import out_of_memory
-from ifso.errors import IfsoError, ScoreError
+from ifso.errors import IfsoError, ScoreError, users_line
 from ifso.graph.running import devices_apart, forget_caches_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -132,7 +132,7 @@ class WatchedLoss:
             raise
         except (Exception, SystemExit) as error:
             hint = devices_apart(model, batch) or _hint(error)
-            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}; {hint}") from error
+            raise ScoreError(f"loss_fn failed{self.where}: {one_line(error)}{users_line(error)}; {hint}") from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
         return loss
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ifso.errors import TraceError, TraceMemoryError
+from ifso.errors import TraceError, TraceMemoryError, users_line
 from ifso.graph.image import Image
 from ifso.graph.slots import named_tensors
 from ifso.graph.stage import Stage, forget_frames
@@ -228,6 +228,5 @@ def explain(error: Exception, model: nn.Module, inputs: Any) -> TraceError:
     hint = devices_apart(model, inputs) or (
         "check that model(example_inputs) works (a tensor; a tuple of positional, or a dict of keyword arguments)"
     )
-    return TraceError(
-        f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {text}; {hint}"
-    )
+    what = f"{type(error).__name__}: {text}{users_line(error)}"
+    return TraceError(f"{type(model).__name__} does not run on the example inputs: {what}; {hint}")

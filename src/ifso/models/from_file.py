@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ifso.errors import IfsoError, ModelNotFound
+from ifso.errors import IfsoError, ModelNotFound, users_line
 from ifso.surgery.files import is_file, one_line
 
 
@@ -40,7 +40,8 @@ def blamed(what: str, failure: type[IfsoError]) -> Iterator[None]:
     except (KeyboardInterrupt, IfsoError):
         raise
     except BaseException as error:
-        raise failure(f"{what}: {type(error).__name__}: {one_line(error) or 'no message'}") from error
+        said = f"{type(error).__name__}: {one_line(error) or 'no message'}{users_line(error)}"
+        raise failure(f"{what}: {said}") from error
 
 
 def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[..., Any]:

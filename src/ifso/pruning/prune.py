@@ -292,12 +292,13 @@ class _Start:
         except TraceError:
             if not self._model.training:
                 raise
-            graph = self._traced(example_inputs, training=True)
-            graph = graph or trace(self._model.eval(), example_inputs, ignore=self._ignore)
+            found = self._traced(example_inputs, training=True)
+            graph = found or trace(self._model.eval(), example_inputs, ignore=self._ignore)
         graph = self._both_modes(graph, example_inputs, progress)
         limits = self._settings
-        floors = {"min_units": limits.min_units, "min_share": limits.min_share, "only": limits.only}
-        moves = Moves(graph, round_to=limits.round_to, **floors)
+        moves = Moves(
+            graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share, only=limits.only
+        )
         return graph, moves
 
     def _both_modes(self, graph: ChannelGraph, example_inputs: Any, progress: Progress) -> ChannelGraph:

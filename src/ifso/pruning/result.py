@@ -157,3 +157,9 @@ class PruneResult:
         from ifso.pruning.telling import told
 
         return told(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows in place of the dataclass."""
+        from ifso.pruning.telling import told_in_html
+
+        return told_in_html(self)
