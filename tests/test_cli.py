@@ -268,7 +268,21 @@ class TestInspect:
 
     def test_a_factory_that_fails(self, net, capsys):
         assert main(["inspect", net.replace(":make", ":broken"), "--input", "1,3"]) == 2
-        assert capsys.readouterr().err.endswith("net.py:broken failed: OSError: no weights here\n")
+        said = capsys.readouterr().err
+        program = Path(net.partition(":")[0]).read_text()
+        line = program[: program.index("raise OSError")].count("\n") + 1
+        assert "net.py:broken failed: OSError: no weights here (" in said
+        assert said.endswith(f"net.py, line {line})\n")
+        assert said.count("\n") == 1
+
+    @pytest.mark.parametrize("place", [0, 1, 4])
+    def test_debug_shows_the_traceback_too(self, net, place, capsys):
+        words = ["inspect", net.replace(":make", ":broken"), "--input", "1,3"]
+        assert main([*words[:place], "--debug", *words[place:]]) == 2
+        said = capsys.readouterr().err
+        assert "Traceback (most recent call last)" in said
+        assert "in broken" in said
+        assert said.splitlines()[-1].startswith("ifso: error: ")
 
 
 class TestDemo:

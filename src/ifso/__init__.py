@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ifso.pruning.result import PruneResult
     from ifso.surgery.compact import compact_
     from ifso.surgery.mask import masked
-    from ifso.surgery.recipe import Recipe
+    from ifso.surgery.recipe import Recipe, recipe
     from ifso.surgery.store import load, save
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "load",
     "masked",
     "prune",
+    "recipe",
     "save",
     "score",
     "trace",
@@ -84,6 +85,7 @@ _HOME = {
     "load": "ifso.surgery.store",
     "masked": "ifso.surgery.mask",
     "prune": "ifso.pruning.prune",
+    "recipe": "ifso.surgery.recipe",
     "save": "ifso.surgery.store",
     "score": "ifso.criteria.scoring",
     "trace": "ifso.graph.tracing",

@@ -83,3 +83,21 @@ class DataError(IfsoError):
 
 class TrainingError(IfsoError):
     """Training that makes no sense as asked for: settings, a teacher or a resume that do not fit."""
+
+
+def users_line(error: BaseException) -> str:
+    """`` (FILE, line N)``: the last line of the user's own that an error came through; "" if there is none.
+
+    What is installed, Python's own and what has no file is no line of a user's.
+    """
+    import sysconfig
+    from pathlib import Path
+    from traceback import walk_tb
+
+    others = ("<", str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    theirs = [place for place in frames if "site-packages" not in place[0] and not place[0].startswith(others)]
+    if not theirs:
+        return ""
+    file, line = Path(theirs[-1][0]), theirs[-1][1]
+    return f" ({file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}, line {line})"

@@ -345,8 +345,8 @@ class TestPassedOn:
         options = (
             "--conv-macs 0.5 --params 0.6 --activations 0.7 --criterion ifso --criterion-option inverse=neumann "
             "--criterion-option inverse_options.terms=2 --schedule mixed:0.75 --normalize memory --accumulate 3 "
-            "--batches-per-score 4 --units-per-step 5 --round-to 8 --min-units 2 --ignore 0 3 --batch 16 --lr 0.05 "
-            "--input 2,1,8,8 --seed 7 --recalibrate 6 --weight-update 2"
+            "--batches-per-score 4 --units-per-step 5 --round-to 8 --min-units 2 --ignore 0 3 --only 0 *.1 "
+            "--batch 16 --lr 0.05 --input 2,1,8,8 --seed 7 --recalibrate 6 --weight-update 2"
         )
         argv = options.split()
         seen = passed_on([*command, *argv])
@@ -355,7 +355,7 @@ class TestPassedOn:
         assert seen["schedule"] == ifso.Mixed(0.75)
         plain = {
             "normalize": "memory", "accumulate": 3, "batches_per_score": 4, "units_per_step": 5, "round_to": 8,
-            "min_units": 2, "ignore": ["0", "3"], "seed": 7, "recalibrate": 6, "weight_update": 2,
+            "min_units": 2, "ignore": ["0", "3"], "only": ["0", "*.1"], "seed": 7, "recalibrate": 6, "weight_update": 2,
         }  # fmt: skip
         assert {name: seen[name] for name in plain} == plain
         assert seen["example_inputs"].shape == (2, 1, 8, 8)

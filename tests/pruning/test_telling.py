@@ -1,6 +1,7 @@
 """``print(result)``: compared as text; and what of it a run folder brings back."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -156,3 +157,16 @@ class TestRunFolder:
         folder, summary = run
         with pytest.raises(RunError, match="damaged"):
             self.again(folder, {**summary, **change})
+
+
+def test_a_notebook_shows_the_same_as_tables():
+    found = result(stages=STAGES, floors=FLOORS, notes=("a < b",))
+    page = found._repr_html_()
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", page)
+    assert cells[:10] == ["", "before", "after", "kept", "asked for", "MACs", "792", "396", "50.00%", "50.50%"]
+    assert page.count("<table>") == page.count("</table>") == 3
+    assert "<summary>3 stages</summary>" in page
+    assert "✓ budget met: 50.00% of macs kept" in page
+    assert "note: a &lt; b" in page
+    words = re.sub(r"<[^>]*>", " ", page)
+    assert all(word in words for word in ("4 of 8 units removed", "unpruned", "71.25", "reached their floor"))

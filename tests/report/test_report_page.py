@@ -243,6 +243,18 @@ class TestPage:
         assert "mAP went from 40.00\u00a0% to 39.00\u00a0% after fine-tuning" in Elements(page).text
         assert data_of(page)["runs"][0]["tuning"]["quality"] == [39.0]
 
+    def test_a_measure_of_ones_own_is_shown_under_its_name_and_in_its_unit(self, tmp_path):
+        settings = {"criterion": {"name": "ifso"}, "budget": {"macs": 0.5}}
+        measures = [{"stage": "unpruned", "dice": 0.912, "accuracy": 9.0}, {"stage": "pruned", "dice": 0.873}]
+        with RunFolder.create(tmp_path / "run", {"settings": settings}) as run:
+            run.finish({"measures": measures, "shares": {"macs": 0.5}})
+        page = page_of(tmp_path / "run")
+        assert "dice went from 0.912 to 0.873" in Elements(page).text
+        assert "Dice against the share of the MACs" in Elements(page).text
+        points = data_of(page)["runs"][0]["points"]
+        assert (points["name"], points["percent"]) == ("dice", False)
+        assert [point["worth"] for point in points["points"]] == [0.912, 0.873]
+
     def test_a_network_that_was_only_saved(self, finished, tmp_path):
         for name in ("recipe.json", "model.safetensors"):
             (tmp_path / name).write_bytes((finished / name).read_bytes())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import pickle
 import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from ifso.surgery.recipe import (
     remember,
     unchanged,
 )
+from ifso.surgery.store import save
 
 
 def make_recipe() -> Recipe:
@@ -150,15 +153,27 @@ def test_unchanged_refuses_lazy_models():
         unchanged(nn.LazyLinear(3))
 
 
-def test_recipes_are_remembered_beside_the_model():
+def test_recipes_travel_with_the_model():
     model = nn.Linear(2, 2)
-    before = dict(vars(model))
     assert recipe_of(model) is None
     recipe = unchanged(model)
     remember(model, recipe)
     assert recipe_of(model) is recipe
-    assert vars(model) == before
-    assert recipe_of(copy.deepcopy(model)) is None
+    assert recipe_of(copy.deepcopy(model)) == recipe
+    assert model.state_dict().keys() == {"weight", "bias"}
+
+
+def test_a_pickled_model_needs_no_ifso_to_be_unpickled():
+    model = nn.Linear(2, 2)
+    remember(model, unchanged(model))
+    assert b"ifso." not in pickle.dumps(model)
+    assert recipe_of(pickle.loads(pickle.dumps(model))) == unchanged(model)
+
+
+def test_what_json_makes_of_a_recipe_file_is_read(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    save(model, tmp_path)
+    assert Recipe.from_json(json.loads((tmp_path / "recipe.json").read_text())) == unchanged(model)
 
 
 def test_remembering_does_not_keep_a_model_alive():

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from ifso._version import __version__
@@ -19,6 +20,7 @@ from ifso.errors import IfsoError
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
 INTERRUPTED = 130
 _ENDED = "the network, its data or its loss ended the process by sys.exit({}); let it raise an error or return"
+DEBUG = "--debug"
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
 
@@ -30,7 +32,10 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """
     with steady_streams():
         try:
-            status = _run((parser or _parser()).parse_args(argv))
+            given = list(sys.argv[1:] if argv is None else argv)
+            status = _run(
+                (parser or _parser()).parse_args([word for word in given if word != DEBUG]), debug=DEBUG in given
+            )
             sys.stdout.flush()
             return status
         except BrokenPipeError:
@@ -45,11 +50,13 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             return leave(IfsoError.exit_status)
 
 
-def _run(args: argparse.Namespace) -> int:
-    """The status of a command; what went wrong is told in a line."""
+def _run(args: argparse.Namespace, *, debug: bool) -> int:
+    """The status of a command; what went wrong is told in a line, after the traceback if ``debug``."""
     try:
         return stoppable(args.run)(args)
     except IfsoError as error:
+        if debug:
+            traceback.print_exception(error)
         complain(f"error: {error}")
         return leave(error.exit_status)
     except SystemExit as error:
@@ -83,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 done, 2 bad input, 3 the budget cannot be met, 4 a check of the result failed.",
     )
     parser.add_argument("--version", action="version", version=f"ifso {__version__}")
+    parser.add_argument(DEBUG, action="store_true", help="show the traceback of an error; also after a command")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)

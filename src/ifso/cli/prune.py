@@ -37,6 +37,8 @@ BATCH, BOXES_BATCH = 128, 2
 BOXES_RATE = 0.001
 """The learning rate between removals for data with boxes, whose batches are so small: the paper's for RetinaNet."""
 
+RANDOM = "the network has random weights; give trained ones with --weights FILE, or --pretrained for published ones"
+
 
 def add_parser(commands: Any) -> None:
     """Register the command. Options have no defaults here: what is not given is left to ``ifso.prune``."""
@@ -66,7 +68,10 @@ def _add_task(group: Any) -> None:
         "--batch", type=int, metavar="N",
         help=f"samples in a batch, of each rank under torchrun ({BATCH}; {BOXES_BATCH} with boxes)",
     )  # fmt: skip
-    group.add_argument("--ignore", nargs="+", action="extend", metavar="NAME", help="modules to leave alone")
+    group.add_argument(
+        "--ignore", nargs="+", action="extend", metavar="NAME", help="modules to leave alone, by name or pattern"
+    )
+    group.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="modules that may lose units (all)")
 
 
 def _add_budget(group: Any) -> None:
@@ -80,6 +85,8 @@ def _add_budget(group: Any) -> None:
     for cost in COSTS:
         option, several = f"--{cost.replace('_', '-')}", {} if cost == "latency" else {"nargs": "+"}
         group.add_argument(option, type=float, metavar="SHARE", help=f"kept of the {words[cost]}", **several)
+    words_of_flops = "the same as --macs: two FLOPs are a multiply-add, so that the share is the same"
+    group.add_argument("--flops", type=float, nargs="+", metavar="SHARE", help=words_of_flops)
 
 
 def _add_method(group: Any) -> None:
@@ -144,7 +151,11 @@ def _add_algorithm_2(group: Any) -> None:
 
 def _add_running(group: Any) -> None:
     group.add_argument("--out", type=Path, required=True, metavar="RUN", help="the folder of the run")
-    group.add_argument("--resume", action="store_true", help="go on with the run in RUN; needs no other options")
+    group.add_argument(
+        "--resume", nargs="?", const=True, choices=("auto",), metavar="auto",
+        help="go on with the run in RUN, which needs no other options; --resume auto: start one if there is none",
+    )  # fmt: skip
+    group.add_argument("--overwrite", action="store_true", help="give up the run that RUN holds, once all is checked")
     group.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (0)")
     group.add_argument("--device", metavar="NAME", help="cpu or cuda (cpu)")
     group.add_argument("--precision", metavar="NAME", help="of the network (float32)")
@@ -155,6 +166,10 @@ def _add_running(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
+    if args.overwrite and args.resume:
+        raise IfsoError("--overwrite gives up the run that --resume would go on with; leave one of them out")
+    if args.resume == "auto":
+        args.resume = _holds_run(args.out)
     settings, here = gather(args), Path.cwd()
     with joined(settings.get("device", "cpu")) as place:
         result = _watched(settings, args, place)
@@ -166,6 +181,12 @@ def run(args: argparse.Namespace) -> int:
             console().print("", path_table(path_of(result)), sep="\n")
         print(f"run folder: {place_of(args.out, here)}")
     return leave(0)
+
+
+def _holds_run(folder: Path) -> bool:
+    from ifso.runs.folder import holds_run
+
+    return holds_run(folder)
 
 
 def _watched(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> Any:
@@ -187,8 +208,9 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
     from ifso.cli.train_options import tell_notes
     from ifso.data import open_data
     from ifso.data.base import detects
+    from ifso.models.providers import is_program
     from ifso.models.registry import network_for
-    from ifso.pruning.budget import Budget
+    from ifso.pruning.budget import FLOPS, Budget
     from ifso.pruning.events import Silent
     from ifso.pruning.prune import prune
     from ifso.training.precision import loss_in, tensor_cores
@@ -217,6 +239,10 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             settings["model"], data.num_classes, pretrained=args.pretrained, device=place.device, **given
         )
         _check_fits(model, data)
+        if not (args.pretrained or "weights" in settings or is_program(settings["model"])):
+            listener.said(RANDOM)
+        if args.flops:
+            listener.said(FLOPS)
         model.train(settings.get("train_mode", True))
         example = _example_inputs(settings, data, place.device)
         return prune(
@@ -229,8 +255,15 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             listener=listener,
             about={"arguments": settings, **({"counted_on": words_of(example)} if detects(data) else {})},
             **options,
-            **({"resume": args.out} if args.resume else {"out": args.out}),
+            **_place(args),
         )
+
+
+def _place(args: argparse.Namespace) -> dict[str, Any]:
+    """Where the run is, and whether it is there already."""
+    if args.resume:
+        return {"resume": args.out}
+    return {"out": args.out, **({"overwrite": True} if args.overwrite else {})}
 
 
 def _options(settings: dict[str, Any]) -> dict[str, Any]:

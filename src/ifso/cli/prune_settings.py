@@ -16,8 +16,8 @@ from ifso.runs.open import EXECUTED, found_again, refuse_foreign, told_options
 COSTS = ("macs", "conv_macs", "params", "activations", "latency")
 PASSED_ON = (
     "preset", "normalize", "update", "recover", "stop", "calibration", "accumulate", "accumulation",
-    "batches_per_score", "units_per_step", "round_to", "min_units", "min_share", "ignore", "seed", "recalibrate",
-    "weight_update", "train_mode",
+    "batches_per_score", "units_per_step", "round_to", "min_units", "min_share", "ignore", "only", "seed",
+    "recalibrate", "weight_update", "train_mode",
 )  # fmt: skip
 """Options that ``ifso.prune`` has under the same name."""
 
@@ -42,6 +42,9 @@ CONSTANTS = {"true": True, "false": False, "none": None}
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, as JSON values, with those of the run in ``--out`` if that is resumed."""
+    if args.flops and args.macs:
+        raise BudgetError("--macs and --flops mean the same; give one of them")
+    args.macs = args.macs or args.flops
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) not in (None, [])}
     given = json.loads(json.dumps({name: _one(value) if name in COSTS else value for name, value in given.items()}))
     stored = _of_the_run(args.out) if args.resume else {}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ifso.common.devices import devices_apart, out_of_memory
 from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
-from ifso.errors import IfsoError, ScoreError
+from ifso.errors import IfsoError, ScoreError, users_line
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)`` gives a scalar: the mean loss of the batch."""
@@ -75,7 +75,9 @@ class WatchedLoss:
             raise
         except (Exception, SystemExit) as error:
             hint = devices_apart(model, batch) or _hint(error)
-            raise ScoreError(f"loss_fn failed{self.where}: {describe_error(error)}; {hint}") from error
+            raise ScoreError(
+                f"loss_fn failed{self.where}: {describe_error(error)}{users_line(error)}; {hint}"
+            ) from error
         self._last = loss.detach() if isinstance(loss, Tensor) else None
         return loss
 

@@ -16,7 +16,7 @@ from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.base import Data, detects
 from ifso.errors import DataError, IfsoError
 from ifso.models.detectors import is_detector
-from ifso.tasks.classification import cross_entropy
+from ifso.tasks.classification import cross_entropy, logits_in
 
 SAMPLES = 2
 
@@ -85,7 +85,7 @@ def _outputs(model: nn.Module, images: Tensor, name: str) -> int:
         with torch.no_grad(), same_modes(model):
             model.eval()
             with undisturbed(model):
-                logits = model(images)
+                logits = logits_in(model(images))
     except IfsoError:
         raise
     except Exception as error:

@@ -17,7 +17,7 @@ from ifso.common.module_state import named_tensors
 from ifso.common.snapshot import Image
 from ifso.common.tensors import WatchedCalls, WatchedLeavings, Writes, map_tensors
 from ifso.common.torch_state import ALONE, forget_caches, preserved, quiet_torch
-from ifso.errors import TraceError, TraceMemoryError
+from ifso.errors import TraceError, TraceMemoryError, users_line
 from ifso.graph.tape import Recorder, Tape
 
 T = TypeVar("T")
@@ -160,6 +160,5 @@ def explain(error: Exception, model: nn.Module, inputs: Any) -> TraceError:
     hint = devices_apart(model, inputs) or (
         "check that model(example_inputs) works (a tensor; a tuple of positional, or a dict of keyword arguments)"
     )
-    return TraceError(
-        f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {text}; {hint}"
-    )
+    what = f"{type(error).__name__}: {text}{users_line(error)}"
+    return TraceError(f"{type(model).__name__} does not run on the example inputs: {what}; {hint}")

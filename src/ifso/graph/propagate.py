@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from ifso.graph import rules
 from ifso.graph.channel_ids import Labels, MeasuredBy
+from ifso.graph.naming import is_under
 from ifso.graph.tape import Call, FunctionCall, Ref, Tape, refs_in
 
 LEAVING = frozenset(("numpy", "tolist", "__array__", "__dlpack__"))
@@ -91,12 +92,3 @@ def _measure_instance_norm(function: FunctionCall, labels: Labels) -> None:
     layer = labels.along(function.args[0], 1) if isinstance(function.args[0], Ref) else None
     if layer is not None and layer.dims == (1,):
         labels.sizes.append(MeasuredBy(function.key[0], ("num_features",), None, layer.ids.flatten()))
-
-
-def is_under(name: str, modules: Collection[str]) -> bool:
-    """Does a parameter belong to one of these modules (or is it one of these names)?
-
-    >>> is_under("layer1.0.conv1.weight", ["layer1"]), is_under("layer10.weight", ["layer1"])
-    (True, False)
-    """
-    return any(name == module or name.startswith(module + ".") for module in modules)

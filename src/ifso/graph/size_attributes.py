@@ -20,8 +20,8 @@ from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.channel_ids import Labels
 from ifso.graph.dry_run import Problem, Removal, rehearse
+from ifso.graph.naming import is_under
 from ifso.graph.numbers import Place
-from ifso.graph.propagate import is_under
 from ifso.graph.tape import Ref, refs_in
 from ifso.graph.units import Units, build, partition
 

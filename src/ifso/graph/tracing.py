@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ifso.common.torch_state import ALONE
 from ifso.errors import TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.execution import GuardedRecorder, explain, run_fake, run_real, trainable
+from ifso.graph.naming import names_in
 from ifso.graph.propagate import follow_channels
 from ifso.graph.reductions import reductions_of
 from ifso.graph.size_attributes import settle
@@ -25,7 +26,7 @@ from ifso.graph.wiring import modes_of, wiring_of
 
 
 def trace(
-    model: nn.Module, example_inputs: Any, *, ignore: Sequence[str] = (), memory_limit: int | None = None
+    model: nn.Module, example_inputs: Any, *, ignore: Iterable[str | nn.Module] = (), memory_limit: int | None = None
 ) -> ChannelGraph:
     """Find which channels of a network must be removed together, and which must stay.
 
@@ -36,7 +37,8 @@ def trace(
         model: any network, in train or eval mode.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments. Detectors in train mode take
             ``(images, targets)``.
-        ignore: names of modules (or parameters) whose channels are left alone.
+        ignore: modules whose channels are left alone: their names (or those of parameters), patterns such as
+            ``"layer1.*"``, or the modules themselves.
         memory_limit: bytes that a run on real tensors may take; by default 70 % of what is free.
 
     >>> import torch
@@ -49,8 +51,9 @@ def trace(
         return _trace(model, example_inputs, ignore, memory_limit)
 
 
-def _trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str], memory_limit: int | None) -> ChannelGraph:
-    _check_arguments(model, example_inputs, ignore)
+def _trace(model: nn.Module, example_inputs: Any, ignored: Any, memory_limit: int | None) -> ChannelGraph:
+    _check_arguments(model, example_inputs)
+    ignore = names_in(model, ignored, "ignore")
     tape, on_real_tensors = record(model, example_inputs, memory_limit)
     labels = follow_channels(tape, ignore)
     units, attributes = settle(model, example_inputs, labels, on_real_tensors)
@@ -75,16 +78,10 @@ def _trace(model: nn.Module, example_inputs: Any, ignore: Sequence[str], memory_
     )
 
 
-def _check_arguments(model: nn.Module, example_inputs: Any, ignore: Sequence[str]) -> None:
+def _check_arguments(model: nn.Module, example_inputs: Any) -> None:
     check_model(model)
     if not tensors_in(example_inputs):
         raise TraceError("example_inputs hold no tensor; give what model(...) takes: a tensor, a tuple or a dict")
-    if isinstance(ignore, str):
-        raise TraceError(f"ignore={ignore!r} is one string; give a tuple of names: ignore=({ignore!r},)")
-    known = {name for name, _ in model.named_modules()} | set(named_tensors(model))
-    for name in ignore:
-        if name not in known:
-            raise TraceError(f"ignore names {name!r}, which is no module or parameter of {type(model).__name__}")
 
 
 WRAPPERS = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from ifso.common.files import is_file
 from ifso.common.text import one_line
-from ifso.errors import IfsoError, ModelNotFound
+from ifso.errors import IfsoError, ModelNotFound, users_line
 
 
 def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
@@ -41,7 +41,8 @@ def blamed(what: str, failure: type[IfsoError]) -> Iterator[None]:
     except (KeyboardInterrupt, IfsoError):
         raise
     except BaseException as error:
-        raise failure(f"{what}: {type(error).__name__}: {one_line(error) or 'no message'}") from error
+        said = f"{type(error).__name__}: {one_line(error) or 'no message'}{users_line(error)}"
+        raise failure(f"{what}: {said}") from error
 
 
 def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[..., Any]:

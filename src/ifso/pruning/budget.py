@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal
 
 from ifso.errors import BudgetError
+
+FLOPS = "FLOPs are counted as MACs (multiply-adds, two FLOPs each), of which the share kept is the same"
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,15 @@ class Budget:
 
     ``macs`` counts the multiply-adds of convolutions, linear layers and matrix products, ``conv_macs`` those of
     convolutions only (as in the paper), ``params`` the parameters, ``activations`` the numbers that these operations
-    write, ``latency`` the seconds of one forward pass on the traced inputs.
+    write, ``latency`` the seconds of one forward pass on the traced inputs. ``flops`` is another word for ``macs``: a
+    multiply-add is two floating-point operations, so that the share kept is the same.
 
     A tuple of shares, largest first, leaves a network for each: a staged run passes through all of them.
 
     >>> Budget(macs=0.5, params=0.7).targets
     {'macs': 0.5, 'params': 0.7}
+    >>> Budget(flops=0.5) == Budget(macs=0.5)
+    True
     >>> Budget(macs=(0.8, 0.5)).path
     (Budget(macs=0.8, ...), Budget(macs=0.5, ...))
     >>> Budget(macs=50)
@@ -35,8 +40,14 @@ class Budget:
     params: float | tuple[float, ...] | None = None
     activations: float | tuple[float, ...] | None = None
     latency: float | None = None
+    flops: InitVar[float | tuple[float, ...] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, flops: float | tuple[float, ...] | None) -> None:
+        if flops is not None and self.macs is not None:
+            raise BudgetError(f"macs={self.macs!r} and flops={flops!r} mean the same; give one of them")
+        if flops is not None:
+            object.__setattr__(self, "macs", flops)
+            object.__setattr__(self, "_in_flops", True)
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in named.items() if value is not None}
         if not given:
@@ -51,25 +62,31 @@ class Budget:
                 )
 
     @property
+    def in_flops(self) -> bool:
+        """Was it given in FLOPs?"""
+        return bool(vars(self).get("_in_flops"))
+
+    @property
     def targets(self) -> dict[str, float]:
         """The shares that were given, the smallest of several, by the name of the cost."""
-        return {name: float(value[-1] if isinstance(value, tuple) else value) for name, value in self._given.items()}
+        return {name: float(value[-1] if isinstance(value, tuple) else value) for name, value in self.given.items()}
 
     @property
     def path(self) -> tuple[Budget, ...]:
         """A budget for each network that is asked for, the largest first: this one alone, if it has no tuples."""
-        lengths = {len(value) for value in self._given.values() if isinstance(value, tuple)}
+        lengths = {len(value) for value in self.given.values() if isinstance(value, tuple)}
         if not lengths:
             return (self,)
         if len(lengths) > 1:
             raise BudgetError(f"tuples of shares must have the same length, got {sorted(lengths)} in {self}")
         return tuple(
-            Budget(**{name: value[place] if isinstance(value, tuple) else value for name, value in self._given.items()})
+            Budget(**{name: value[place] if isinstance(value, tuple) else value for name, value in self.given.items()})
             for place in range(lengths.pop())
         )
 
     @property
-    def _given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
+        """The costs that are named, each with what was given."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 

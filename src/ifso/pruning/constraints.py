@@ -15,6 +15,7 @@ from torch import Tensor
 from ifso.graph.balancing import cells_of, connected_balances
 from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph
 from ifso.pruning.cost_tracker import Incidence, incidence
+from ifso.pruning.floors import Floors
 
 Pattern = tuple[int, ...]
 """How many units an elementary move takes from each cell of a family."""
@@ -155,14 +156,20 @@ def _eliminated(vectors: Sequence[Sequence[int]], order: Sequence[int]) -> tuple
 
 
 class Axes:
-    """Axes that must not lose too many units: every axis of every parameter, and the blocks of every balance."""
+    """Axes that must not lose too many units: every axis of every parameter, and the blocks of every balance.
 
-    def __init__(self, graph: ChannelGraph, min_units: int, min_share: float = 0.0) -> None:
+    ``floors`` say how many units each keeps.
+    """
+
+    def __init__(self, graph: ChannelGraph, floors_of: Floors) -> None:
         floors: dict[tuple[int, ...], int] = {}
         for layout in graph.layouts.values():
             for layer in layout.layers:
                 row = _distinct(layer)
-                floors[row] = max(min_units, math.ceil(round(min_share * len(row), 9)))
+                floors[row] = floors_of.least(len(row))
+        for group in graph.groups:
+            if (least := floors_of.of_group(group)) is not None:
+                floors[tuple(range(group.first, group.first + group.size))] = least
         for balance in graph.balances:
             for block in balance.blocks:
                 floors.setdefault(_distinct(block), 1)

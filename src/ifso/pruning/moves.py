@@ -14,6 +14,10 @@ from torch import Tensor
 from ifso.errors import BudgetError, ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group
 from ifso.pruning.constraints import Axes, Family, Pattern, ProducedAxes, families_of
+from ifso.pruning.floors import Floors, MinShare, MinUnits
+
+LEFT_ALONE = "only= names other layers"
+"""Why a group is stuck that nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,16 @@ class Moves:
     """
 
     def __init__(
-        self, graph: ChannelGraph, *, round_to: int | None = None, min_units: int = 1, min_share: float = 0.0
+        self,
+        graph: ChannelGraph,
+        *,
+        round_to: int | None = None,
+        min_units: MinUnits = 1,
+        min_share: MinShare = 0.0,
+        only: tuple[str, ...] = (),
     ) -> None:
         self.round_to = None if round_to is None else _positive("round_to", round_to)
-        self.min_units, self.min_share = _positive("min_units", min_units), _share("min_share", min_share)
+        self.floors = Floors(min_units, min_share, only)
         self._graph, self._units = graph, graph.num_units
         self._firsts = [group.first for group in graph.groups]
         self.free, self.families = families_of(graph)
@@ -51,7 +61,7 @@ class Moves:
             self.families += _by_group(graph, self.free)
             self.free = []
         self.family_of = {u: n for n, family in enumerate(self.families) for cell in family.cells for u in cell}
-        self.axes = Axes(graph, self.min_units, self.min_share)
+        self.axes = Axes(graph, self.floors)
         self.produced = ProducedAxes(graph) if self.round_to is not None else None
         self.stuck = self._find_stuck()
 
@@ -113,17 +123,12 @@ class Moves:
                 movable.update(members)
             else:
                 reasons.update(dict.fromkeys(members, self._reason(family)))
-        few = f"its layers have no more than {self._floor} channels"
+        few = f"its layers have no more than {self.floors} channels"
         return {
-            group.name: reasons.get(group.first, few)
+            group.name: reasons.get(group.first, few) if self.floors.allows(group) else LEFT_ALONE
             for group in self._graph.groups
             if not movable.intersection(range(group.first, group.first + group.size))
         }
-
-    @property
-    def _floor(self) -> str:
-        share = f" or min_share={self.min_share:g} of their" if self.min_share else ""
-        return f"min_units={self.min_units}{share}"
 
     def _reason(self, family: Family) -> str:
         everything = sum(len(cell) for cell in family.cells)
@@ -131,19 +136,13 @@ class Moves:
             return f"{family.where} needs equal counts that no smaller choice has"
         if self.round_to is not None:
             return f"no smaller choice leaves a multiple of round_to={self.round_to} channels in {family.where}"
-        return f"{family.where} would keep fewer than {self._floor} channels"
+        return f"{family.where} would keep fewer than {self.floors} channels"
 
 
 def _positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise BudgetError(f"{name}={value!r} is not a whole number of channels; give 1, 2, 3, …")
     return value
-
-
-def _share(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-        raise BudgetError(f"{name} must be a share from 0 up to, but not, 1, got {value!r}")
-    return float(value)
 
 
 def _by_group(graph: ChannelGraph, free: Sequence[int]) -> list[Family]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,16 +33,19 @@ from ifso.criteria.base import Criterion
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.execution import trainable, unmarked
+from ifso.graph.naming import names_in
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
 from ifso.pruning.budget import Budget, Schedule
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener
 from ifso.pruning.finalize import LOSS_BATCHES, Finisher
+from ifso.pruning.floors import ALL, MinShare, MinUnits
 from ifso.pruning.latency_budget import timed
 from ifso.pruning.moves import Moves
 from ifso.pruning.progress import listener_for
-from ifso.pruning.recovery import Evaluate, mean_loss, refuse_spoilt_weights
+from ifso.pruning.recovery import Evaluate, mean_loss, norms_of, refuse_spoilt_weights
+from ifso.pruning.reminders import reminders
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import Progress, Run
@@ -51,11 +54,13 @@ from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import STAGED, Settings, criterion_of, describe, sgd, usual
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.state import shrink_to_
-from ifso.runs.folder import RESUMED, STRUCTURE, Checkpoint, RunFolder, refuse_other
+from ifso.runs.folder import RESUMED, STRUCTURE, Checkpoint, RunFolder, holds_run, refuse_other
 from ifso.runs.structure import structure_of
 from ifso.surgery.recipe import digest_of, name_of
 
 PathLike = str | os.PathLike[str]
+AUTO = "auto"
+Modules = nn.Module | Iterable[str | nn.Module]
 
 
 def prune(
@@ -77,12 +82,14 @@ def prune(
     batches_per_score: int | None = None,
     units_per_step: int | None = None,
     round_to: int | None = None,
-    min_units: int = 1,
-    min_share: float | None = None,
-    ignore: Sequence[str] = (),
+    min_units: MinUnits = 1,
+    min_share: MinShare | None = None,
+    ignore: Modules = (),
+    only: Modules = (),
     optimizer: MakeOptimizer | None = None,
     resume: PathLike | None = None,
     out: PathLike | None = None,
+    overwrite: bool = False,
     seed: int = 0,
     preset: str | None = None,
     train_mode: bool = True,
@@ -130,19 +137,23 @@ def prune(
         batches_per_score: b, proxy batches for one score.
         units_per_step: removals after each k scores.
         round_to: layers keep multiples of so many channels.
-        min_units: every layer keeps at least so many units.
-        min_share: every layer keeps at least this share of its units (0.1 in staged runs).
-        ignore: names of modules whose channels are left alone.
+        min_units: every layer keeps at least so many units. ``{"layer1.*": 16, "stem": 32}`` says it of the layers that
+            a name or a pattern stands for; the last one that fits counts, other layers keep what is usual.
+        min_share: every layer keeps at least this share of its units (0.1 in staged runs); also by name or pattern.
+        ignore: modules whose channels are left alone: names, patterns such as ``"layer1.*"`` or the modules themselves.
+        only: modules that may lose units, named in the same way; all by default.
         optimizer: a function from parameters to an optimizer; SGD with momentum 0.9, weight decay 1e-4 and a learning
             rate of 0.01 by default.
         resume: the folder of a run to go on with; the settings must be the same, and ``model`` as it was before it.
+            ``"auto"`` goes on with the run in ``out`` if there is one, and starts one there if not.
         out: a new folder for the run.
+        overwrite: a run that is in ``out`` already makes room for this one, once all has been checked.
         seed: of the order of data and what is random in the model.
         preset: ``"paper"`` for Algorithm 2 as the paper has it, ``"authors"`` as the authors' program does it: with
             its finite differences and its learning rate of 0.1.
         train_mode: score and step in train mode, as the paper does; False leaves every module in the mode it is in.
-        evaluate: ``evaluate(model)`` gives numbers (an accuracy …) that are taken before, after and between, with the
-            model in eval mode.
+        evaluate: ``evaluate(model)`` gives a number, or numbers by any names (an accuracy …), that are taken before,
+            after and between, with the model in eval mode. The first is what a report shows.
         recalibrate: batches for new statistics of batch norms at the end (all calibration batches in a staged run); 0
             leaves them.
         weight_update: batches for ΔW of Proposition 1 at the end; 0 for none.
@@ -159,9 +170,10 @@ def prune(
     """
     if torch.get_default_device().type == "meta":
         raise BudgetError("torch's default device is meta, where there are no numbers; set another, or leave its block")
-    if isinstance(ignore, str) or not isinstance(ignore, Iterable):
-        what = f"one string; give a tuple of names: ignore=({ignore!r},)" if isinstance(ignore, str) else "no tuple"
-        raise BudgetError(f"ignore={ignore!r} is {what}")
+    together(partial(check_model, model))
+    ignored, chosen_modules = (_names(model, given, name) for name, given in (("ignore", ignore), ("only", only)))
+    for name, floor in (("min_units", min_units), ("min_share", min_share)):
+        _names(model, [pattern for pattern in floor if pattern != ALL] if isinstance(floor, Mapping) else (), name)
     of_algorithm_2: dict[str, Any] = {
         "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
         "units_per_step": units_per_step,
@@ -170,19 +182,26 @@ def prune(
     chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
     if schedule == "staged":
         chosen = STAGED if preset is None else {**chosen, "update": True, "min_share": STAGED["min_share"]}
+    if isinstance(min_share, Mapping):
+        min_share = {ALL: chosen["min_share"], **min_share}
     given: dict[str, Any] = {"schedule": schedule, "update": update, "min_share": min_share}
     settings = Settings(
         budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
         **{name: chosen[name] if value is None else value for name, value in given.items()},
         normalize=normalize or chosen["normalize"], recover=recover, stop=stop, calibration=calibration,
         **{name: value for name, value in of_algorithm_2.items() if value is not None},
-        round_to=round_to, min_units=min_units, ignore=tuple(ignore), seed=seed,
+        round_to=round_to, min_units=min_units, ignore=ignored, only=chosen_modules, seed=seed,
         train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
     resume, out = (None if path is None else _place(name, path) for name, path in (("resume", resume), ("out", out)))
+    if overwrite and (out is None or resume is not None):
+        raise BudgetError("overwrite=True needs out=, the folder of the run that makes room, and no resume=")
+    if resume == Path(AUTO):
+        if out is None:
+            raise BudgetError("resume='auto' needs out=, the folder of the run that is started or goes on")
+        resume = out if holds_run(out) else None
     if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
-    together(partial(check_model, model))
     devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
     with trainable(), same_modes(model), torch.random.fork_rng(devices=devices):
         start = _Start(
@@ -190,7 +209,15 @@ def prune(
             listener_for(progress, listener), dict(about or {}), checkpoint_every,
             compact and not settings.criterion.masks_itself and settings.criterion.needs != "nothing",
         )  # fmt: skip
-        return start.prune(example_inputs, resume, out, evaluate)
+        return start.prune(example_inputs, resume, out, evaluate, overwrite=overwrite)
+
+
+def _names(model: nn.Module, given: Any, option: str) -> tuple[str, ...]:
+    """The names of what the user calls by name, by pattern or as a module."""
+    if isinstance(given, str) or not isinstance(given, (nn.Module, Iterable)):
+        what = f"one string; give a tuple of names: {option}=({given!r},)" if isinstance(given, str) else "no tuple"
+        raise BudgetError(f"{option}={given!r} is {what}")
+    return names_in(model, given, option)
 
 
 def _place(name: str, path: Any) -> Path:
@@ -220,9 +247,16 @@ class _Start:
         self._make_optimizer, self._listener, self._about = make_optimizer, listener, about
         self._checkpoint_every, self._shrink = checkpoint_every, shrink
         self._ignore = settings.ignore
+        self._reminders: list[str] = []
 
     def prune(
-        self, example_inputs: Any, resume: PathLike | None, out: PathLike | None, evaluate: Evaluate | None
+        self,
+        example_inputs: Any,
+        resume: PathLike | None,
+        out: PathLike | None,
+        evaluate: Evaluate | None,
+        *,
+        overwrite: bool,
     ) -> PruneResult:
         """The whole way."""
         progress = Progress()
@@ -235,7 +269,7 @@ class _Start:
         batches = together(lambda: self._first_batches(graph, looked_at))
         if resume is None:
             self._check_budget(graph, moves, progress)
-        folder = together(lambda: self._open(config, resume, out) if rank() == 0 else None)
+        folder = together(lambda: self._open(config, resume, out, overwrite) if rank() == 0 else None)
         try:
             if resume is not None:
                 folder = together(lambda: folder or RunFolder.resume(resume, config, reading=True))
@@ -245,6 +279,8 @@ class _Start:
             if found is None and resume is not None:
                 self._check_budget(graph, moves, progress)
             run = together(lambda: self._run(graph, moves, progress, batches, found))
+            for note in self._reminders:
+                run.say(note)
             if folder is not None and rank() == 0:
                 self._write_into(folder, run)
             return self._through(run, evaluate, config)
@@ -259,39 +295,57 @@ class _Start:
     def _trace(self, example_inputs: Any, progress: Progress) -> tuple[ChannelGraph, Moves]:
         """In the mode the model is in, or the other one where only that runs, or runs more of the model."""
         try:
-            graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+            graph = trace(self._model, example_inputs, ignore=self._ignore)
         except TraceError:
             if not self._model.training:
                 raise
-            self._model.eval()
-            graph = trace(self._model, example_inputs, ignore=self._settings.ignore)
+            found = self._traced(example_inputs, training=True)
+            graph = found or trace(self._model.eval(), example_inputs, ignore=self._ignore)
         graph = self._both_modes(graph, example_inputs, progress)
         limits = self._settings
-        moves = Moves(graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share)
+        moves = Moves(
+            graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share, only=limits.only
+        )
         return graph, moves
 
     def _both_modes(self, graph: ChannelGraph, example_inputs: Any, progress: Progress) -> ChannelGraph:
         """The graph of the mode in which more of the model runs: heads that only train must lose their inputs, too.
 
-        What such heads make themselves is left alone, as scores say nothing of it.
+        What such heads make themselves is left alone, as scores say nothing of it. Where each mode has heads of its
+        own, no graph shows all of them, and what leads to those that it does not show is left alone.
         """
-        idle = _idle(graph)
-        if not idle:
+        idle, mode = _idle(graph), self._model.training
+        if not idle and not (mode and _answers(graph) > 1):
             return graph
-        mode = self._model.training
-        self._model.train(not mode)
-        with suppress(TraceError):
-            other = trace(self._model, example_inputs, ignore=self._settings.ignore)
-            if _idle(other) < idle:
-                self._ignore = (*self._ignore, *sorted({name.rpartition(".")[0] for name in idle - _idle(other)}))
-                other = trace(self._model, example_inputs, ignore=self._ignore)
-                where = "eval" if mode else "train"
-                more = sorted(idle - _idle(other))
-                others = f" and {len(more) - 1} other parameters run" if len(more) > 1 else " runs"
-                progress.notes.append(f"costs are those of {where} mode, in which {more[0]}{others}, too")
-                return other
-        self._model.train(mode)
-        return graph
+        with same_modes(self._model):
+            other = self._traced(example_inputs, training=not mode) or graph
+        here, there = _idle(other) - idle, idle - _idle(other)
+        widest = mode if here or not there else not mode
+        if not here and not there:
+            return graph
+        heads, where = there or here, "train" if widest else "eval"
+        named = f"{min(heads)} and {len(heads) - 1} other parameters" if len(heads) > 1 else min(heads)
+        if here and there:
+            alone = _holding(other, lambda members: members - there if members & there else set())
+            note = f"each mode has heads of its own; what leads to {named} is left alone"
+        else:
+            alone = _holding(other if there else graph, lambda members: members if members <= heads else set())
+            note = f"costs are those of {where} mode, in which {named} run{'' if len(heads) > 1 else 's'}, too"
+        progress.notes.append(note)
+        self._ignore = (*self._ignore, *sorted(alone))
+        if widest != mode:
+            return self._traced(example_inputs, training=widest) or graph
+        return trace(self._model, example_inputs, ignore=self._ignore)
+
+    def _traced(self, example_inputs: Any, *, training: bool) -> ChannelGraph | None:
+        """The graph in that mode, or None if there is none. Batch norms that cannot train on one sample do not."""
+        for trains in (True, False) if training and norms_of(self._model) else (True,):
+            self._model.train(training)
+            for norm in norms_of(self._model) if not trains else ():
+                norm.eval()
+            with suppress(TraceError):
+                return trace(self._model, example_inputs, ignore=self._ignore)
+        return None
 
     def _first_batches(self, graph: ChannelGraph, least: int) -> list[Any]:
         """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
@@ -305,9 +359,10 @@ class _Start:
         device = next(self._model.parameters()).device
         watched = WatchedLoss(self._loss_fn)
         with unmarked(self._model):
-            mean_loss(self._model, watched, [on_device(batches[0], device)])
+            loss = mean_loss(self._model, watched, [on_device(batches[0], device)])
         watched.where = " of the first batch"
         watched.refuse_infinite()
+        self._reminders = reminders(self._model, graph, self._settings.budget, loss, batches[0])
         return batches
 
     def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
@@ -362,10 +417,12 @@ class _Start:
         versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
         return {"settings": settings, "versions": versions, "about": self._about}
 
-    def _open(self, config: dict[str, Any], resume: PathLike | None, out: PathLike | None) -> RunFolder | None:
+    def _open(
+        self, config: dict[str, Any], resume: PathLike | None, out: PathLike | None, overwrite: bool
+    ) -> RunFolder | None:
         if resume is not None:
             return RunFolder.resume(resume, config)
-        return None if out is None else RunFolder.create(out, config)
+        return None if out is None else RunFolder.create(out, config, overwrite=overwrite)
 
     def _run(
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
@@ -409,6 +466,20 @@ class _Start:
                 run.say(REMEMBERS)
         for note in folder.notes:
             run.say(note)
+
+
+def _holding(graph: ChannelGraph, chosen: Callable[[set[str]], set[str]]) -> set[str]:
+    """Parameters whose being left alone leaves groups alone: vectors among those ``chosen`` of a group, if any."""
+    found = set()
+    for group in graph.groups:
+        names = chosen({member.parameter for member in group.members})
+        found |= {name for name in names if len(graph.layouts[name].shape) == 1} or names
+    return found
+
+
+def _answers(graph: ChannelGraph) -> int:
+    """How many outputs have values for each sample or place, as losses have not."""
+    return sum(bool(shape) for shape in graph.output_shapes)
 
 
 def _idle(graph: ChannelGraph) -> set[str]:

@@ -110,6 +110,8 @@ class Undo:
 def numbers(found: Any) -> dict[str, float]:
     """What ``evaluate`` returned as numbers by name."""
     values = found if isinstance(found, Mapping) else {"value": found}
+    if not values:
+        raise ScoreError("evaluate returned no numbers; it must return a number or a dict of numbers")
     try:
         return {str(name): float(value) for name, value in values.items()}
     except (TypeError, ValueError, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,6 +159,10 @@ class PruneResult:
 
         return told(self)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows in place of the dataclass."""
+        return told_in_html(self)
+
 
 T = TypeVar("T")
 
@@ -167,27 +172,17 @@ MOST_STAGES = 12
 MOST_NAMES = 5
 """Names of groups that are shown, at most."""
 
+Row = tuple[str, ...]
+
 
 def told(result: PruneResult) -> str:
     """Costs before and after, what the network was worth at each stage, which layers can lose no more, the checks."""
-    before, after = result.before.as_dict(), result.after.as_dict()
-    rows: list[tuple[str, ...]] = [("", "before", "after", "kept", "asked for")]
-    for kind, share in result.shares.items():
-        numbers = (f"{before[kind]:,}", f"{after[kind]:,}") if kind in before else ("", "")
-        asked = f"{result.targets[kind]:.2%}" if kind in result.targets else ""
-        rows.append((LABELS.get(kind, kind), *numbers, f"{share:.2%}", asked))
-    if result.latency is not None:
-        first, last = (f"{1000 * result.latency[name]:.2f} ms" for name in ("before", "after"))
-        rows.append(("latency (measured)", first, last, f"{result.latency['share']:.2%}", ""))
-    head = (
-        f"{type(result.model).__name__}: {result.removed_units} of {result.graph.num_units} units removed "
-        f"in {result.seconds:.1f} s, {result.below_target:.2%} below the target"
-    )
-    lines = [head, "", *_aligned(rows)]
+    lines = [_head(result), "", *_aligned(_costs(result))]
     if result.measures:
         lines += ["", *_aligned(_measures(result))]
     if result.stages:
-        lines += ["", *_stages(result)]
+        rows, hidden = _stages(result)
+        lines += ["", *_aligned(rows), *hidden]
     if result.floors:
         lines += ["", f"reached their floor: {_named(result.floors)}"]
     lines += [
@@ -198,14 +193,58 @@ def told(result: PruneResult) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def told_in_html(result: PruneResult) -> str:
+    """The same as tables for a notebook; the stages are folded."""
+    parts = [f"<p><b>{escape(_head(result))}</b></p>", _table(_costs(result))]
+    if result.measures:
+        parts.append(_table(_measures(result)))
+    if result.stages:
+        rows, hidden = _stages(result)
+        more = "".join(f"<p>{escape(line)}</p>" for line in hidden)
+        parts.append(f"<details><summary>{len(result.stages)} stages</summary>{_table(rows)}{more}</details>")
+    lines = [f"reached their floor: {_named(result.floors)}"] if result.floors else []
+    lines += [f"{'✓' if check.passed else '✗ FAILED'} {check.name}: {check.detail}" for check in result.checks]
+    lines += [f"note: {note}" for note in result.notes]
+    return "\n".join((*parts, f"<p>{'<br>'.join(map(escape, lines))}</p>"))
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """The first row is the head, the first column names the others."""
+    head, *body = ([escape(cell) for cell in row] for row in rows)
+    names = "".join(f"<th>{cell}</th>" for cell in head)
+    lines = (f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>" for first, *rest in body)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _head(result: PruneResult) -> str:
+    return (
+        f"{type(result.model).__name__}: {result.removed_units} of {result.graph.num_units} units removed "
+        f"in {result.seconds:.1f} s, {result.below_target:.2%} below the target"
+    )
+
+
+def _costs(result: PruneResult) -> list[Row]:
+
+    before, after = result.before.as_dict(), result.after.as_dict()
+    rows: list[tuple[str, ...]] = [("", "before", "after", "kept", "asked for")]
+    for kind, share in result.shares.items():
+        numbers = (f"{before[kind]:,}", f"{after[kind]:,}") if kind in before else ("", "")
+        asked = f"{result.targets[kind]:.2%}" if kind in result.targets else ""
+        rows.append((LABELS.get(kind, kind), *numbers, f"{share:.2%}", asked))
+    if result.latency is not None:
+        first, last = (f"{1000 * result.latency[name]:.2f} ms" for name in ("before", "after"))
+        rows.append(("latency (measured)", first, last, f"{result.latency['share']:.2%}", ""))
+    return rows
+
+
 def _measures(result: PruneResult) -> list[tuple[str, ...]]:
     names = list(dict.fromkeys(name for measure in result.measures for name in measure.values))
     stages = [(one.stage, *(_number(one.values.get(name)) for name in names)) for one in result.measures]
     return [("stage", *names), *stages]
 
 
-def _stages(result: PruneResult) -> list[str]:
-    """A table of the stages; of many, the first, the last and some between them."""
+def _stages(result: PruneResult) -> tuple[list[Row], list[str]]:
+    """Rows of the stages; of many, the first, the last and some between them, and a line that says so."""
     kinds = dict.fromkeys(("macs", *result.targets))
     names = list(dict.fromkeys(name for stage in result.stages for name in stage["values"]))
     shown = spread_over(result.stages, MOST_STAGES)
@@ -221,7 +260,7 @@ def _stages(result: PruneResult) -> list[str]:
         for stage in shown
     ]
     hidden = len(result.stages) - len(shown)
-    return [*_aligned([head, *rows]), *([f"{len(shown)} of {len(result.stages)} stages are shown"] if hidden else [])]
+    return [head, *rows], [f"{len(shown)} of {len(result.stages)} stages are shown"] if hidden else []
 
 
 def spread_over(items: Sequence[T], most: int) -> list[T]:

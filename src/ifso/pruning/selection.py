@@ -211,8 +211,8 @@ def _obstacles(
         reasons = Counter(one.reason for one in graph.frozen).most_common(3)
         because = f" ({', '.join(f'{reason}: {number}' for reason, number in reasons)})" if reasons else ""
         said.append(f"{_listed(frozen, unmet)} belongs to no removable channel{because}")
-    floors: dict[str, Any] = {"min_units": moves.min_units, "min_share": moves.min_share, "round_to": moves.round_to}
-    least = {"round_to": None, "min_share": 0.0, "min_units": 1}
+    floors: dict[str, Any] = {**vars(moves.floors), "round_to": moves.round_to}
+    least = {"round_to": None, "min_share": 0.0, "min_units": 1, "only": ()}
     freer = {
         f"{name}={floors[name]}": Moves(graph, **{**floors, name: free}) if floors[name] != free else moves
         for name, free in least.items()

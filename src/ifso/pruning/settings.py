@@ -16,6 +16,7 @@ from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create, names
 from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import Budget, Mixed, Schedule, phases
+from ifso.pruning.floors import MinShare, MinUnits
 from ifso.pruning.selection import check_normalizer, of_budget
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
@@ -47,13 +48,14 @@ class Settings:
     batches_per_score: int = 2
     units_per_step: int = 1
     round_to: int | None = None
-    min_units: int = 1
-    min_share: float = 0.0
+    min_units: MinUnits = 1
+    min_share: MinShare = 0.0
     update: bool = False
     recover: int = 0
     stop: float | None = None
     calibration: int | None = None
     ignore: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     seed: int = 0
     train_mode: bool = True
     recalibrate: int = 20
@@ -122,10 +124,10 @@ class Settings:
         for name, usual in _ADDED_LATER.items():
             if plain[name] == usual:
                 del plain[name]
+        plain |= {name: _plain(plain[name]) for name in ("min_units", "min_share", "only") if name in plain}
         options = {key: _plain(value) for key, value in vars(self.criterion).items()}
         schedule = f"mixed:{self.schedule.incremental:g}" if isinstance(self.schedule, Mixed) else self.schedule
-        given = {name: value for name, value in vars(self.budget).items() if value is not None}
-        named = {"budget": _plain(given), "criterion": {"name": self.criterion.name, **options}}
+        named = {"budget": _plain(self.budget.given), "criterion": {"name": self.criterion.name, **options}}
         return {**plain, **named, "schedule": schedule, "ignore": list(self.ignore)}
 
 
@@ -137,6 +139,7 @@ _WHOLE_NUMBERS = {
 
 _ADDED_LATER: Mapping[str, Any] = {
     "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": None,
+    "only": (),
 }  # fmt: skip
 
 

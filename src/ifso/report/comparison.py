@@ -9,7 +9,7 @@ from ifso.report.facts import STAGES, Worth, worth
 from ifso.report.markup import Markup, element, table
 from ifso.report.parts import capital, chart, duration, folded, said, status
 from ifso.runs.record import RunRecord
-from ifso.runs.values import in_percent, percent
+from ifso.runs.values import percent
 
 COSTS = {"macs": "MACs", "params": "parameters", "activations": "activations"}
 
@@ -26,7 +26,8 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> Markup:
             said("The runs are of different networks or measured differently, so they are not drawn together.")
         )
     elif any(found.by_stage for found in worths):
-        words = f"{capital(label)} in percent against the share of the MACs that is left."
+        unit = " in percent" if any(found.in_percent for found in worths) else ""
+        words = f"{capital(label)}{unit} against the share of the MACs that is left."
         inside += [said(words), chart("worth", f"{label} against MACs")]
     else:
         inside.append(said("No accuracy was measured."))
@@ -75,6 +76,6 @@ def _row(run: RunRecord, name: str, found: Worth, stages: Sequence[str]) -> Iter
     yield name
     yield run.criterion
     yield from (percent(run.shares[kind]) if kind in run.shares else "–" for kind in COSTS)
-    yield from (in_percent(found.by_stage[stage]) if stage in found.by_stage else "–" for stage in stages)
+    yield from (found.shown(found.by_stage[stage]) if stage in found.by_stage else "–" for stage in stages)
     yield "–" if run.seconds is None else duration(run.seconds)
     yield status(run)

@@ -107,7 +107,7 @@ def _points(run: RunRecord) -> dict[str, Any]:
         for stage in STAGES
         if stage in found.by_stage and (stage == "unpruned" or kept is not None)
     ]
-    return {"name": found.name, "points": points}
+    return {"name": found.name, "percent": found.in_percent, "points": points}
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:

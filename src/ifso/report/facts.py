@@ -34,11 +34,23 @@ class Fact:
 
 @dataclass(frozen=True)
 class Worth:
-    """How good the network is at each stage, as far as it is known; ``name`` is ``"accuracy"``, ``"mAP"`` or None."""
+    """How good the network is at each stage, as far as it is known.
+
+    ``name`` is ``"accuracy"`` or ``"mAP"``, in percent, the first name that the user's own ``evaluate`` gave, or None.
+    """
 
     name: str | None
     by_stage: Mapping[str, float]
     source: str = ""
+
+    @property
+    def in_percent(self) -> bool:
+        """Is it one of those that are told in percent, and is it?"""
+        return self.name in QUALITIES and max(map(abs, self.by_stage.values()), default=0) > 1
+
+    def shown(self, value: float) -> str:
+        """A value in its unit."""
+        return in_percent(value) if self.in_percent else f"{value:.4g}"
 
     @property
     def last(self) -> float | None:
@@ -48,6 +60,9 @@ class Worth:
 
 def worth(run: RunRecord) -> Worth:
     """By ``ifso eval`` if it was measured so, else by what pruning and fine-tuning wrote."""
+    own = _own_name(run)
+    if own is not None and run.evaluation is None and run.tuning is None:
+        return Worth(own, _told(run, (own,)), "measured during the run")
     for name, keys in QUALITIES.items():
         measured, told = _evaluated(run, keys), _told(run, keys)
         if measured:
@@ -57,6 +72,12 @@ def worth(run: RunRecord) -> Worth:
             split = "" if run.tuning is None else f", {run.tuning.split} set"
             return Worth(name, told, f"measured during the run{split}")
     return Worth(None, {})
+
+
+def _own_name(run: RunRecord) -> str | None:
+    """The first name under which the user's own ``evaluate`` gave a number; None where it is one that ifso gives."""
+    first = next((name for _, values in run.measures for name in values), "loss")
+    return None if first == "loss" or any(first in keys for keys in QUALITIES.values()) else first
 
 
 def _evaluated(run: RunRecord, keys: tuple[str, ...]) -> dict[str, float]:
@@ -155,10 +176,10 @@ def _quality(run: RunRecord) -> Fact:
     stage = "after fine-tuning" if "fine-tuned" in found.by_stage else "not fine-tuned"
     between = found.by_stage.get("pruned")
     if "fine-tuned" in found.by_stage and between is not None:
-        stage = f"{in_percent(between)} when pruned, then fine-tuned"
+        stage = f"{found.shown(between)} when pruned, then fine-tuned"
     note = f"{stage}; {found.source}"
     return Fact(
-        capital(found.name), None if before is None else in_percent(before), in_percent(found.last), None, None, note
+        capital(found.name), None if before is None else found.shown(before), found.shown(found.last), None, None, note
     )
 
 

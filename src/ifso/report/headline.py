@@ -10,7 +10,7 @@ from ifso.report.facts import Fact, facts, worth
 from ifso.report.markup import Markup, element, joined
 from ifso.report.parts import said, section, status
 from ifso.runs.record import RunRecord
-from ifso.runs.values import in_percent, percent
+from ifso.runs.values import percent
 
 
 def headline(run: RunRecord, number: int) -> Markup:
@@ -32,7 +32,7 @@ def _lead(run: RunRecord) -> Markup | None:
     words = f"{' and '.join(kept)} {'are' if run.finished else 'are still'} left"
     if before is not None and after is not None:
         stage = "after fine-tuning" if "fine-tuned" in found.by_stage else "before any fine-tuning"
-        words += f"; {found.name} went from {in_percent(before)} to {in_percent(after)} {stage}"
+        words += f"; {found.name} went from {found.shown(before)} to {found.shown(after)} {stage}"
     return element("p", f"{words}.", class_="lead")
 
 

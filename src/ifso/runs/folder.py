@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,12 @@ LOCK = ".lock"
 TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
 
+_OF_A_RUN = re.compile(
+    r"\.lock|\..+\.new(\.d)?|config\.json|recipe\.json|model\.safetensors|(first_)?scores\.safetensors|structure\.json|metrics\.jsonl"
+    r"|summary\.json|checkpoints|networks|tensorboard|finetune|eval\.json|report\.html"
+)
+"""What ifso writes into the folder of a run."""
+
 KEPT_CHECKPOINTS = 2
 
 RUN = "run"
@@ -107,11 +114,17 @@ class RunFolder:
             self._note(f"{path} is on a disk without locks: do not run two processes in it")
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
-        """A new run in a folder that is empty or not there yet; nothing is ever deleted to make room for it."""
+    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any], *, overwrite: bool | None = None) -> Self:
+        """A new run in a folder that is empty or not there yet, or that holds a pruning which ``overwrite`` gives up.
+
+        Nothing else is ever deleted to make room for it. None: whoever starts the run cannot ask for that.
+        """
         path = Path(path)
         _refuse_no_text(path)
-        _refuse_taken(path)
+        if overwrite and holds_run(path):
+            _clear(path)
+        hint = "" if overwrite is None else ", or give it up (overwrite=True, --overwrite)"
+        _refuse_taken(path, hint)
         with located(path):
             path.mkdir(parents=True, exist_ok=True)
         folder = cls(path, {**_HEAD, **config}, _locked(path))
@@ -423,7 +436,7 @@ def _refuse_no_text(path: Path) -> None:
         raise RunError(f"{str(path)!r} is no UTF-8 name, which safetensors needs; give another") from None
 
 
-def _refuse_taken(path: Path) -> None:
+def _refuse_taken(path: Path, hint: str = "") -> None:
     """RunError if a new run would find anything but an empty folder."""
     with located(path):
         if not path.exists() and not path.is_symlink():
@@ -435,10 +448,35 @@ def _refuse_taken(path: Path) -> None:
         state = "finished" if (path / SUMMARY).is_file() else "unfinished"
         raise RunError(
             f"{path} already holds a run ({_done(path)}, {state}); "
-            "resume it (resume=…, --resume) or give another folder"
+            f"resume it (resume=…, --resume) or give another folder{hint}"
         )
     if inside:
         raise RunError(f"{path} is not empty and no run folder; give another")
+
+
+def holds_run(path: Path) -> bool:
+    """Is there a run, finished or not, in a folder?"""
+    return not path.is_symlink() and is_there(path / CONFIG) and _is_run(path / CONFIG)
+
+
+def _clear(path: Path) -> None:
+    """Delete a run that no process works in. What is in its folder and no file of a run is not deleted, but refused."""
+    lock = _locked(path)
+    try:
+        with located(path):
+            if TRAINING in read_config(path / CONFIG)["settings"]:
+                raise RunError("holds a training and no pruning; give another folder")
+            foreign = sorted(entry.name for entry in path.iterdir() if not _OF_A_RUN.fullmatch(entry.name))
+            if foreign:
+                raise RunError(f"holds {foreign[0]}, which is of no run; move it away, or give another folder")
+            for entry in path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name not in (LOCK, CONFIG):
+                    entry.unlink()
+            (path / CONFIG).unlink()
+    finally:
+        lock.release()
 
 
 def _done(path: Path) -> str:

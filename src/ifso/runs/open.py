@@ -464,7 +464,7 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(
         ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
     ),
-    **dict.fromkeys(("criterion_option", "ignore"), (_list_of(_is_text), "a list of texts")),
+    **dict.fromkeys(("criterion_option", "ignore", "only"), (_list_of(_is_text), "a list of texts")),
     "evaluate_every": (_is_from_one, "a whole number from 1 up"),
     "milestones": (_list_of(_is_number), "a list of numbers"),
     "input": (_is_shape, "a list of sizes"),

@@ -30,7 +30,7 @@ def check_fresh(model: nn.Module, recipe: Recipe) -> None:
         raise RecipeError(f"this {type(model).__name__} is already compacted; load into a freshly built one")
     hint = "build it as it was before pruning"
     if not recipe.rounds:
-        hint += " (if a copy of a compacted model was saved: save it with the recipe of the model it was copied from)"
+        hint += " (if a compacted model was saved without its recipe: ifso.save(model, folder, like=RUN))"
     raise RecipeError(f"this is the recipe of another model, {recipe.model}: {difference(before, found)}; {hint}")
 
 

@@ -30,12 +30,15 @@ from torch.nn.parameter import is_lazy
 from ifso.common.module_state import named_tensors
 from ifso.common.schema import from_plain, scalar, to_plain
 from ifso.errors import RecipeError
+from ifso.surgery.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FORMAT = "ifso-recipe"
 VERSION = 1
+HASHES = ("weights_sha256", "recipe_sha256")
+"""What a file ``recipe.json`` holds beside the recipe."""
 MAX_SIZE = 2**40
 """The longest axis, and the most elements of one tensor, that a recipe may speak of."""
 MAX_AXES = 64
@@ -191,8 +194,12 @@ class Recipe:
 
     @classmethod
     def from_json(cls, document: object) -> Recipe:
-        """The recipe that :meth:`to_json` wrote; a RecipeError that says what is wrong and where, if anything is."""
-        known = check_format(document)
+        """The recipe that :meth:`to_json` wrote; a RecipeError that says what is wrong and where, if anything is.
+
+        ``document`` may be what ``json.load`` makes of a ``recipe.json``: the hashes in it are passed over, as the
+        weights are not at hand. :func:`ifso.load` checks them.
+        """
+        known = {key: value for key, value in check_format(document).items() if key not in HASHES}
         names = set(_Header.__annotations__)
         header = from_plain(_Header, {name: known[name] for name in known if name in names}, "recipe")
         recipe = from_plain(cls, {name: known[name] for name in known if name not in names}, "recipe")
@@ -248,16 +255,56 @@ def unchanged(model: nn.Module) -> Recipe:
 
 
 _REMEMBERED: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+_CARRIED = "_ifso_recipe"
+"""The attribute in which a compacted model carries its recipe as JSON, so that copies and pickles have it, too."""
 
 
 def remember(model: nn.Module, recipe: Recipe) -> None:
-    """Note ``recipe``, counted from the original model, for a model that was compacted; the module is not touched."""
+    """Give a model that was compacted its ``recipe``, counted from the original model; copies of it carry it along."""
     _REMEMBERED[model] = recipe
+    vars(model)[_CARRIED] = json.dumps(recipe.to_json())
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
-    """The recipe that was remembered for this very object (not for a copy of it), else None."""
+    """The recipe that the model, or the model that it is a copy of, was given; None if there is none."""
+    carried = vars(model).get(_CARRIED)
+    if carried is not None and model not in _REMEMBERED:
+        _REMEMBERED[model] = Recipe.from_json(json.loads(carried))
     return _REMEMBERED.get(model)
+
+
+def recipe(model: nn.Module) -> Recipe:
+    """What was removed from ``model``, which may be a copy (moving average, unpickled …) or wrapped (DDP, compiled …).
+
+    The recipe of a model from which nothing was removed has no rounds. A RecipeError if something was, as its shapes
+    or its parts say, and the recipe is not known.
+
+    >>> recipe(nn.Linear(2, 2)).rounds
+    ()
+    """
+    plain = unwrapped(model)
+    found = recipe_of(plain)
+    if found is None:
+        _refuse_pruned(plain)
+    return found or unchanged(plain)
+
+
+def _refuse_pruned(model: nn.Module) -> None:
+    """RecipeError if a part of the model was compacted, or it has the shapes of a compacted one without its recipe."""
+    hint = "give the run it comes from: ifso.save(model, folder, like=RUN)"
+    for name, module in model.named_modules():
+        if name and _CARRIED in vars(module):
+            raise RecipeError(
+                f"{name!r} of this {type(model).__name__} was compacted, not the whole; save that part, or {hint}"
+            )
+    found = shapes_of(model)
+    for known in _REMEMBERED.values():
+        after = {name: change.after for name, change in known.shapes.items()}
+        if found == after and any(change.before != change.after for change in known.shapes.values()):
+            raise RecipeError(
+                f"this {type(model).__name__} has the shapes of a compacted {known.model.rpartition('.')[2]} but no "
+                f"recipe of its own, so it could not be loaded; {hint}"
+            )
 
 
 def extend(model: nn.Module, recipe: Recipe) -> Recipe:

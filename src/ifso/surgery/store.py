@@ -39,7 +39,9 @@ from ifso.errors import RecipeError, VerificationError
 from ifso.graph.execution import trainable
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.loading import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
-from ifso.surgery.recipe import Recipe, check_format, extend, recipe_of, remember, unchanged
+from ifso.surgery.recipe import Recipe, check_format, extend, remember
+from ifso.surgery.recipe import recipe as recipe_to_save
+from ifso.surgery.wrappers import inner_name, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,14 +57,26 @@ MAX_RECIPE_BYTES = 64 * 2**20
 M = TypeVar("M", bound=nn.Module)
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str], recipe: Recipe | None = None) -> Path:
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    recipe: Recipe | None = None,
+    *,
+    like: str | os.PathLike[str] | nn.Module | None = None,
+) -> Path:
     """Write ``model`` into ``folder``, which is made if need be, so that :func:`load` can put it into a fresh model.
 
-    All parameters and buffers are stored, also non-persistent ones; tied ones once. ``recipe`` is what the compaction
-    of this object remembered; give it for a copy of a compacted model. An interrupted save never spoils an earlier one.
+    All parameters and buffers are stored, also non-persistent ones; tied ones once. A compacted model and its copies
+    (moving averages, ``copy.deepcopy``, unpickled ones) carry their recipe; of a wrapper (DDP, ``torch.compile`` …) the
+    network inside is saved. Where the recipe was lost, ``like`` says where it is: the folder of a run or of an earlier
+    save, or a model that has it. An interrupted save never spoils an earlier one.
     """
-    folder = Path(folder)
-    recipe = recipe or recipe_of(model) or unchanged(model)
+    if recipe is not None and like is not None:
+        raise RecipeError("both recipe= and like= were given; give one of them")
+    folder, model = Path(folder), unwrapped(model)
+    if like is not None:
+        recipe = recipe_to_save(like) if isinstance(like, nn.Module) else read_recipe(Path(like))
+    recipe = recipe or recipe_to_save(model)
     check_compacted(model, recipe)
     document = recipe.to_json()
     Recipe.from_json(document)
@@ -85,6 +99,9 @@ def load(folder: str | os.PathLike[str], model: M, *, unverified: bool = False) 
     Everything is checked before anything is changed, so a RecipeError leaves the model as it was. The network of a run
     that failed its check is refused by a VerificationError unless ``unverified``.
     """
+    if inner_name(model) is not None:
+        kind = type(model).__name__
+        raise RecipeError(f"{kind} holds the network that is to be loaded; load it first, then wrap it in {kind}")
     folder = Path(folder)
     if not unverified:
         refuse_failed_run(folder)

@@ -22,7 +22,7 @@ from ifso.common.text import describe_error
 from ifso.common.torch_state import eval_mode
 from ifso.data.base import AVERAGES, Data, detects
 from ifso.errors import DataError, IfsoError, TrainingError
-from ifso.tasks.classification import cross_entropy
+from ifso.tasks.classification import cross_entropy, logits_in
 from ifso.training.average_precision import check_evaluator
 from ifso.training.optimizers import untrainable
 from ifso.training.precision import autocast, tensor_cores
@@ -113,7 +113,7 @@ def _total(model: nn.Module, batches: Iterable[Any]) -> Tensor:
     ends: list[Tensor] = []
     with eval_mode(model):
         for images, labels in batches:
-            logits = model(images)
+            logits = logits_in(model(images))
             sums.append(sums_of(logits, labels))
             if len(labels):
                 samples, classes = samples + len(labels), logits.shape[1]
@@ -195,7 +195,7 @@ class Examiner:
     def _sums(self, model: nn.Module) -> Tensor:
         device = next(model.parameters()).device
         with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
-            return torch.stack([sums_of(model(images), labels) for images, labels in self._batches]).sum(0)
+            return torch.stack([sums_of(logits_in(model(images)), labels) for images, labels in self._batches]).sum(0)
 
 
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ifso.common.distributed import mean_over_ranks
 from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import eval_mode
-from ifso.tasks.classification import cross_entropy, refuse_other_classes
+from ifso.tasks.classification import cross_entropy, logits_in, refuse_other_classes
 
 
 def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
@@ -28,11 +28,12 @@ def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> Loss
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels = batch
-        return F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+        return F.cross_entropy(logits_in(model(images)), labels, label_smoothing=label_smoothing)
 
     def mixed_loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels, others, share = batch
-        return mixed_cross_entropy(model(images), labels, others, share, label_smoothing=label_smoothing)
+        logits = logits_in(model(images))
+        return mixed_cross_entropy(logits, labels, others, share, label_smoothing=label_smoothing)
 
     if mixed:
         return mixed_loss_fn
@@ -71,7 +72,7 @@ def distillation(
 
     def answer(batch: Any) -> Tensor:
         with torch.no_grad(), eval_mode(teacher):
-            return teacher(batch[0])
+            return logits_in(teacher(batch[0]))
 
     return distillation_from_logits(
         answer, temperature=temperature, weight=weight, label_smoothing=label_smoothing, mixed=mixed
@@ -99,7 +100,7 @@ def distillation_from_logits(
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         images, labels, *more = batch
         given = logits_of(batch) if weight else None
-        logits = model(images)
+        logits = logits_in(model(images))
         if mixed:
             hard = mixed_cross_entropy(logits, labels, *more, label_smoothing=label_smoothing)
         else:

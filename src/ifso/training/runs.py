@@ -25,7 +25,7 @@ from ifso.data.base import Data, headline
 from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.runs.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
-from ifso.surgery.recipe import recipe_of, unchanged
+from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import examination, explained
 from ifso.training.losses import NamedLosses
@@ -185,7 +185,7 @@ class RunningTraining(Lane):
         if self._padding is not None:
             self._padding.unpad_(model, self.model)
         if self.folder is not None:
-            self.folder.write_model(model, recipe_of(model) or unchanged(model))
+            self.folder.write_model(model, recipe(model))
             self.folder.finish(self.summary)
             remove_checkpoint(self.folder.path)
 

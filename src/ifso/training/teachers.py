@@ -12,7 +12,7 @@ from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.base import Data, detects
 from ifso.data.compatibility import SAMPLES, check_fits, same_random_numbers
 from ifso.errors import IfsoError, TrainingError
-from ifso.tasks.classification import cross_entropy, refuse_other_classes
+from ifso.tasks.classification import cross_entropy, logits_in, refuse_other_classes
 from ifso.training.detector_distillation import check_detectors
 
 
@@ -52,4 +52,4 @@ def _answer(model: nn.Module, images: Any) -> Any:
     with torch.no_grad(), same_modes(model):
         model.eval()
         with undisturbed(model):
-            return model(images)
+            return logits_in(model(images))

@@ -2,10 +2,10 @@
 function drawWorth(place, runs) {
   const points = worthPoints(runs), name = runs.map(run => run.points.name).find(Boolean) || 'accuracy';
   const least = Math.max(Math.min(...points.map(point => point.macs)) - 0.08, 0);
-  const [low, high] = aired(points.map(point => point.worth), 0.12);
+  const [low, high] = aired(points.map(point => point.worth), 0.12), shares = runs.some(run => run.points.percent);
   const {plot, across, up} = frame(place, {
-    height: 300, x: [least, 1.03], y: [Math.max(low, 0), high], xName: 'MACs left', words: `${name} against MACs left`,
-    xFormat: value => percent(value, 0), yFormat: value => in_percent(plain(value)),
+    height: 300, x: [least, 1.03], y: [shares ? Math.max(low, 0) : low, high], xName: 'MACs left', words: `${name} against MACs left`,
+    xFormat: value => percent(value, 0), yFormat: value => shares ? in_percent(plain(value)) : plain(value),
   });
   const spots = points.map(point => ({point, x: across(point.macs), y: up(point.worth)}))
     .sort((one, other) => one.x - other.x || one.y - other.y);
@@ -31,7 +31,8 @@ function worthPoints(runs) {
 }
 
 function worthLines({stage, run, worth, macs}) {
-  const numbers = `${in_percent(worth.toFixed(2))} with ${percent(macs)} of the MACs`;
+  const value = run.points.percent ? in_percent(worth.toFixed(2)) : plain(worth);
+  const numbers = `${value} with ${percent(macs)} of the MACs`;
   return stage === 'unpruned' ? ['unpruned', numbers] : [`${run.name}, ${stage}`, run.criterion, numbers];
 }
 

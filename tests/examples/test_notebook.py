@@ -1,0 +1,39 @@
+"""The notebook in examples/ runs from its first cell to its last, and shows a table where it shows a result."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import ifso
+from ifso.pruning.result import PruneResult
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+
+
+def run_cell(source: str, names: dict[str, Any]) -> Any:
+    """The value of the last line, as a notebook shows it; None if that is no expression."""
+    *lines, last = ast.parse(source).body
+    exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+    if isinstance(last, ast.Expr):
+        return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    return None
+
+
+def test_every_cell_runs(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    book = json.loads(NOTEBOOK.read_text())
+    assert book["nbformat"] == 4
+    sources = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in book["cells"])
+    names: dict[str, Any] = {}
+    shown = [run_cell(source, names) for source in sources]
+    (result,) = (value for value in shown if isinstance(value, PruneResult))
+    assert result.shares["macs"] <= 0.5
+    assert not any("untrained" in note or "pruned before" in note for note in result.notes)
+    assert "<table>" in result._repr_html_()
+    assert shown[-2]["accuracy"] > 80
+    assert shown[-1] == ifso.recipe(names["model"]).removed_units > 0
