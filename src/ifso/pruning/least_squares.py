@@ -264,7 +264,7 @@ def _pieces(
 
 
 def _size(weight: Tensor, reader: Reader) -> tuple[int, int]:
-    """How many columns a layer has, and the bytes of both halves' moments, at most: groups are as many as they can be."""
+    """How many columns a layer has, and the most bytes of both halves' moments: groups are as many as they can be."""
     columns = weight.numel() // weight.shape[1 - reader.dim]
     groups = weight.shape[0] if reader.owner.dim() > 1 else 1
     return columns, 2 * max(weight.element_size(), 4) * groups * columns**2
