@@ -180,13 +180,15 @@ def test_a_change_that_does_harm_is_undone(monkeypatch):
     assert all(torch.equal(old[name], tensor) for name, tensor in state(small).items())
 
 
-@pytest.mark.parametrize("what", ["one batch", "nothing but a loss"])
+@pytest.mark.parametrize("what", ["one batch", "nothing but a loss", "as many outputs as are found"])
 def test_without_samples_to_judge_by_nothing_is_changed(what):
     whole, keep, batches = CHAIN.model(), {"one": torch.arange(8) < 5}, batches_of(CHAIN, 4)
     small = pruned(whole, CHAIN.graph(), keep)
     old, loss = state(small), square
     if what == "one batch":
         batches = batches[:1]
+    elif what == "as many outputs as are found":
+        small.register_forward_hook(lambda *args: args[-1][:-1])
     else:
         small.forward, whole.forward = (lambda x, m=m: Chain.forward(m, x).sum() for m in (small, whole))
         loss = lambda model, batch: model(batch)  # noqa: E731

@@ -330,7 +330,7 @@ def _distance(
 ) -> float | None:
     """How far outputs are from those of the unpruned network, on the batches that nothing is fitted to.
 
-    None if there are no such batches, or no outputs beside the loss.
+    None if there are no such batches, no outputs beside the loss, or others in number (boxes that were found).
     """
     total: list[Tensor] = []
     for number, batch in enumerate(batches()):
@@ -342,5 +342,8 @@ def _distance(
                 torch.manual_seed(0)
                 loss_fn(network, batch)
             both.append(output_tensors(caught))
+        shapes = [[output.shape for output in some] for some in both]
+        if shapes[0] != shapes[1]:
+            return None
         total += [distance(one, other).double() for one, other in zip(*both, strict=True)]
     return float(reduce(torch.stack(total).sum())) if total else None
