@@ -239,6 +239,7 @@ class Finisher:
         with run.progress.timed("recovery"):
             distil_(model, run.teacher, run.loss_fn, run.calibration, run.settings.recover, run.settings.seed)
         self._recalibrate(run.batches_here())
+        self._reconstruct(model)
         after = self._values(model)
         good = is_better(after, before)
         self._tell(f"{run.settings.recover} steps of distillation{'' if good else UNDONE}", after)
