@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, difference, image, outputs, prunable_cases, random_keep, run
-from layer_truth import truth
+from layer_truth import ridge, truth
 from torch import Tensor, nn
 
 import ifso
@@ -237,10 +237,88 @@ def test_pieces_of_memory_change_nothing(name, monkeypatch):
 
 def test_a_layer_that_is_too_large_is_left_alone(monkeypatch):
     case = CASES["plain"]
-    monkeypatch.setattr(fitting, "PIECE", 8 * 6**2)
+    monkeypatch.setattr(fitting, "PIECE", 2 * 8 * 6**2)
     found = updated(case.model(), case.graph(), random_keep(case.graph(), seed=2), batches_of(case))
     assert found.left_alone == {"body.conv.weight": "72 columns are too many for their moments to be held"}
     assert found.tensors.keys() == {"head.fc.weight", "head.fc.bias"}
+
+
+def rows_with_common_causes(samples: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    causes = torch.randn(6, columns, dtype=torch.float64, generator=generator)
+    noise = torch.randn(samples, columns, dtype=torch.float64, generator=generator) / 2
+    return torch.randn(samples, 6, dtype=torch.float64, generator=generator) @ causes + noise
+
+
+def by_hand(weight: Tensor, rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The protected weights from rows, by plain least squares and a search for the share; and what is fitted."""
+    one, other = rows.tensor_split([len(rows) // 2])
+    both, first, second = (part.t() @ part / len(part) for part in (rows, one, other))
+    size = both.diagonal().mean()
+    error = (first - second).square().sum() / 4
+    rho = error / (both - size * torch.eye(len(both))).square().sum()
+    damping = max(0.01, float(rho / (1 - rho))) if rho < 1 else fitting.MOST_DAMPING
+    lam = damping * size
+
+    def fit(part: Tensor) -> Tensor:
+        mine = float(lam / part.square().mean())
+        return torch.stack([ridge(part, row, kept, mine, centred=False)[0] for row in weight])
+
+    found = [fit(one), fit(other)]
+    shares = torch.linspace(0, 1, 2001).tolist()
+    errors = []
+    for share in shares:
+        tried = [weight * kept + share * (part - weight * kept) for part in found]
+        pairs = zip(tried, (other, one), strict=True)
+        errors.append(sum(float(((weight - v) @ x.t()).square().sum() / len(x)) for v, x in pairs))
+    share = shares[errors.index(min(errors))]
+    assert min(errors) <= errors[0]
+    return weight * kept + share * (fit(rows) - weight * kept), fit(rows)
+
+
+@pytest.mark.parametrize(("samples", "share"), [(12, 0.6), (40, 0.6), (400, 0.3), (4000, 0.3)])
+def test_the_two_halves_of_the_samples_say_how_far_a_fit_is_to_be_trusted(samples, share):
+    rows, kept = rows_with_common_causes(samples, 30, seed=samples), torch.rand(30) > share
+    weight = torch.randn(4, 30, dtype=torch.float64)
+    wanted, whole = by_hand(weight, rows, kept)
+    halves = [part.t() @ part / len(part) for part in rows.tensor_split([samples // 2])]
+    found = fitting.protected(weight, rows.t() @ rows / samples, halves, kept)
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-3
+    if samples == 4000:
+        assert float((found - whole).norm() / whole.norm()) < 0.01
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_few_samples_the_fit_helps_on_others_all_the_same(seed):
+    """A linear layer reads 200 channels of 10 samples: a fit without protection is worse there than none."""
+    torch.manual_seed(seed)
+    weight, kept = torch.randn(8, 200, dtype=torch.float64), torch.rand(200) > 0.5
+    rows = rows_with_common_causes(5000, 200, seed)
+    rows += 20 * torch.randn(len(rows), 1, dtype=torch.float64) * (torch.rand(len(rows), 1) < 0.02)
+    few, others = rows[:10], rows[10:]
+    whole, *halves = (part.t() @ part / len(part) for part in (few, few[:5], few[5:]))
+
+    def lost(new: Tensor) -> float:
+        return float(((weight - new) @ others.t()).square().mean())
+
+    assert lost(fitting.protected(weight, whole, halves, kept)) < lost(weight * kept)
+
+
+def test_halves_that_have_nothing_in_common_leave_the_weights_as_they_are():
+    case = pair(lambda: nn.Linear(40, 40), lambda: nn.Linear(40, 4), 2, 40)
+    model, batches = case.model(), [torch.eye(40, dtype=torch.float64)[:2]]
+    model.first.weight.data = torch.eye(40, dtype=torch.float64)
+    model.first.bias.data.zero_()
+    kept = torch.arange(40) > 0
+    found = updated(model, case.graph(), {"first": kept}, batches, damping=None)
+    torch.testing.assert_close(found.tensors["second.weight"], model.second.weight.detach() * kept)
+
+
+def test_a_single_sample_is_taken_as_it_is():
+    case = LAYERS["linear without a batch"]
+    found = updated(case.model(), case.graph(), {"first": torch.arange(8) != 4}, batches_of(case, 1), damping=None)
+    assert all(bool(tensor.isfinite().all()) for tensor in found.tensors.values())
+    assert not bool(found.tensors["second.weight"][:, 4].any())
 
 
 @pytest.mark.parametrize("trouble", ["dead", "few samples", "constant"])

@@ -336,6 +336,16 @@ class Halves:
             if part.shape[1]:
                 half.add(part)
 
+    @property
+    def rows(self) -> int:
+        """How many were added."""
+        return sum(half.rows for half in self.parts)
+
+    def over(self, reduce: Callable[[Tensor], Tensor]) -> Halves:
+        """Those of the rows of all processes, see :meth:`Moments.over`."""
+        one, other = self.parts
+        return Halves((one.over(reduce), other.over(reduce)))
+
     def whole(self) -> Moments:
         """Those of all samples."""
         one, other = self.parts

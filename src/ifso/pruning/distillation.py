@@ -55,7 +55,7 @@ def distil_(
                 wanted = _outputs(teacher, loss_fn, batch)
             with torch.enable_grad():
                 found = _outputs(model, loss_fn, batch)
-                loss = torch.stack([_distance(one, other) for one, other in zip(found, wanted, strict=True)]).sum()
+                loss = torch.stack([distance(one, other) for one, other in zip(found, wanted, strict=True)]).sum()
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -104,6 +104,6 @@ def _outputs(network: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
     return found
 
 
-def _distance(found: Tensor, wanted: Tensor) -> Tensor:
+def distance(found: Tensor, wanted: Tensor) -> Tensor:
     """Half the squared distance, in units of the teacher's spread."""
     return F.mse_loss(found, wanted) / (2 * wanted.float().var().clamp_min(1e-12))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ifso.common.batch_stream import not_finite, on_device
-from ifso.common.distributed import average_over_ranks_, copy_from_first_, from_first, together
+from ifso.common.distributed import average_over_ranks_, copy_from_first_, from_first, sum_over_ranks, together
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
@@ -19,6 +19,7 @@ from ifso.errors import DataError, IfsoError
 from ifso.pruning.budget import Budget, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.distillation import distil_, is_better
+from ifso.pruning.reconstruction import reconstruct_
 from ifso.pruning.recovery import Evaluate, Measure, Undo, mean_loss, norms_of, numbers, recalibrate_, update_weights_
 from ifso.pruning.result import UNDONE, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
@@ -78,10 +79,12 @@ class Finisher:
             smaller = ShrinkingNetwork(model, run.network.original)
             check = compare(before, outputs(smaller, run.loss_fn, run.examples[0]))
             refuse_failed([check])
+            if self._reconstruct(model):
+                values = self._values(model)
             folder = None if run.folder is None else run.folder.write_network(name, model, recipe)
             kept = None if folder is not None else model
             self._networks.append(Network(budget.targets, run.ledger.shares(), values, folder, kept))
-        return {"budget": budget.targets, "network": name}
+        return {"budget": budget.targets, "network": name, "values": values}
 
     def measure(self, stage: str) -> dict[str, float]:
         """What the network is worth now."""
@@ -164,6 +167,8 @@ class Finisher:
         if run.settings.recalibrate and norms_of(model):
             self._recalibrate(run.batches_here() if staged else data[: run.settings.recalibrate])
             self.measure("batch norms recalibrated")
+        if self._reconstruct(model):
+            self.measure("layers fitted to the unpruned network")
         if run.settings.weight_update:
             self._update_weights(data[: run.settings.weight_update])
         if run.settings.recover:
@@ -205,6 +210,17 @@ class Finisher:
                 f"to {after:.4g}; a larger damping makes it smaller"
             )
 
+    def _reconstruct(self, model: nn.Module) -> bool:
+        """Fit the layers of a compacted network to the outputs of the unpruned one; False if that does no good."""
+        run = self._run
+        if run.teacher is None or not run.settings.update or (norms_of(model) and not run.settings.recalibrate):
+            return False
+        with run.progress.timed("update"):
+            return reconstruct_(
+                model, run.teacher, run.network.original, run.network.kept, run.loss_fn, run.batches_here,
+                reduce=sum_over_ranks,
+            )  # fmt: skip
+
     def _distil(self) -> None:
         """Steps of distillation from the unpruned network, kept only if they do good."""
         run, model = self._run, self._run.network.model
@@ -213,6 +229,7 @@ class Finisher:
         with run.progress.timed("recovery"):
             distil_(model, run.teacher, run.loss_fn, run.calibration, run.settings.recover, run.settings.seed)
         self._recalibrate(run.batches_here())
+        self._reconstruct(model)
         after = self._values(model)
         good = is_better(after, before)
         self._tell(f"{run.settings.recover} steps of distillation{'' if good else UNDONE}", after)

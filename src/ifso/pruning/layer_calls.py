@@ -48,6 +48,12 @@ class Call:
             _given(args, kwargs, "groups", 6, 1) if dims else 1, argument(args, kwargs, "bias"),
         )  # fmt: skip
 
+    @property
+    def samples(self) -> int:
+        """How many the input holds, its first dim; one where it has no batch."""
+        dims = LAYERS[self.function]
+        return len(self.x) if self.x.dim() > (dims + 1 if dims else 1) else 1
+
     def columns(self, most: int, generator: torch.Generator) -> Tensor:
         """Inputs as rows of columns [groups, rows, k], at up to ``most`` positions of each sample."""
         dims = LAYERS[self.function]

@@ -10,6 +10,11 @@ for the whole removed set at once: of all V that are zero outside K, W_K has the
 what the data do not tell stays as it was. A is the covariance of a over samples and positions where something behind
 the layer takes a shift away (its bias, or a batch norm), else its second moment. Convolutions are linear in patches; a
 transposed one is a convolution of the input with zeros between.
+
+With few samples inputs fit together by chance. Two halves of the samples, with A₁ and A₂, say how far that goes:
+‖A₁ − A₂‖²/4 is what A errs by, and λ at least what shrinks A towards its mean diagonal as Ledoit and Wolf (2004) do for
+such an error. Of the step from "no update" to W_K that share, from 0 to 1, is taken at which the weights fitted to
+either half do best on the other one: never worse there than no update at all.
 """
 
 from __future__ import annotations
@@ -22,13 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.module_state import named_tensors
-from ifso.criteria.reader_hooks import TRANSPOSED, Moments, mean_size
+from ifso.criteria.reader_hooks import TRANSPOSED, Halves, mean_size
 from ifso.curvature.weight_space import Reader
 from ifso.errors import ScoreError
 from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix
 
 DAMPING = 0.01
-"""λ as a share of the mean of A's diagonal."""
+"""The least λ, as a share of the mean of A's diagonal."""
+
+MOST_DAMPING = 1e3
+"""The largest, for halves that have nothing in common."""
 
 POSITIONS = 64
 """Positions of a feature map, drawn at random, that an image adds to A."""
@@ -74,6 +82,50 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
     return result
 
 
+def damping_for(whole: Tensor, halves: Sequence[Tensor], counted: Tensor) -> float:
+    """λ for what A errs by, as two halves of the samples tell: ρ / (1 − ρ), (1 − ρ) A + ρ · mean diag A being nearest.
+
+    Args:
+        whole: A [k, k].
+        halves: A₁ and A₂, of either half.
+        counted: bool [k], the columns that matter.
+
+    >>> whole, apart = torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([[1.0, 0.5], [0.5, 0.0]])
+    >>> all_of_it = torch.tensor([True, True])
+    >>> damping_for(whole, [whole, whole], all_of_it), damping_for(whole, [whole + apart, whole - apart], all_of_it)
+    (0.01, 3.0)
+    """
+    error = (halves[0] - halves[1])[counted][:, counted].square().sum() / 4
+    away = whole[counted][:, counted]
+    away.diagonal().sub_(mean_size(whole.diagonal(), counted))
+    left = float(away.square().sum() - error)
+    return min(max(DAMPING, float(error) / left), MOST_DAMPING) if left > 0 else MOST_DAMPING
+
+
+def protected(weight: Tensor, whole: Tensor, halves: Sequence[Tensor], kept: Tensor) -> Tensor:
+    """W_K as :func:`fitted` has it, damped and shortened as far as the two halves of the samples call for.
+
+    >>> a = torch.tensor([[2.0, 2.0], [2.0, 2.0]], dtype=torch.float64)
+    >>> weight, kept = torch.tensor([[1.0, 3.0]], dtype=torch.float64), torch.tensor([True, False])
+    >>> protected(weight, a, [a, a], kept)
+    tensor([[3.9703, 0.0000]], dtype=torch.float64)
+    >>> protected(weight, a, [a, torch.diag(a.diagonal())], kept)  # the second half knows nothing of the first one
+    tensor([[1., 0.]], dtype=torch.float64)
+    """
+    plain = weight * kept
+    lost, along, size = weight - plain, 0.0, 0.0
+    if not bool(lost.any()):
+        return plain
+    damping = damping_for(whole, halves, kept | weight.any(0))
+    for half, other in (halves, halves[::-1]):
+        step = fitted(weight, half, kept, damping) - plain
+        seen = step @ other
+        along += float((seen * lost).sum())
+        size += float((seen * step).sum())
+    share = min(max(along / size, 0.0), 1.0) if size > 0 else 0.0
+    return plain + share * (fitted(weight, whole, kept, damping) - plain)
+
+
 @dataclass
 class Update:
     """New weights and biases by name, and the layers that were left alone, each with the reason."""
@@ -94,7 +146,7 @@ class _Seen:
     """What is known of a layer after a pass."""
 
     reader: Reader
-    moments: Moments
+    moments: Halves
     transposed: bool
     groups: int
     bias: str
@@ -106,7 +158,7 @@ def least_squares(
     kept: Tensor,
     run: Callable[[], Iterator[None]],
     *,
-    damping: float = DAMPING,
+    damping: float | None = None,
     positions: int = POSITIONS,
     reduce: Callable[[Tensor], Tensor] = lambda total: total,
 ) -> Update:
@@ -119,7 +171,7 @@ def least_squares(
         readers: where layers read units that go.
         kept: bool [units + 1], with a last entry True: the units that stay.
         run: runs the model on one batch after the other, yielding after each; called once for each piece of layers.
-        damping: λ as a share of the mean of A's diagonal.
+        damping: λ as a share of the mean of A's diagonal; None for what two halves of the samples call for.
         positions: of a feature map that each sample adds to A.
         reduce: a sum over all processes.
 
@@ -147,15 +199,22 @@ def least_squares(
 
 
 def _fit(
-    weight: Tensor, seen: _Seen, normed: bool, tensors: Mapping[str, Tensor], kept: Tensor, damping: float,
-    reduce: Callable[[Tensor], Tensor],
+    weight: Tensor, seen: _Seen, normed: bool, tensors: Mapping[str, Tensor], kept: Tensor,
+    damping: float | None, reduce: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The new weight of a layer, and what has to be added to its outputs."""
-    moments = seen.moments.over(reduce)
+    halves = seen.moments.over(reduce)
+    moments = halves.whole()
     matrix = as_matrix(weight, seen.transposed, seen.groups).double()
     stays = _columns_kept(seen.reader, seen, kept, matrix.shape[2]).to(matrix.device)
-    seen_moments = moments.matrix(centred=normed or seen.bias in tensors)
-    new = torch.stack([fitted(*one, damping) for one in zip(matrix, seen_moments, stays, strict=True)])
+    whole, *apart = (part.matrix(centred=normed or seen.bias in tensors) for part in (moments, *halves.apart()))
+    groups = zip(matrix, whole, zip(*apart, strict=True), stays, strict=True)
+    new = torch.stack(
+        [
+            protected(one, both, each, left) if damping is None else fitted(one, both, left, damping)
+            for one, both, each, left in groups
+        ]
+    )
     shift = ((matrix - new) @ moments.mean().unsqueeze(2)).flatten()
     return as_kernel(new, weight.shape, seen.transposed).to(weight.dtype), shift
 
@@ -205,10 +264,10 @@ def _pieces(
 
 
 def _size(weight: Tensor, reader: Reader) -> tuple[int, int]:
-    """How many columns a layer has, and the bytes of its moments, at most: groups are as many as they can be."""
+    """How many columns a layer has, and the most bytes of both halves' moments: groups are as many as they can be."""
     columns = weight.numel() // weight.shape[1 - reader.dim]
     groups = weight.shape[0] if reader.owner.dim() > 1 else 1
-    return columns, max(weight.element_size(), 4) * groups * columns**2
+    return columns, 2 * max(weight.element_size(), 4) * groups * columns**2
 
 
 def _pass(
@@ -223,17 +282,18 @@ def _pass(
         reader = next((reader for reader in piece[name] if (reader.dim == 0) == transposed), None)
         if reader is None:
             return
-        number = seen[name].moments.rows if name in seen else 0
-        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()) + number)
+        rows = seen[name].moments.rows if name in seen else 0
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()) + rows)
         columns = call.columns(positions, generator)
         if name in seen:
-            seen[name].moments.add(columns)
+            seen[name].moments.add(columns, call.samples, number)
         else:
             bias = biases.get(id(call.bias), "")
-            seen[name] = _Seen(reader, Moments.of(columns), transposed, call.groups, bias)
+            seen[name] = _Seen(reader, Halves.of(columns, call.samples, number), transposed, call.groups, bias)
 
     calls = LayerCalls({name: tensors[name] for name in piece}, see)
+    number = 0
     with torch.no_grad(), calls:
         for _ in run():
-            pass
+            number += 1
     return seen, calls

@@ -428,7 +428,8 @@ class _Start:
         self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
     ) -> Run:
         """The run at its beginning, or where a checkpoint says."""
-        teacher = copy_of(self._model) if self._settings.recover else None
+        fitted = self._settings.schedule == "staged" and self._settings.update
+        teacher = copy_of(self._model) if fitted or self._settings.recover else None
         network = ShrinkingNetwork(self._model, graph, self._ignore)
         position = (0, 0)
         if found is not None:

@@ -88,9 +88,9 @@ class Run:
     """A run in progress. ``folder`` is None on all ranks but the first, and where nothing is to be written.
 
     ``examples`` are the first batches of all, on the device, for checks and measures: the same after a resume.
-    ``calibration`` are the batches of a staged run, wherever they are; ``teacher`` is the unpruned network, if steps of
-    distillation are asked for. ``measure`` gives what the network is worth now, with new statistics in its batch norms;
-    ``reached`` is told of every budget of the path that is met.
+    ``calibration`` are the batches of a staged run, wherever they are; ``teacher`` is the unpruned network, if weights
+    are fitted or steps of distillation are asked for. ``measure`` gives what the network is worth now, with new
+    statistics in its batch norms; ``reached`` is told of every budget of the path that is met.
     """
 
     network: ShrinkingNetwork

@@ -55,6 +55,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
         run.record(move, math.nan)
     shares, seconds = run.ledger.shares(), round(run.seconds, 3)
     reached = run.reached(phase.ends_at, values) if phase.ends_at is not None else {}
+    values = reached.get("values", values)
     done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
     run.progress.stages.append({**done, **reached})
     run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds))

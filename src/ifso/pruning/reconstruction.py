@@ -1,0 +1,349 @@
+"""The last step of the fit: layer after layer, the smaller network's outputs are brought to those of the unpruned one.
+
+When units go, the layers that read them are fitted to what they gave before. What earlier layers then do wrong goes on
+into later ones. Here each layer, in the order in which they run, sees the inputs x that the smaller network really has,
+and its weights W move towards the outputs z of the unpruned network:
+
+    V = W + (C − W A) (A + λI)⁻¹,   the least E|V x − z|² + λ|V − W|²,   A = Cov(x), C = Cov(z, x).
+
+λ is chosen for each layer, λ = ∞ (as it is) among the choices, by the error on every other batch. No weight is ever
+fitted to those, so that a layer which would learn its batches by heart stays as it is and passes nothing on. If the
+outputs of the whole network are not nearer there in the end, everything is undone.
+
+Both networks are in eval mode. A batch norm behind a layer gets the mean and the variance with which it does to V x
+what that of the unpruned network does to z.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, steady_
+from ifso.common.module_state import named_tensors
+from ifso.common.torch_state import same_modes, undisturbed
+from ifso.criteria.reader_hooks import TRANSPOSED, Halves, mean_size
+from ifso.errors import KeepError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.layouts import compact
+from ifso.pruning.distillation import distance
+from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix
+from ifso.pruning.least_squares import PIECE, POSITIONS
+from ifso.pruning.recovery import Undo, norms_of
+
+GRID = (0.01, 0.1, 1.0, 10.0)
+"""λ, in shares of the mean of A's diagonal."""
+
+LEAST_GAIN = 1e-3
+"""A layer is changed if that takes away so much of the variance of its outputs."""
+
+TARGETS = 2**29
+"""Bytes of the unpruned network's outputs that are held at a time; layers beyond that wait for another pass."""
+
+Batches = Callable[[], Iterable[Any]]
+
+
+class _Enough(BaseException):
+    """The layer that is looked at has run; past every handler of errors on the way."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer as a first pass finds it: ``calls`` in a forward pass, ``size`` of what it gives in one, in bytes.
+
+    ``means`` are the running means of the batch norms behind it, if nothing else is there.
+    """
+
+    calls: int
+    size: int
+    groups: int
+    outputs: int
+    transposed: bool
+    bias: str
+    normed: bool
+    means: tuple[str, ...]
+
+
+def reconstruct_(
+    model: nn.Module,
+    teacher: nn.Module,
+    graph: ChannelGraph,
+    kept: Tensor,
+    loss_fn: LossFn,
+    batches: Batches,
+    *,
+    reduce: Callable[[Tensor], Tensor] = lambda total: total,
+) -> bool:
+    """Move the weights of a compacted model, layer after layer, towards the outputs of the unpruned one.
+
+    Args:
+        model: without the units that are gone; changed in place.
+        teacher: the unpruned network, of which ``graph`` is.
+        graph: that knows which outputs are left.
+        kept: bool [units + 1] from :meth:`ChannelGraph.kept`.
+        loss_fn: ``loss_fn(model, batch)`` runs a network.
+        batches: gives the batches, each time in the same order.
+        reduce: a sum over all processes.
+
+    Returns:
+        Whether the outputs are nearer on the batches that nothing was fitted to. If not, the model is as it was.
+    """
+    networks = (model, teacher)
+    with same_modes(model), same_modes(teacher):
+        first = next(iter(batches()))
+        for network in networks:
+            steady_(network, loss_fn, first)
+            for norm in norms_of(network):
+                norm.eval()
+        before = _distance(networks, loss_fn, batches, reduce)
+        if before is None:
+            return False
+        undo = Undo(model)
+        layers, whole = (_layers(network, loss_fn, first) for network in networks)
+        for names in _together(layers.keys() & whole.keys(), whole, sum(1 for _ in batches())):
+            targets = _targets(teacher, {name: whole[name] for name in names}, loss_fn, batches)
+            for name in names:
+                rows = _outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name])
+                halves = _see(model, name, layers[name], targets.pop(name), rows, loss_fn, batches)
+                apart = torch.tensor(float(halves is None), device=named_tensors(model)[name].device)
+                if not float(reduce(apart)) and halves is not None:
+                    _move_(model, teacher, name, layers[name], halves.over(reduce), rows)
+        after = _distance(networks, loss_fn, batches, reduce)
+        if after is not None and after < before:
+            return True
+        undo()
+        return False
+
+
+def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
+    """V in place of W, group by group; None if W says nothing of z, so that x and z may not belong together.
+
+    Args:
+        weight: W [groups, outputs, k], in float64.
+        fit: the covariance of x and z [groups, k + outputs, k + outputs] to fit to.
+        judge: that of other samples, by which λ is chosen.
+
+    >>> joint = torch.tensor([[[1.0, 2.0], [2.0, 4.0]]], dtype=torch.float64)  # z = 2 x
+    >>> towards(torch.tensor([[[1.0]]], dtype=torch.float64), joint, joint).round(decimals=2)
+    tensor([[[1.9900]]], dtype=torch.float64)
+    >>> towards(torch.tensor([[[-1.0]]], dtype=torch.float64), joint, joint) is None
+    True
+    """
+    columns = weight.shape[2]
+
+    def error(tried: Tensor) -> Tensor:
+        """E|V x − z|² − E|z|² of each group."""
+        inner, cross = judge[:, :columns, :columns], judge[:, columns:, :columns]
+        return ((tried @ inner) * tried).sum((1, 2)) - 2 * (tried * cross).sum((1, 2))
+
+    inner, cross = fit[:, :columns, :columns], fit[:, columns:, :columns]
+    all_columns = torch.ones(columns, dtype=torch.bool, device=fit.device)
+    sizes = torch.stack([mean_size(one.diagonal(), all_columns) for one in inner])
+    best, least = weight, error(weight)
+    if float(least.sum()) >= 0:
+        return None
+    least = least - LEAST_GAIN * judge.diagonal(dim1=1, dim2=2)[:, columns:].sum(1)
+    for share in GRID:
+        damped = inner.clone()
+        damped.diagonal(dim1=1, dim2=2).add_(share * sizes[:, None])
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        tried = weight + torch.cholesky_solve((cross - weight @ inner).mT, factor).mT
+        found = error(tried)
+        better = (failed == 0) & (found < least)
+        best, least = torch.where(better[:, None, None], tried, best), torch.where(better, found, least)
+    return best
+
+
+def _layers(network: nn.Module, loss_fn: LossFn, batch: Any) -> dict[str, _Layer]:
+    """Conv and linear layers whose weights may change, in the order in which they first run."""
+    tensors = named_tensors(network)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    seen: dict[str, list[Call]] = {}
+    sizes: dict[str, int] = {}
+
+    def see(name: str, call: Call) -> None:
+        seen.setdefault(name, []).append(call)
+        rows = call.columns(POSITIONS, _generator(name, 0, 0)).shape[1]
+        sizes[name] = sizes.get(name, 0) + 4 * rows * _outputs(call)
+
+    weights = {
+        name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.dim() > 1
+    }
+    calls = LayerCalls({name: tensor for name, tensor in weights.items() if tensor.requires_grad}, see)
+    _run(network, loss_fn, batch, calls)
+    found = {}
+    for name, (call, *others) in seen.items():
+        if name in calls.other_uses or any(other.function is not call.function for other in others):
+            continue
+        normed = name in calls.normed
+        behind = {names.get(id(one), "") for one in calls.norms.get(name, [])} if normed else set()
+        found[name] = _Layer(
+            1 + len(others), sizes[name], call.groups, _outputs(call), call.function in TRANSPOSED,
+            names.get(id(call.bias), ""), normed, tuple(sorted(one for one in behind if one.endswith("running_mean"))),
+        )  # fmt: skip
+    return found
+
+
+def _together(chosen: Set[str], layers: Mapping[str, _Layer], batches: int) -> Iterator[list[str]]:
+    """Layers, in order, whose targets can be held at the same time."""
+    names: list[str] = []
+    total = 0
+    for name in (name for name in layers if name in chosen):
+        size = layers[name].size * batches
+        if names and total + size > TARGETS:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
+
+
+def _targets(
+    teacher: nn.Module, layers: Mapping[str, _Layer], loss_fn: LossFn, batches: Batches
+) -> dict[str, list[list[Tensor]]]:
+    """The outputs [rows, outputs] of layers in the unpruned network by batch, at the positions that are looked at."""
+    found: dict[str, list[list[Tensor]]] = {name: [] for name in layers}
+    weights = {name: tensor for name, tensor in named_tensors(teacher).items() if name in layers}
+    for number, batch in enumerate(batches()):
+        left = sum(layer.calls for layer in layers.values())
+
+        def see(name: str, call: Call, number: int = number) -> None:
+            nonlocal left
+            here = found[name][number]
+            columns = call.columns(POSITIONS, _generator(name, number, len(here)))
+            outputs = columns @ as_matrix(call.weight, layers[name].transposed, call.groups).mT
+            outputs = outputs.transpose(0, 1).flatten(1)
+            here.append(outputs if call.bias is None else outputs + call.bias.detach())
+            left -= 1
+            if not left:
+                raise _Enough
+
+        for some in found.values():
+            some.append([])
+        _run(teacher, loss_fn, batch, LayerCalls(weights, see))
+    return found
+
+
+def _see(
+    model: nn.Module, name: str, layer: _Layer, targets: Sequence[Sequence[Tensor]], rows: Tensor | None,
+    loss_fn: LossFn, batches: Batches,
+) -> Halves | None:  # fmt: skip
+    """Moments of what a layer reads beside what it should give; None if these do not go together, or are too many."""
+    if rows is None or len(rows) != layer.outputs:
+        return None
+    weight, halves = named_tensors(model)[name], None
+    for number, batch in enumerate(batches()):
+        seen: list[Tensor] = []
+
+        def see(_: str, call: Call, number: int = number, seen: list[Tensor] = seen) -> None:
+            seen.append(call.columns(POSITIONS, _generator(name, number, len(seen))))
+            if len(seen) == layer.calls:
+                raise _Enough
+
+        _run(model, loss_fn, batch, LayerCalls({name: weight}, see))
+        wanted = [
+            one[:, rows.to(one.device)].unflatten(1, (layer.groups, -1)).transpose(0, 1) for one in targets[number]
+        ]
+        if [len(one[0]) for one in seen] != [len(one[0]) for one in wanted] or not seen:
+            return None
+        joint = torch.cat([torch.cat(seen, 1), torch.cat(wanted, 1).to(seen[0])], 2)
+        if 2 * 4 * len(joint) * joint.shape[2] ** 2 > PIECE:
+            return None
+        if halves is None:
+            halves = Halves.of(joint, 1, number)
+        else:
+            halves.add(joint, 1, number)
+    return halves
+
+
+@torch.no_grad()
+def _move_(model: nn.Module, teacher: nn.Module, name: str, layer: _Layer, halves: Halves, rows: Tensor | None) -> None:
+    """The new weights of a layer; its bias, or the batch norm behind it, makes the means right."""
+    tensors, given = named_tensors(model), named_tensors(teacher)
+    weight, bias = tensors[name], tensors.get(layer.bias)
+    matrix = as_matrix(weight.detach(), layer.transposed, layer.groups).double()
+    columns = matrix.shape[2]
+    new = towards(matrix, *(half.matrix(centred=layer.normed or bias is not None) for half in halves.parts))
+    if new is None:
+        return
+    weight.copy_(as_kernel(new, weight.shape, layer.transposed))
+    moments = halves.whole()
+    mean, joint = moments.mean(), moments.matrix(centred=True)
+    shift = (mean[:, columns:] - (new @ mean[:, :columns, None]).squeeze(2)).flatten()
+    if bias is not None and not layer.normed:
+        bias.copy_(shift)
+    spread = ((new @ joint[:, :columns, :columns]) * new).sum(2).flatten()
+    wanted = joint.diagonal(dim1=1, dim2=2)[:, columns:].flatten()
+    ratio = torch.where(wanted > 0, spread / wanted, 1.0)
+    assert rows is not None
+    here = rows.to(weight.device)
+    for place in layer.means:
+        var = f"{place.removesuffix('mean')}var"
+        tensors[place].copy_(given[place][here] - shift + (0.0 if bias is None else bias))
+        tensors[var].copy_(given[var][here] * ratio)
+
+
+def _outputs_left(graph: ChannelGraph, kept: Tensor, name: str, weight: Tensor, layer: _Layer) -> Tensor | None:
+    """The numbers, in the unpruned network, of the outputs that a layer still has; None if they cannot be told."""
+    numbers = torch.arange(layer.outputs, device="cpu").view(layer.groups, -1, 1)
+    columns = weight.numel() // layer.outputs
+    places = as_kernel(numbers.expand(-1, -1, columns), weight.shape, layer.transposed)
+    try:
+        left = compact(places, graph.layouts[name], kept, name) if name in graph.layouts else places
+    except KeepError:
+        return None
+    return left.flatten(1)[:, 0] if not layer.transposed else _in_order(left)
+
+
+def _in_order(numbers: Tensor) -> Tensor:
+    """Each number once, as they come."""
+    return torch.tensor(list(dict.fromkeys(numbers.flatten(2)[:, :, 0].flatten().tolist())), device="cpu")
+
+
+def _outputs(call: Call) -> int:
+    return call.weight.shape[1] * call.groups if call.function in TRANSPOSED else len(call.weight)
+
+
+def _generator(name: str, number: int, call: int) -> torch.Generator:
+    """The same positions in both networks."""
+    return torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{name} {number} {call}".encode()))
+
+
+def _run(network: nn.Module, loss_fn: LossFn, batch: Any, calls: LayerCalls) -> None:
+    with torch.no_grad(), undisturbed(network):
+        torch.manual_seed(0)
+        try:
+            with calls:
+                loss_fn(network, batch)
+        except _Enough:
+            pass
+
+
+def _distance(
+    networks: tuple[nn.Module, nn.Module], loss_fn: LossFn, batches: Batches, reduce: Callable[[Tensor], Tensor]
+) -> float | None:
+    """How far outputs are from those of the unpruned network, on the batches that nothing is fitted to.
+
+    None if there are no such batches, no outputs beside the loss, or others in number (boxes that were found).
+    """
+    total: list[Tensor] = []
+    for number, batch in enumerate(batches()):
+        if number % 2 == 0:
+            continue
+        both = []
+        for network in networks:
+            with torch.no_grad(), undisturbed(network), outputs_of(network) as caught:
+                torch.manual_seed(0)
+                loss_fn(network, batch)
+            both.append(output_tensors(caught))
+        shapes = [[output.shape for output in some] for some in both]
+        if shapes[0] != shapes[1]:
+            return None
+        total += [distance(one, other).double() for one, other in zip(*both, strict=True)]
+    return float(reduce(torch.stack(total).sum())) if total else None
