@@ -65,7 +65,7 @@ def test_every_symbol_has_a_name_and_a_place_in_the_paper():
     assert all(re.search(r"`ifso\.", row[3]) and row[2] for row in TABLE)
 
 
-@pytest.mark.parametrize("name", ["ifso.nothing", "ifso.Budget.flops", "ifso.curvature.products.Products.jacobian"])
+@pytest.mark.parametrize("name", ["ifso.nothing", "ifso.Budget.watts", "ifso.curvature.products.Products.jacobian"])
 def test_a_name_that_is_none_is_noticed(name):
     with pytest.raises((AttributeError, ImportError)):
         found(name)
