@@ -14,7 +14,7 @@ from ifso.tasks.classification import cross_entropy
 from ifso.training.losses import distillation
 from ifso.training.objective import Tables, lessons
 from ifso.training.settings import TrainSettings
-from ifso.training.teacher_cache import TaughtBatches
+from ifso.training.teachers import TaughtBatches
 from ifso.training.trainer import fit
 
 

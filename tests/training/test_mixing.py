@@ -20,10 +20,9 @@ from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import refuse_other_settings
-from ifso.training.cutmix import MixedBatches, pasted, rectangles
 from ifso.training.epoch_steps import capturable
 from ifso.training.losses import classification, distillation
-from ifso.training.objective import lessons
+from ifso.training.objective import MixedBatches, lessons, pasted, rectangles
 from ifso.training.settings import RECIPES, TrainSettings, recipe_of
 from ifso.training.train_step import Learner
 from ifso.training.trainer import Lane, Watch, fit, fit_side_by_side

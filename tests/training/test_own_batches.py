@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from ifso.data import open_data
 from ifso.data.from_file import Moved
 from ifso.errors import DataError, DivergedError
-from ifso.training.epoch_batches import OneEpoch, batches_of
+from ifso.training.epoch_steps import OneEpoch, batches_of
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Watch, fit
 

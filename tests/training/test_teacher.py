@@ -9,8 +9,8 @@ from ifso.data import open_data
 from ifso.data.batches import Augmentation, TrainBatches
 from ifso.errors import TrainingError
 from ifso.models import create_model
-from ifso.training import teacher_cache as module
-from ifso.training.teacher_cache import Answers, TaughtBatches, pays, variants
+from ifso.training import teachers as module
+from ifso.training.teachers import Answers, TaughtBatches, pays, variants
 
 COUNT = 40
 

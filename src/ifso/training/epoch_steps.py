@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ifso.common.batch_stream import BatchStream
 from ifso.common.cuda_graphs import NotCaptured, capturing, draws
 from ifso.common.distributed import number_of_each, several, together
+from ifso.data.batches import Epochs
 from ifso.errors import DataError, TrainingError
-from ifso.training.epoch_batches import batches_of
 from ifso.training.optimizers import rate, rates
 from ifso.training.settings import TrainSettings
 from ifso.training.train_step import Learner
 
 NO_GRAPH = "the step cannot be captured as a CUDA graph"
+
 WARM_UP = 3
+
 AHEAD = 6
 """Steps of a network that may wait on the GPU: enough to keep it busy, few enough to give other networks their turn."""
 
@@ -201,3 +204,30 @@ def capturable(learner: Learner, batches: Any) -> bool:
 def _put_back(changed: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     for tensor, value in zip(changed, before, strict=True):
         tensor.copy_(value)
+
+
+class OneEpoch(BatchStream):
+    """Epoch ``epoch`` of ``batches`` as a :class:`BatchStream` has it, and no other.
+
+    >>> list(OneEpoch([1, 2, 3], seed=0, epoch=5))
+    [1, 2, 3]
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int, epoch: int) -> None:
+        super().__init__(batches, seed, (epoch, 0))
+
+    def _end_epoch(self) -> None:
+        raise StopIteration
+
+
+def batches_of(batches: Any, seed: int, epoch: int) -> Iterator[Any]:
+    """Epoch ``epoch`` of ``batches``, which are told its number if they have ``set_epoch``.
+
+    Ours have random numbers of their own, and a list has none. For others the global random states of torch, numpy and
+    Python and the generator of a DataLoader are set, so that a training which was interrupted goes on as if it had not
+    been; between two batches the states are as they were.
+    """
+    if isinstance(batches, Epochs):
+        batches.set_epoch(epoch)
+        return iter(batches)
+    return iter(batches) if type(batches) in (list, tuple) else OneEpoch(batches, seed, epoch)

@@ -19,7 +19,8 @@ def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> Loss
     """The cross entropy to labels of which the share ``label_smoothing`` is spread evenly over all K classes.
 
     (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself. With ``mixed``, batches
-    are those of :class:`ifso.training.cutmix.MixedBatches`, whose images have two labels: :func:`mixed_cross_entropy`.
+    are those of :class:`ifso.training.objective.MixedBatches`, whose images have two labels
+    (:func:`mixed_cross_entropy`).
 
     >>> batch = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
     >>> [round(float(classification(smoothing)(nn.Identity(), batch)), 3) for smoothing in (0.0, 0.1)]

@@ -25,7 +25,7 @@ class TrainSettings:
     ``"one-cycle"``, which rises by itself). ``decay_all=False`` spares norms and biases the weight decay. ``ema`` is
     the decay of a moving average of the weights (0: none), which is then what is evaluated and kept. ``accumulate``
     micro-batches make a batch. ``distill`` is the weight of what the teacher says (0: labels only), at ``temperature``.
-    ``cutmix`` is the share of images that a rectangle of another one is pasted into (:mod:`ifso.training.cutmix`).
+    ``cutmix`` is the share of images that a rectangle of another one is pasted into (:mod:`ifso.training.objective`).
     """
 
     epochs: int = 200

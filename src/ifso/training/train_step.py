@@ -17,9 +17,8 @@ from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
 from ifso.errors import IfsoError, TrainingError
-from ifso.training.ema import Ema
 from ifso.training.losses import NamedLosses
-from ifso.training.optimizers import momenta, set_rate_, sgd
+from ifso.training.optimizers import Ema, momenta, set_rate_, sgd
 from ifso.training.precision import autocast, scaler, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.triton_conv import narrow_layers

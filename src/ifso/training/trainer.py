@@ -34,9 +34,9 @@ from ifso.training.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from ifso.training.cutmix import MixedBatches
 from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, capturable
 from ifso.training.losses import NamedLosses, classification
+from ifso.training.objective import MixedBatches
 from ifso.training.optimizers import refuse_long_warm_up
 from ifso.training.settings import TrainSettings
 from ifso.training.train_step import Learner
