@@ -30,7 +30,7 @@ from ifso.training.epoch_steps import PlainSteps, Steps
 from ifso.training.padded_finetune import Padding
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Lane, fit_side_by_side, own_random_numbers
+from ifso.training.trainer import Trainer, fit_side_by_side, seeded_rng
 from ifso.training.triton_conv import available, narrow_layers
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Shape:
     macs: float
 
 
-class _Lane(Lane):
+class _Lane(Trainer):
     """A lane that goes one way, whether or not there is a quicker one."""
 
     def __init__(self, model: nn.Module, batches: Any, settings: TrainSettings, way: Way) -> None:
@@ -242,7 +242,7 @@ def measure(
     """Every shape trained every way, one after the other. ``keep`` is given all that is there after each of them."""
     _refuse(setup)
     found: dict[str, Any] = {}
-    with tensor_cores(setup.precision), own_random_numbers([], setup.seed):
+    with tensor_cores(setup.precision), seeded_rng([], setup.seed):
         bench, rows = Workbench(setup), []
         for shape in bench.shapes():
             for way in ways(bench.device, setup.precision):

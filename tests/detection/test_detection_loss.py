@@ -8,7 +8,7 @@ from mini import MiniRetina, scene
 from torch import nn
 
 from ifso.errors import ScoreError
-from ifso.tasks.detection import asking_for_losses, detection_loss, detection_losses
+from ifso.tasks.detection import detection_loss, detection_losses, loss_mode
 
 
 class Losses(nn.Module):
@@ -62,7 +62,7 @@ def test_modes_come_back_after_an_error():
     model = Losses("no dict").eval()
     with pytest.raises(ScoreError):
         detection_loss(model, BATCH)
-    with asking_for_losses(model):
+    with loss_mode(model):
         assert model.training
     assert not any(module.training for module in model.modules())
 

@@ -13,7 +13,7 @@ from ifso.data.from_file import Moved
 from ifso.errors import DataError, DivergedError
 from ifso.training.epoch_steps import OneEpoch, batches_of
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Watch, fit
+from ifso.training.trainer import TrainerHooks, fit
 
 SETTINGS = TrainSettings(epochs=4, lr=0.1, schedule="constant")
 
@@ -87,8 +87,8 @@ def test_interrupted_and_resumed_is_not_interrupted(make, tmp_path):
 
     whole = trained(make())
     with pytest.raises(Interrupted):
-        trained(make(), watch=Watch(on_epoch=stop, folder=tmp_path, save_every=0.0))
-    resumed = trained(make(), 9, watch=Watch(folder=tmp_path))
+        trained(make(), watch=TrainerHooks(on_epoch=stop, folder=tmp_path, save_every=0.0))
+    resumed = trained(make(), 9, watch=TrainerHooks(folder=tmp_path))
     assert torch.equal(resumed, whole)
 
 

@@ -12,11 +12,11 @@ from ifso.data import open_data
 from ifso.errors import DataError, ScoreError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
-from ifso.training.epoch_steps import NO_GRAPH, PlainSteps, capturable
+from ifso.training.epoch_steps import NO_GRAPH, PlainSteps, can_capture
 from ifso.training.optimizers import rates
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import Learner
-from ifso.training.trainer import Lane, fit_side_by_side
+from ifso.training.train_step import TrainStep
+from ifso.training.trainer import Trainer, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -122,14 +122,14 @@ class TestPlainSteps:
 class TestCapturable:
     def test_batches_held_in_memory_and_of_one_size(self):
         data, able, unable = open_data("digits"), SimpleNamespace(capturable=True), SimpleNamespace(capturable=False)
-        assert capturable(able, data.train_batches(100))
-        assert not capturable(able, data.train_batches(100, drop_last=False))
-        assert not capturable(able, Told(data.train_batches(100)))
-        assert not capturable(able, [next(iter(data.train_batches(100)))])
-        assert not capturable(unable, data.train_batches(100))
+        assert can_capture(able, data.train_batches(100))
+        assert not can_capture(able, data.train_batches(100, drop_last=False))
+        assert not can_capture(able, Told(data.train_batches(100)))
+        assert not can_capture(able, [next(iter(data.train_batches(100)))])
+        assert not can_capture(unable, data.train_batches(100))
 
     def test_not_on_a_cpu(self):
-        assert not Learner(nn.Linear(2, 2), TrainSettings(), cross_entropy).capturable
+        assert not TrainStep(nn.Linear(2, 2), TrainSettings(), cross_entropy).capturable
 
 
 class TestLearner:
@@ -140,7 +140,7 @@ class TestLearner:
             (lambda model, batch: model(batch), r"tensor of shape \(2, 3\); it must return a scalar"),
         ):
             with pytest.raises(ScoreError, match=message):
-                Learner(model, TrainSettings(), loss_fn).learn(torch.ones(2, 4))
+                TrainStep(model, TrainSettings(), loss_fn).learn(torch.ones(2, 4))
 
     def test_parts_of_nested_batches(self):
         seen = []
@@ -151,7 +151,7 @@ class TestLearner:
 
         x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
         batch = {"x": x, "more": [torch.arange(4)], "name": "a", "scale": torch.tensor(2.0)}
-        learner = Learner(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
+        learner = TrainStep(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
         learner.learn(batch)
         assert seen == [([[1.0], [2.0]], [0, 1], "a", 2.0), ([[3.0], [4.0]], [2, 3], "a", 2.0)]
         batch["x"] = torch.ones(3, 1)
@@ -179,17 +179,17 @@ class TestLearner:
 
         model, x = nn.Linear(4, 3), torch.ones(2, 4)
         with pytest.raises(TrainingError, match=r"by an inplace operation.*\); let the network and") as caught:
-            Learner(model, TrainSettings(), in_place).learn(x)
+            TrainStep(model, TrainSettings(), in_place).learn(x)
         assert "\n" not in str(caught.value)
         with pytest.raises(TrainingError, match=r"differentiated \(KeyError: 'of a user'\); check that backward"):
-            Learner(model, TrainSettings(), failing(KeyError("of a user"))).learn(x)
+            TrainStep(model, TrainSettings(), failing(KeyError("of a user"))).learn(x)
         for error in (torch.OutOfMemoryError("CUDA out of memory"), DataError("a line of ours")):
             with pytest.raises(type(error), match=str(error)):
-                Learner(model, TrainSettings(), failing(error)).learn(x)
+                TrainStep(model, TrainSettings(), failing(error)).learn(x)
 
     def test_channels_last(self):
         model = nn.Conv2d(3, 4, 3)
-        learner = Learner(model, TrainSettings(channels_last=True), cross_entropy)
+        learner = TrainStep(model, TrainSettings(channels_last=True), cross_entropy)
         assert model.weight.is_contiguous(memory_format=torch.channels_last)
         assert learner.state()["momentum.weight"].is_contiguous(memory_format=torch.channels_last)
 
@@ -218,8 +218,8 @@ def test_captured_steps_are_plain_steps(name):
     start = create_model("ifso:resnet8-digits").double().cuda()
     models = copy.deepcopy(start), copy.deepcopy(start)
     batches = data.train_batches(128), Told(data.train_batches(128))
-    lanes = [Lane(model, each, settings, loss_fn=double) for model, each in zip(models, batches, strict=True)]
-    assert [capturable(Learner(start, settings, double), each) for each in batches] == [True, False]
+    lanes = [Trainer(model, each, settings, loss_fn=double) for model, each in zip(models, batches, strict=True)]
+    assert [can_capture(TrainStep(start, settings, double), each) for each in batches] == [True, False]
     for lane in lanes:
         assert fit_side_by_side([lane]) == [None]
         assert lane.notes == []
@@ -242,8 +242,8 @@ def test_a_step_that_looks_at_its_result_runs_uncaptured_and_says_so():
         loss = cross_entropy(model, batch)
         return loss if loss.item() < 1e9 else 0 * loss
 
-    looked = Lane(copy.deepcopy(start), data.train_batches(200), settings, loss_fn=looking)
-    plain = Lane(copy.deepcopy(start), Told(data.train_batches(200)), settings)
+    looked = Trainer(copy.deepcopy(start), data.train_batches(200), settings, loss_fn=looking)
+    plain = Trainer(copy.deepcopy(start), Told(data.train_batches(200)), settings)
     assert fit_side_by_side([looked]) == fit_side_by_side([plain]) == [None]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert len(looked.notes) == 1
@@ -260,7 +260,7 @@ def test_a_step_that_draws_on_the_cpu_runs_uncaptured_and_says_so():
     def at_random(model, batch):
         return cross_entropy(model, batch) * (1.0 + float(torch.rand(1)))
 
-    lane = Lane(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).cuda(), data.train_batches(200),
+    lane = Trainer(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).cuda(), data.train_batches(200),
                 TrainSettings(epochs=1, lr=0.05, batch=200), loss_fn=at_random)  # fmt: skip
     assert fit_side_by_side([lane]) == [None]
     assert lane.notes == [f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU); it runs without"]
@@ -276,7 +276,7 @@ def test_bfloat16_steps_with_narrow_layers_learn_like_full_ones():
         settings = TrainSettings(
             epochs=4, lr=0.1, batch=64, schedule="one-cycle", precision=precision, channels_last=True
         )
-        lane = Lane(model, data.train_batches(64), settings)
+        lane = Trainer(model, data.train_batches(64), settings)
         assert fit_side_by_side([lane]) == [None]
         losses[precision] = lane.done[-1].loss
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.3)

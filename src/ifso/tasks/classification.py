@@ -21,7 +21,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def refuse_other_classes(teacher: Any, student: Any) -> None:
+def check_same_classes(teacher: Any, student: Any) -> None:
     """TrainingError unless the teacher's output is a tensor of logits like the student's."""
     for who, output in (("teacher", teacher), ("network", student)):
         if not isinstance(output, Tensor) or output.dim() != 2:

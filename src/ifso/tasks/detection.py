@@ -40,7 +40,7 @@ def detection_loss(model: nn.Module, batch: Any) -> Tensor:
 def detection_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """What :func:`detection_loss` adds up, by name: scalars in float32 or better."""
     images, targets = _images_and_targets(batch)
-    with asking_for_losses(model), wide_heads(model):
+    with loss_mode(model), float32_heads(model):
         found = model(images, targets)
     if not isinstance(found, Mapping) or not found:
         raise ScoreError(
@@ -51,7 +51,7 @@ def detection_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def asking_for_losses(model: nn.Module) -> Iterator[None]:
+def loss_mode(model: nn.Module) -> Iterator[None]:
     """Train mode for a model in eval mode, but for its batch norms and dropout; nothing for one in train mode."""
     if model.training:
         yield
@@ -111,7 +111,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def wide_heads(model: nn.Module) -> Iterator[None]:
+def float32_heads(model: nn.Module) -> Iterator[None]:
     """Within it heads give float32, and anchors are made in it. Without autocast nothing changes.
 
     The parameters are not asked for their device: while scores are computed, each that is asked anything is copied.
@@ -121,9 +121,9 @@ def wide_heads(model: nn.Module) -> Iterator[None]:
         return
     with ExitStack() as stack:
         for module in _named(model, HEADS):
-            stack.enter_context(module.register_forward_hook(_widened))
+            stack.enter_context(module.register_forward_hook(_outputs_to_float32))
         for module in _named(model, ANCHORS):
-            stack.enter_context(module.register_forward_pre_hook(_sized))
+            stack.enter_context(module.register_forward_pre_hook(_features_to_float32))
         yield
 
 
@@ -135,16 +135,16 @@ def _named(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return found
 
 
-def _widened(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    return tree_map(wide, outputs)
+def _outputs_to_float32(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return tree_map(to_float32, outputs)
 
 
-def wide(leaf: Any) -> Any:
+def to_float32(leaf: Any) -> Any:
     """A tensor of half precision as float32; whatever else it is, as it is."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
-def _sized(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _features_to_float32(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Feature maps of the same sizes in float32, which take no memory."""
     images, features = inputs
     return images, [feature.new_empty((), dtype=torch.float32).expand(feature.shape) for feature in features]

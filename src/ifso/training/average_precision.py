@@ -14,7 +14,7 @@ from ifso.common.distributed import collective_device, rank, several, sum_over_r
 from ifso.common.torch_state import eval_mode
 from ifso.data.coco_samples import Annotations
 from ifso.errors import DataError, DivergedError, IfsoError
-from ifso.tasks.detection import wide_heads
+from ifso.tasks.detection import float32_heads
 
 AREAS = ("all", "small", "medium", "large")
 """Up to 32² pixels, up to 96², and beyond; of the area that the annotation gives."""
@@ -134,7 +134,7 @@ def _look(model: nn.Module, batches: Iterable[Any], truth: Annotations | None) -
     sizes: list[tuple[int, int]] = []
     found: list[Tensor] = []
     asked: list[Tensor] = []
-    with eval_mode(model), wide_heads(model):
+    with eval_mode(model), float32_heads(model):
         for batch in batches:
             images, targets = _pair(batch)
             if not len(images):

@@ -52,7 +52,7 @@ def load_checkpoint(folder: Path, device: torch.device | str) -> tuple[dict[str,
 
 
 @torch.no_grad()
-def fill_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+def copy_tensors_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Copy stored tensors into those of the same names, in place; nothing is copied unless all of them fit.
 
     >>> weight = torch.zeros(2)
@@ -60,13 +60,13 @@ def fill_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     Traceback (most recent call last):
     ifso.errors.RunError: the checkpoint does not fit: weight is float32 [2] and was float32 [3]; resume with the...
     """
-    refuse_other_tensors(_described(live), _described(stored), "the checkpoint does not fit")
+    check_same_tensors(_described(live), _described(stored), "the checkpoint does not fit")
     for name, tensor in live.items():
         tensor.copy_(stored[name])
 
 
-def about_model(model: nn.Module) -> dict[str, Any]:
-    """What is stored of a model for :func:`refuse_other_model`: its fingerprint, and what it is made from."""
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """What is stored of a model for :func:`check_same_model`: its fingerprint, and what it is made from."""
     return {"fingerprint": fingerprint(model), "tensors": _described(_state(model))}
 
 
@@ -80,19 +80,15 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(sorted(_described(_state(model)).items())).encode()).hexdigest()
 
 
-def refuse_other_model(
-    model: nn.Module, before: Mapping[str, Any], where: Path | str, advice: str | None = None
-) -> None:
-    """RunError that names the first differences if ``before``, from :func:`about_model`, was another model."""
+def check_same_model(model: nn.Module, before: Mapping[str, Any], where: Path | str, advice: str | None = None) -> None:
+    """RunError that names the first differences if ``before``, from :func:`describe_model`, was another model."""
     if fingerprint(model) == before["fingerprint"]:
         return
     now = _described(_state(model))
-    refuse_other_tensors(now, before["tensors"], f"the training in {where} is of another network", advice)
+    check_same_tensors(now, before["tensors"], f"the training in {where} is of another network", advice)
 
 
-def refuse_other_tensors(
-    now: Mapping[str, str], before: Mapping[str, str], what: str, advice: str | None = None
-) -> None:
+def check_same_tensors(now: Mapping[str, str], before: Mapping[str, str], what: str, advice: str | None = None) -> None:
     """RunError that begins with ``what`` if names, shapes or dtypes differ, and ends with ``advice``."""
     found = [
         f"{name} is {now.get(name, 'not there')} and was {before.get(name, 'not there')}"
@@ -104,7 +100,7 @@ def refuse_other_tensors(
         raise RunError(f"{what}: {_first(found)}; {advice}")
 
 
-def refuse_other_settings(
+def check_same_settings(
     now: TrainSettings, before: Mapping[str, Any], where: Path | str, advice: str | None = None
 ) -> None:
     """RunError that shows how ``now`` differs from the settings ``before``, which were read as JSON."""
@@ -156,7 +152,7 @@ WORDS = {START: "another network", TEACHER: "another teacher", DATA: "other data
 
 
 @dataclass(frozen=True)
-class Origin:
+class InputDigests:
     """``digests`` of the network at its :data:`START`, of its :data:`TEACHER` and of the :data:`DATA`, where known.
 
     ``advice`` is what to do with a checkpoint that is of something else, if that is not the usual.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ifso.common.distributed import several, sum_over_ranks
 from ifso.common.torch_state import eval_mode
 from ifso.errors import TrainingError
-from ifso.tasks.detection import detection_losses, unwrapped, wide
+from ifso.tasks.detection import detection_losses, to_float32, unwrapped
 from ifso.training.losses import LossesOf
 
 CONFIDENT = 0.3
@@ -26,7 +26,7 @@ NEEDED = "distillation of detectors is for RetinaNet and FCOS: a transform, a ba
 
 
 @dataclass
-class _Heard:
+class _Answers:
     """Of a pass of the student: its images after resizing [N, 3, H, W], and what its head said."""
 
     images: Tensor | None = None
@@ -34,19 +34,19 @@ class _Heard:
 
 
 def detector_distillation(teacher: nn.Module, *, weight: float = 0.5, temperature: float = 1.0) -> LossesOf:
-    """Losses by name: (1 − weight) · those of the boxes, and weight · :func:`differences` from the teacher.
+    """Losses by name: (1 − weight) · those of the boxes, and weight · :func:`distillation_losses` from the teacher.
 
     The teacher, in eval mode, sees the pixels that the student saw. Both are networks such as torchvision's RetinaNet
     and FCOS, with the same anchors and classes; others are refused.
     """
-    refuse_other_detectors(teacher, "teacher")
+    check_distillable(teacher, "teacher")
 
     def losses_of(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        refuse_other_detectors(unwrapped(model), "network")
-        with listening(model) as heard:
+        check_distillable(unwrapped(model), "network")
+        with recorded_answers(model) as heard:
             hard = detection_losses(model, batch)
         assert heard.images is not None
-        soft = differences(_answers(heard.answers, "network"), _asked(teacher, heard.images), temperature)
+        soft = distillation_losses(_answers(heard.answers, "network"), _asked(teacher, heard.images), temperature)
         return {
             **{name: (1 - weight) * loss for name, loss in hard.items()},
             **{f"distilled_{name}": weight * loss for name, loss in soft.items()},
@@ -55,7 +55,9 @@ def detector_distillation(teacher: nn.Module, *, weight: float = 0.5, temperatur
     return losses_of
 
 
-def differences(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:
+def distillation_losses(
+    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], temperature: float
+) -> dict[str, Tensor]:
     """How far the student's answers are from the teacher's, over all anchors of all images.
 
     With scores p = σ(z/T) of the teacher, q of the student, and N anchors at which the teacher is confident (a score
@@ -106,10 +108,10 @@ def _divergence(given: Tensor, said: Tensor) -> Tensor:
     return cross - F.binary_cross_entropy_with_logits(given, p, reduction="none")
 
 
-def check_detectors(teacher: nn.Module, network: nn.Module, images: Any) -> None:
+def check_distillable_pair(teacher: nn.Module, network: nn.Module, images: Any) -> None:
     """TrainingError unless both are made alike, and answer about a list of images with as many anchors and classes."""
     for who, model in (("teacher", teacher), ("network", network)):
-        refuse_other_detectors(model, who)
+        check_distillable(model, who)
     for name in ("image_mean", "image_std"):
         own, other = (getattr(model.get_submodule("transform"), name, None) for model in (network, teacher))
         if own != other:
@@ -117,13 +119,13 @@ def check_detectors(teacher: nn.Module, network: nn.Module, images: Any) -> None
                 f"{name} is {own} of the network and {other} of the teacher, which sees the pixels that the network "
                 "sees; give a teacher with the same"
             )
-    with torch.no_grad(), eval_mode(network), listening(network) as heard:
+    with torch.no_grad(), eval_mode(network), recorded_answers(network) as heard:
         network(images)
     assert heard.images is not None
-    differences(_answers(heard.answers, "network"), _asked(teacher, heard.images), 1.0)
+    distillation_losses(_answers(heard.answers, "network"), _asked(teacher, heard.images), 1.0)
 
 
-def refuse_other_detectors(model: nn.Module, who: str) -> None:
+def check_distillable(model: nn.Module, who: str) -> None:
     """TrainingError unless the network is made as torchvision's RetinaNet and FCOS are."""
     from torchvision.models.detection.ssd import SSD
 
@@ -133,9 +135,9 @@ def refuse_other_detectors(model: nn.Module, who: str) -> None:
 
 
 @contextmanager
-def listening(model: nn.Module) -> Iterator[_Heard]:
+def recorded_answers(model: nn.Module) -> Iterator[_Answers]:
     """Within it a pass of the model leaves its images and its answers in what is given."""
-    heard, network = _Heard(), unwrapped(model)
+    heard, network = _Answers(), unwrapped(model)
 
     def resized(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
         heard.images = outputs[0].tensors
@@ -163,4 +165,4 @@ def _answers(answers: Any, who: str) -> dict[str, Tensor]:
     if not isinstance(answers, Mapping) or not {SCORES, BOXES} <= answers.keys():
         found = ", ".join(answers) if isinstance(answers, Mapping) else type(answers).__name__
         raise TrainingError(f"the head of the {who} gives {found}, not {SCORES} and {BOXES}; {NEEDED}")
-    return {name: wide(answers[name]) for name in (SCORES, BOXES, CENTRE) if name in answers}
+    return {name: to_float32(answers[name]) for name in (SCORES, BOXES, CENTRE) if name in answers}

@@ -16,7 +16,7 @@ from ifso.data.batches import Epochs
 from ifso.errors import DataError, TrainingError
 from ifso.training.optimizers import rate, rates
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import Learner
+from ifso.training.train_step import TrainStep
 
 NO_GRAPH = "the step cannot be captured as a CUDA graph"
 
@@ -43,14 +43,14 @@ class PlainSteps:
     count from the beginning of an epoch.
     """
 
-    def __init__(self, learner: Learner, batches: Any) -> None:
+    def __init__(self, learner: TrainStep, batches: Any) -> None:
         self._learner, self._batches, self.count = learner, batches, 0
 
     def epoch(self, number: int) -> Iterator[bool]:
         """Batches with ``set_epoch`` are told the number; what is random in a user's depends on it and the seed."""
         self.count, seed = 0, self._learner.settings.seed
         steps = len(self._batches) if hasattr(self._batches, "__len__") else None
-        for batch in of_all_ranks(batches_of(self._batches, seed, number), steps):
+        for batch in same_count_on_all_ranks(batches_of(self._batches, seed, number), steps):
             self._learner.set_rate(self._rate(number, steps))
             self._learner.learn(batch)
             self.count += 1
@@ -60,12 +60,12 @@ class PlainSteps:
         """The rate of the next step in epoch ``number``; batches beyond their length have that of the last one."""
         settings = self._learner.settings
         if steps is None:
-            return rate(settings, _representative(settings, number) / settings.epochs)
+            return rate(settings, _middle_of_epoch(settings, number) / settings.epochs)
         done = min(self.count, steps - 1) / steps if steps else 0.0
         return rate(settings, (number + done) / settings.epochs, max(steps, 1))
 
 
-def _representative(settings: TrainSettings, number: int) -> float:
+def _middle_of_epoch(settings: TrainSettings, number: int) -> float:
     """The moment, in epochs, whose rate all of epoch ``number`` has.
 
     >>> _representative(TrainSettings(schedule="cosine"), 3), _representative(TrainSettings(), 3)
@@ -77,7 +77,7 @@ def _representative(settings: TrainSettings, number: int) -> float:
     return max(number, min(middle, settings.warm_up)) if settings.schedule == "step" else middle
 
 
-def of_all_ranks(batches: Iterator[Any], length: int | None) -> Iterator[Any]:
+def same_count_on_all_ranks(batches: Iterator[Any], length: int | None) -> Iterator[Any]:
     """The batches; ranks that do not have equally many are refused, since each step is one of all ranks."""
     if not several():
         yield from batches
@@ -118,7 +118,7 @@ class CapturedSteps:
     What is captured must not change: weights, momenta and averages are written in place, here and in checkpoints.
     """
 
-    def __init__(self, learner: Learner, batches: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(self, learner: TrainStep, batches: Any, stream: torch.cuda.Stream) -> None:
         self._learner, self._batches, self._stream = learner, batches, stream
         self._steps, self.count = len(batches), 0
         order, moves = batches.plan(0)
@@ -194,7 +194,7 @@ class CapturedSteps:
         return graph
 
 
-def capturable(learner: Learner, batches: Any) -> bool:
+def can_capture(learner: TrainStep, batches: Any) -> bool:
     """Does the batch come from tensors on the GPU, always of one size, and may the step be captured?"""
     held = hasattr(batches, "plan") and hasattr(batches, "make") and getattr(batches, "drop_last", False)
     return held and learner.capturable

@@ -24,7 +24,7 @@ from ifso.data.base import AVERAGES, Data, detects
 from ifso.errors import DataError, IfsoError, TrainingError
 from ifso.tasks.classification import cross_entropy
 from ifso.training.average_precision import check_evaluator
-from ifso.training.optimizers import untrainable
+from ifso.training.optimizers import no_parameters_error
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Measures
@@ -59,17 +59,17 @@ def evaluate(model: nn.Module, batches: Iterable[Any], *, over_ranks: bool = Fal
     >>> found.top1, found.top5, round(found.loss, 4), found.samples
     (75.0, None, 0.7986, 4)
     """
-    total = added_up(lambda: _total(model, batches), over_ranks=over_ranks)
+    total = total_over_ranks(lambda: _total(model, batches), over_ranks=over_ranks)
     return accuracy_of(total[:-1], round(float(total[-1])))
 
 
-def added_up(sums: Callable[[], Tensor], *, over_ranks: bool) -> Tensor:
+def total_over_ranks(sums: Callable[[], Tensor], *, over_ranks: bool) -> Tensor:
     """What ``sums`` gives; with ``over_ranks`` its sum over all processes, and if one fails, none goes on."""
     return sum_over_ranks(together(sums).to(collective_device())) if over_ranks and several() else sums()
 
 
 def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
-    """What :func:`sums_of` all batches, added up [3], amount to.
+    """What :func:`accuracy_sums` all batches, added up [3], amount to.
 
     >>> accuracy_of(torch.tensor([2.0, 6.0, 8.0]), 8)
     Accuracy(top1=75.0, top5=100.0, loss=0.25, samples=8)
@@ -80,7 +80,7 @@ def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
     return Accuracy(100 * first, None if math.isnan(five) else 100 * five, loss, samples)
 
 
-def sums_of(logits: Any, labels: Tensor) -> Tensor:
+def accuracy_sums(logits: Any, labels: Tensor) -> Tensor:
     """Sums over a batch, in float64 [3]: cross entropy, right answers, right ones among the first five (else NaN).
 
     Nothing waits for the device. An answer whose cross entropy is not finite is never right, so that NaN is no class 0.
@@ -114,7 +114,7 @@ def _total(model: nn.Module, batches: Iterable[Any]) -> Tensor:
     with eval_mode(model):
         for images, labels in batches:
             logits = model(images)
-            sums.append(sums_of(logits, labels))
+            sums.append(accuracy_sums(logits, labels))
             if len(labels):
                 samples, classes = samples + len(labels), logits.shape[1]
                 ends.append(torch.stack([labels.min(), labels.max()]))
@@ -143,14 +143,14 @@ PHOTOGRAPHS = 8
 """Images with boxes in an evaluated batch."""
 
 
-def evaluated_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
+def evaluation_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
     """What a network on ``device`` is evaluated on: the validation part, or the test set."""
     size = LARGE if torch.device(device).type == "cuda" else SMALL
     size = PHOTOGRAPHS if detects(data) else size
     return data.validation_batches(size) if validation else data.test_batches(size)
 
 
-class Examiner:
+class Evaluator:
     """``examiner(model)`` is the accuracy on batches that stay the same, in a precision.
 
     A network that cannot be captured, because it waits for the GPU or memory is short, is evaluated as it comes.
@@ -195,13 +195,13 @@ class Examiner:
     def _sums(self, model: nn.Module) -> Tensor:
         device = next(model.parameters()).device
         with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
-            return torch.stack([sums_of(model(images), labels) for images, labels in self._batches]).sum(0)
+            return torch.stack([accuracy_sums(model(images), labels) for images, labels in self._batches]).sum(0)
 
 
 Result = TypeVar("Result")
 
 
-def examination(
+def make_evaluator(
     model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool
 ) -> Callable[[nn.Module], Measures]:
     """What tells how well the network does: ``top1``, ``top5`` and ``eval_loss``; of another loss the mean alone.
@@ -210,12 +210,12 @@ def examination(
     """
     if detects(data):
         check_evaluator()
-    batches = evaluated_batches(data, _trained_on(model), validation=validation)
-    examiner = Examiner(batches, settings.precision)
+    batches = evaluation_batches(data, _trained_on(model), validation=validation)
+    examiner = Evaluator(batches, settings.precision)
 
     def measures(network: nn.Module) -> Measures:
         if data.loss_fn is cross_entropy:
-            with explaining(f"evaluation batches of {data.name}"):
+            with clear_errors(f"evaluation batches of {data.name}"):
                 found: Any = examiner(network)
         else:
             found = quality(network, data, batches, settings.precision, over_ranks=True)
@@ -231,13 +231,13 @@ def examination(
 def _trained_on(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         return parameter.device
-    raise untrainable(model)
+    raise no_parameters_error(model)
 
 
-def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
-    """What :func:`examination` says of a network; nothing where a user's data has no test set."""
+def evaluate_once(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
+    """What :func:`make_evaluator` says of a network; nothing where a user's data has no test set."""
     try:
-        measures = examination(model, data, settings, validation=validation)
+        measures = make_evaluator(model, data, settings, validation=validation)
     except DataError:
         if validation:
             raise
@@ -245,7 +245,7 @@ def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validatio
     return measures(model)
 
 
-def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callable[[nn.Module, Any], Result]:
+def with_clear_errors(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callable[[nn.Module, Any], Result]:
     """The loss, or losses by name, with one clear line where a batch does not fit the network."""
     boxes = detects(data)
     what = "images and boxes" if boxes else "images and labels"
@@ -289,7 +289,7 @@ class Quality:
 
 def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
     """How well the network does on ``batches`` of the data."""
-    with tensor_cores(precision), autocast(precision, device_of(model)), explaining(f"batches of {data.name}"):
+    with tensor_cores(precision), autocast(precision, device_of(model)), clear_errors(f"batches of {data.name}"):
         if detects(data):
             return _detected(model, batches, over_ranks)
         if data.loss_fn is cross_entropy:
@@ -307,7 +307,7 @@ def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ran
         loss = mean_loss(model, loss_fn, whole) if whole else 0.0
         return torch.tensor([len(whole) * loss, len(whole), sum(map(size_of, whole))], dtype=torch.float64)
 
-    loss, count, samples = added_up(sums, over_ranks=over_ranks).tolist()
+    loss, count, samples = total_over_ranks(sums, over_ranks=over_ranks).tolist()
     if not count:
         raise DataError(NOTHING)
     return Quality(loss / count, round(samples))
@@ -321,7 +321,7 @@ def _detected(model: nn.Module, batches: Iterable[Any], over_ranks: bool) -> Qua
 
 
 @contextmanager
-def explaining(what: str) -> Iterator[None]:
+def clear_errors(what: str) -> Iterator[None]:
     """One clear line where memory runs out, also if another error tells of it, or where the network fails."""
     try:
         yield

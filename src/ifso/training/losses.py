@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ifso.common.distributed import mean_over_ranks
 from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import eval_mode
-from ifso.tasks.classification import cross_entropy, refuse_other_classes
+from ifso.tasks.classification import check_same_classes, cross_entropy
 
 
 def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
@@ -107,7 +107,7 @@ def distillation_from_logits(
             hard = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         if given is None:
             return hard
-        refuse_other_classes(given, logits)
+        check_same_classes(given, logits)
         target, answer = (F.log_softmax(_single(each) / temperature, 1) for each in (given.detach(), logits))
         soft = F.kl_div(answer, target, reduction="batchmean", log_target=True)
         return (1 - weight) * hard + weight * temperature**2 * soft

@@ -18,21 +18,21 @@ from ifso.tasks.detection import detection_loss, detection_losses
 from ifso.training.detector_distillation import detector_distillation
 from ifso.training.losses import NamedLosses, classification, distillation, distillation_from_logits
 from ifso.training.settings import TrainSettings
-from ifso.training.teachers import Answers, TaughtBatches, pays
+from ifso.training.teachers import BatchesWithLogits, TeacherCache, cache_pays_off
 
-Tables = dict[nn.Module, Answers]
+TeacherCaches = dict[nn.Module, TeacherCache]
 """Answers that were asked for already, by the teacher."""
 
 NO_TEACHER = "distillation needs a teacher, the network before pruning; give one, or distill=0"
 
 
-def lessons(
+def batches_and_loss(
     data: Data,
     settings: TrainSettings,
     teacher: nn.Module | None = None,
     *,
     ranks: int = 1,
-    tables: Tables | None = None,
+    tables: TeacherCaches | None = None,
     networks: int = 1,
     say: Callable[[str], None] | None = None,
 ) -> tuple[Any, LossFn]:
@@ -60,15 +60,15 @@ def lessons(
         "weight": settings.distill,
         "label_smoothing": settings.label_smoothing,
     }
-    table = not several() and pays(batches, networks * settings.epochs, data.num_classes or 1000)
+    table = not several() and cache_pays_off(batches, networks * settings.epochs, data.num_classes or 1000)
     if not table or not isinstance(batches, TrainBatches):
         return batches, distillation(teacher, **options, mixed=settings.cutmix > 0)
     tables = {} if tables is None else tables
     if teacher not in tables:
         if say is not None:
             say("asking the teacher about every variant of every image")
-        tables[teacher] = Answers.of(teacher, batches, settings.precision)
-    return TaughtBatches(batches, tables[teacher]), distillation_from_logits(_third, **options)
+        tables[teacher] = TeacherCache.of(teacher, batches, settings.precision)
+    return BatchesWithLogits(batches, tables[teacher]), distillation_from_logits(_third, **options)
 
 
 def _mixed(data: Data, batches: Any, share: float) -> MixedBatches:

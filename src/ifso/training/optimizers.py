@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ifso.common.module_state import tensor_slots
 from ifso.errors import TrainingError
-from ifso.training.checkpoint import fill_
+from ifso.training.checkpoint import copy_tensors_
 from ifso.training.settings import TrainSettings
 
 
-def untrainable(model: nn.Module) -> TrainingError:
+def no_parameters_error(model: nn.Module) -> TrainingError:
     """What to say of a network without parameters."""
     return TrainingError(
         f"{type(model).__name__} has no parameter to train; set requires_grad of some, or give another network"
@@ -36,7 +36,7 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise untrainable(model)
+        raise no_parameters_error(model)
     rate = settings.lr if lr is None else lr
     optimizer = torch.optim.SGD(
         [{**group, "lr": rate} for group in _groups(parameters, settings)],
@@ -120,7 +120,7 @@ def rates(settings: TrainSettings, steps_per_epoch: int) -> list[float]:
     return [rate(settings, step / total, steps_per_epoch) for step in range(total)]
 
 
-def refuse_long_warm_up(settings: TrainSettings, steps_per_epoch: int | None) -> None:
+def check_warm_up(settings: TrainSettings, steps_per_epoch: int | None) -> None:
     """One clear line if ``warm_up_steps`` take the whole run, or nobody knows how many steps an epoch has (None)."""
     if not settings.warm_up_steps or not settings.epochs:
         return
@@ -232,7 +232,7 @@ class Ema:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what :meth:`state_dict` gave for a model of the same shape."""
-        fill_(self.state_dict(), state)
+        copy_tensors_(self.state_dict(), state)
 
     def _weight(self) -> Tensor:
         """1 − δ, as a float64 scalar where the count of updates is."""

@@ -27,7 +27,7 @@ from ifso.costs.cost import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
 from ifso.errors import IfsoError
 from ifso.graph.tracing import trace
-from ifso.training.evaluation import Quality, explaining
+from ifso.training.evaluation import Quality, clear_errors
 from ifso.training.precision import autocast, tensor_cores
 
 REPEATS = 15
@@ -60,7 +60,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Profile:
     """All that is known of one network. Bytes: of the activations of one image, and of a training step at its peak."""
 
     quality: Quality
@@ -88,7 +88,7 @@ class Measured:
         }  # fmt: skip
 
 
-def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost, int]:
+def costs_of(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost, int]:
     """Costs of one image, and the bytes of its activations: what convolutions and matrix products write.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
@@ -101,7 +101,7 @@ def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost
     return found, found.activations * (2 if precision in HALF else 4)
 
 
-def laid_out(values: Any, *, channels_last: bool) -> Any:
+def in_memory_format(values: Any, *, channels_last: bool) -> Any:
     """The same with images [N, C, H, W] in channels-last memory layout, if that is asked for."""
     if not channels_last:
         return values
@@ -110,7 +110,7 @@ def laid_out(values: Any, *, channels_last: bool) -> Any:
     )
 
 
-def timed(
+def time_forward(
     models: Mapping[str, nn.Module],
     example_inputs: Any,
     batch: int,
@@ -126,7 +126,7 @@ def timed(
     """
     if batch < 1 or repeats < 1:
         raise IfsoError(f"{repeats} repeats with batches of {batch}: give whole numbers from 1 up")
-    with explaining(f"a batch of {batch}"):
+    with clear_errors(f"a batch of {batch}"):
         _refuse_too_large(models, example_inputs, batch)
         inputs = of_batch(example_inputs, batch)
     begun = time.perf_counter()
@@ -137,7 +137,7 @@ def timed(
             break
         share = repeats * (number + 1) // rounds - repeats * number // rounds
         for name, model in models.items():
-            with tensor_cores(precision), autocast(precision, device_of(model)), explaining(f"a batch of {batch}"):
+            with tensor_cores(precision), autocast(precision, device_of(model)), clear_errors(f"a batch of {batch}"):
                 warm_up = 1 if number else WARM_UP
                 samples[name] += measure_latency(model, inputs, repeats=share, warm_up=warm_up).samples
     return {name: Timing(batch, Latency(*middle(found), found)) for name, found in samples.items()}
@@ -170,7 +170,7 @@ def training_peak(model: nn.Module, batch: Any, loss_fn: LossFn, precision: str)
         tensor_cores(precision),
         torch.random.fork_rng(gpus),
         _on(device),
-        explaining(f"training on a batch of {size}"),
+        clear_errors(f"training on a batch of {size}"),
     ):
         step()
         added = peak_bytes(step, device)

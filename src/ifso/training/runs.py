@@ -27,13 +27,13 @@ from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingErr
 from ifso.runs.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
 from ifso.surgery.recipe import recipe_of, unchanged
 from ifso.training.checkpoint import FILE
-from ifso.training.evaluation import examination, explained
+from ifso.training.evaluation import make_evaluator, with_clear_errors
 from ifso.training.losses import NamedLosses
-from ifso.training.objective import Tables, lessons
+from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import Padding, padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import SAVE_EVERY, Crew, Epoch, Lane, Measures, Watch, own_random_numbers
+from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def train_side_by_side(
     for training in trainings:
         _refuse_unfit(training)
     outcomes: list[dict[str, Any] | IfsoError] = [TrainingError("not trained")] * len(trainings)
-    crew, tables, models = Crew(), Tables(), [training.model for training in trainings]
+    crew, tables, models = RoundRobin(), TeacherCaches(), [training.model for training in trainings]
     first = trainings[0].settings
-    with ExitStack() as stack, closing(crew), own_random_numbers(models, first.seed):
+    with ExitStack() as stack, closing(crew), seeded_rng(models, first.seed):
         for number, training in enumerate(trainings):
             folder = _opened(training, resume)
             if folder is not None:
@@ -97,7 +97,7 @@ def train_side_by_side(
     return outcomes
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
+def finished_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a training that has come to its end, else None."""
     place = folder / SUMMARY
     if not place.is_file():
@@ -113,7 +113,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return {name: value for name, value in summary.items() if name != DIGESTS}
 
 
-class RunningTraining(Lane):
+class RunningTraining(Trainer):
     """A lane that keeps its folder and tells its listener; at its end ``summary`` says what came out."""
 
     def __init__(
@@ -130,7 +130,7 @@ class RunningTraining(Lane):
         self._length = len(batches) if hasattr(batches, "__len__") else 0
         self._steps_done, self._before = 0, dict(training.before)
         self.summary: dict[str, Any] = {}
-        watch = Watch(self._measures, training.every, 1, self._ended, training.folder, SAVE_EVERY)
+        watch = TrainerHooks(self._measures, training.every, 1, self._ended, training.folder, SAVE_EVERY)
         self._padding = _padded(training, listener)
         network = training.model if self._padding is None or training.wide is None else training.wide
         super().__init__(network, batches, training.settings, loss_fn=loss_fn, watch=watch)
@@ -265,15 +265,17 @@ def _discard_if_empty(folder: RunFolder) -> None:
         folder.discard_if_empty()
 
 
-def _lesson(training: Training, listener: Listener, tables: Tables, ranks: int, networks: int) -> tuple[Any, LossFn]:
+def _lesson(
+    training: Training, listener: Listener, tables: TeacherCaches, ranks: int, networks: int
+) -> tuple[Any, LossFn]:
     """Batches, and the loss; ``networks`` have the same teacher."""
     data, settings, teacher = training.data, training.settings, training.teacher
-    batches, loss_fn = lessons(
+    batches, loss_fn = batches_and_loss(
         data, settings, teacher, ranks=ranks, tables=tables, networks=networks, say=listener.said
     )
     if isinstance(loss_fn, NamedLosses):
-        return batches, NamedLosses(explained(loss_fn.losses_of, data))
-    return batches, explained(loss_fn, data)
+        return batches, NamedLosses(with_clear_errors(loss_fn.losses_of, data))
+    return batches, with_clear_errors(loss_fn, data)
 
 
 def _padded(training: Training, listener: Listener) -> Padding | None:
@@ -290,7 +292,7 @@ def _padded(training: Training, listener: Listener) -> Padding | None:
 def _measures_of(training: Training, listener: Listener) -> Callable[[nn.Module], Measures] | None:
     """None, and a word about it, where a user's data has no test set."""
     try:
-        return examination(training.model, training.data, training.settings, validation=training.validation)
+        return make_evaluator(training.model, training.data, training.settings, validation=training.validation)
     except DataError as error:
         if training.validation:
             raise
@@ -302,7 +304,7 @@ def _end(
     outcomes: list[dict[str, Any] | IfsoError],
     number: int,
     lane: RunningTraining,
-    crew: Crew,
+    crew: RoundRobin,
     failure: IfsoError | None,
 ) -> None:
     """Other networks go on, and a failure is told at once; other ranks cannot, and wait for this one until it goes."""

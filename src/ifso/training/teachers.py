@@ -14,8 +14,8 @@ from ifso.data.base import Data, detects
 from ifso.data.batches import Augmentation, ExtendedBatches, TrainBatches
 from ifso.data.compatibility import SAMPLES, check_fits, same_random_numbers
 from ifso.errors import IfsoError, TrainingError
-from ifso.tasks.classification import cross_entropy, refuse_other_classes
-from ifso.training.detector_distillation import check_detectors
+from ifso.tasks.classification import check_same_classes, cross_entropy
+from ifso.training.detector_distillation import check_distillable_pair
 from ifso.training.precision import autocast
 from ifso.training.triton_conv import narrow_layers
 
@@ -25,7 +25,7 @@ SHARE = 0.25
 """Of the memory that is free on the GPU, which a table may take."""
 
 
-def variants(batches: Any) -> int | None:
+def variants_per_image(batches: Any) -> int | None:
     """Into how many images the augmentation makes one; None where that is not known."""
     if not isinstance(batches, TrainBatches):
         return None
@@ -33,9 +33,9 @@ def variants(batches: Any) -> int | None:
     return 1 if augmentation is None else (2 * augmentation.shift + 1) ** 2 * (1 + augmentation.mirror)
 
 
-def pays(batches: Any, epochs: int, classes: int) -> bool:
+def cache_pays_off(batches: Any, epochs: int, classes: int) -> bool:
     """Is a table quicker than asking the teacher in every step of ``epochs`` epochs, and is there room for it?"""
-    count = variants(batches)
+    count = variants_per_image(batches)
     if count is None or count > epochs:
         return False
     device = batches.images.pixels.device
@@ -43,7 +43,7 @@ def pays(batches: Any, epochs: int, classes: int) -> bool:
     return 2 * len(batches.images) * count * classes <= SHARE * room
 
 
-class Answers:
+class TeacherCache:
     """The teacher's logits [images, variants, classes] in float16."""
 
     def __init__(self, logits: Tensor, shift: int) -> None:
@@ -51,7 +51,7 @@ class Answers:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, teacher: nn.Module, batches: TrainBatches, precision: str = "float32") -> Answers:
+    def of(cls, teacher: nn.Module, batches: TrainBatches, precision: str = "float32") -> TeacherCache:
         """Ask the teacher, in eval mode, about every variant of every training image."""
         images, augmentation, parts = batches.images, batches.augmentation, []
         moves = torch.zeros(1, 3, dtype=torch.int64) if augmentation is None else _all_moves(augmentation)
@@ -59,7 +59,7 @@ class Answers:
         with eval_mode(teacher), autocast(precision, device), narrow_layers(precision, device):
             for first in range(0, len(images), CHUNK):
                 places = torch.arange(first, min(first + CHUNK, len(images)), device=images.pixels.device)
-                parts.append(torch.stack([_asked(teacher, batches, places, move) for move in moves], 1))
+                parts.append(torch.stack([_teacher_logits(teacher, batches, places, move) for move in moves], 1))
         return cls(torch.cat(parts), 0 if augmentation is None else augmentation.shift)
 
     def __call__(self, order: Tensor, moves: Tensor | None) -> Tensor:
@@ -81,17 +81,17 @@ def _all_moves(augmentation: Augmentation) -> Tensor:
     return torch.tensor(list(itertools.product(corners, corners, mirrors)))
 
 
-def _asked(teacher: nn.Module, batches: TrainBatches, places: Tensor, move: Tensor) -> Tensor:
+def _teacher_logits(teacher: nn.Module, batches: TrainBatches, places: Tensor, move: Tensor) -> Tensor:
     images, _ = batches.make(places, move.to(places.device).expand(len(places), 3))
     answer = teacher(images)
-    refuse_other_classes(answer, answer)
+    check_same_classes(answer, answer)
     return answer.to(torch.float16)
 
 
-class TaughtBatches(ExtendedBatches):
+class BatchesWithLogits(ExtendedBatches):
     """Batches of (images, labels, the teacher's logits), from training batches and a table of answers."""
 
-    def __init__(self, batches: TrainBatches, answers: Answers) -> None:
+    def __init__(self, batches: TrainBatches, answers: TeacherCache) -> None:
         super().__init__(batches)
         self._answers = answers
 
@@ -120,9 +120,9 @@ def check_teacher(teacher: nn.Module, network: nn.Module, data: Data) -> None:
         images = data.first_batch()[0]
     try:
         if detects(data):
-            check_detectors(teacher, network, list(images)[:1])
+            check_distillable_pair(teacher, network, list(images)[:1])
         else:
-            refuse_other_classes(*(_answer(model, images[:SAMPLES]) for model in (teacher, network)))
+            check_same_classes(*(_answer(model, images[:SAMPLES]) for model in (teacher, network)))
     except IfsoError:
         raise
     except Exception as error:

@@ -24,7 +24,7 @@ from ifso.training.settings import TrainSettings
 from ifso.training.triton_conv import narrow_layers
 
 
-class Learner:
+class TrainStep:
     """A network with all that a step of training needs and changes.
 
     ``narrow`` layers have kernels of their own where they can be had

@@ -24,22 +24,22 @@ from ifso.pruning.recovery import first_bad, refuse_spoilt_weights
 from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import (
     RNG,
-    Origin,
-    about_model,
-    fill_,
+    InputDigests,
+    check_same_model,
+    check_same_settings,
+    copy_tensors_,
+    describe_model,
     load_checkpoint,
-    refuse_other_model,
-    refuse_other_settings,
     restore_rng,
     rng_states,
     save_checkpoint,
 )
-from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, capturable
+from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, can_capture
 from ifso.training.losses import NamedLosses, classification
 from ifso.training.objective import MixedBatches
-from ifso.training.optimizers import refuse_long_warm_up
+from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import Learner
+from ifso.training.train_step import TrainStep
 
 Measures = dict[str, float]
 
@@ -64,7 +64,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Watch:
+class TrainerHooks:
     """How a run is watched: ``evaluate(model)`` after every ``every`` epochs and in each of the last ``final`` ones.
 
     ``on_epoch`` is told of every epoch; ``folder`` is where the run can go on after an interruption, if ``origin`` is
@@ -77,14 +77,14 @@ class Watch:
     on_epoch: Callable[[Epoch], None] | None = None
     folder: Path | None = None
     save_every: float = SAVE_EVERY
-    origin: Origin = field(default_factory=Origin)
+    origin: InputDigests = field(default_factory=InputDigests)
 
     def due(self, number: int, epochs: int) -> bool:
         """Is the network evaluated after epoch ``number``, from 1?"""
         return self.evaluate is not None and (number % self.every == 0 or number > epochs - self.final)
 
 
-class Lane:
+class Trainer:
     """``for _ in lane.run(): …`` trains ``model`` in place; ``done`` are its epochs, ``notes`` what went otherwise."""
 
     def __init__(
@@ -94,14 +94,14 @@ class Lane:
         settings: TrainSettings,
         *,
         loss_fn: LossFn = cross_entropy,
-        watch: Watch | None = None,
+        watch: TrainerHooks | None = None,
     ) -> None:
-        refuse_long_warm_up(settings, len(batches) if hasattr(batches, "__len__") else None)
+        check_warm_up(settings, len(batches) if hasattr(batches, "__len__") else None)
         self.model, self.settings = model, settings
         self.done: list[Epoch] = []
         self.notes: list[str] = []
-        self._batches, self._watch = batches, watch or Watch()
-        self._learner = Learner(model, settings, loss_fn)
+        self._batches, self._watch = batches, watch or TrainerHooks()
+        self._learner = TrainStep(model, settings, loss_fn)
         self._named = loss_fn if isinstance(loss_fn, NamedLosses) else None
         self._saved = time.monotonic()
         self._modes = [(module, module.training) for module in model.modules()]
@@ -149,7 +149,7 @@ class Lane:
         return DivergedError(f"{was}; lower the learning rate ({self.settings.lr})")
 
     def _steps(self) -> Steps:
-        if capturable(self._learner, self._batches):
+        if can_capture(self._learner, self._batches):
             try:
                 return CapturedSteps(self._learner, self._batches, torch.cuda.Stream())
             except TrainingError as error:
@@ -178,7 +178,7 @@ class Lane:
             return
         facts = {
             "settings": self.settings.as_dict(),
-            "model": about_model(self.model),
+            "model": describe_model(self.model),
             "epochs": [asdict(epoch) for epoch in self.done],
             "scaling": self._learner.scaling(),
             **self._watch.origin.facts(),
@@ -203,34 +203,36 @@ class Lane:
             return 0
         (tensors, facts), origin = found, self._watch.origin
         origin.refuse_other(facts.get("origin", {}), folder)
-        refuse_other_model(self.model, facts["model"], folder, origin.advice)
-        refuse_other_settings(self.settings, facts["settings"], folder, origin.advice)
-        fill_(self._learner.state(), {name: value for name, value in tensors.items() if not name.startswith(RNG)})
+        check_same_model(self.model, facts["model"], folder, origin.advice)
+        check_same_settings(self.settings, facts["settings"], folder, origin.advice)
+        copy_tensors_(
+            self._learner.state(), {name: value for name, value in tensors.items() if not name.startswith(RNG)}
+        )
         self._learner.set_scaling(facts["scaling"])
         restore_rng(tensors, self._learner.device)
         self.done = [Epoch(**epoch) for epoch in facts["epochs"]]
         return len(self.done)
 
 
-Ending = Callable[[IfsoError | None], None]
+OnEnd = Callable[[IfsoError | None], None]
 """Told when a network is trained, or with what it failed."""
 
 PAUSE = 5e-5
 """Seconds to sleep when the GPU has enough to do for all networks."""
 
 
-class Crew:
+class RoundRobin:
     """``add`` lanes and call ``turn`` until ``size`` is 0. On a GPU each lane has a stream of its own."""
 
     def __init__(self) -> None:
-        self._running: list[tuple[Generator[bool], Ending]] = []
+        self._running: list[tuple[Generator[bool], OnEnd]] = []
 
     @property
     def size(self) -> int:
         """Networks in training."""
         return len(self._running)
 
-    def add(self, lane: Lane, ending: Ending) -> None:
+    def add(self, lane: Trainer, ending: OnEnd) -> None:
         """One more network; ``ending`` is told when it is done."""
         self._running.append((lane.run(), ending))
 
@@ -253,7 +255,7 @@ class Crew:
             steps.close()
         self._running.clear()
 
-    def _end(self, steps: Generator[bool], ending: Ending, failure: IfsoError | None) -> None:
+    def _end(self, steps: Generator[bool], ending: OnEnd, failure: IfsoError | None) -> None:
         """What failed must not keep the memory that the others could use."""
         self._running.remove((steps, ending))
         let_go_of(failure)
@@ -266,7 +268,7 @@ def fit(
     settings: TrainSettings,
     *,
     loss_fn: LossFn | None = None,
-    watch: Watch | None = None,
+    watch: TrainerHooks | None = None,
 ) -> list[Epoch]:
     """Train ``model`` in place and in train mode for ``settings.epochs`` rounds over ``batches``.
 
@@ -275,7 +277,7 @@ def fit(
     that the same call gives the same weights; the global random states are left alone. On a GPU, batches held there
     (see :mod:`ifso.data`) are learned from in one CUDA graph a step. The loss is the cross entropy with the settings'
     label smoothing unless given; for distillation give ``loss_fn=distillation(teacher)``. With ``cutmix`` the batches
-    must be mixed ones, as :func:`ifso.training.objective.lessons` makes them.
+    must be mixed ones, as :func:`ifso.training.objective.batches_and_loss` makes them.
     """
     if loss_fn is None and settings.distill:
         raise TrainingError(
@@ -283,24 +285,24 @@ def fit(
         )
     if settings.cutmix and not isinstance(batches, MixedBatches):
         raise TrainingError(
-            f"cutmix={settings.cutmix:g} needs MixedBatches and a loss for them; give those of lessons()"
+            f"cutmix={settings.cutmix:g} needs MixedBatches and a loss for them; give those of batches_and_loss()"
         )
     loss_fn = classification(settings.label_smoothing, mixed=settings.cutmix > 0) if loss_fn is None else loss_fn
-    lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
+    lane = Trainer(model, batches, settings, loss_fn=loss_fn, watch=watch)
     failure = fit_side_by_side([lane])[0]
     if failure is not None:
         raise failure
     return lane.done
 
 
-def fit_side_by_side(lanes: Sequence[Lane]) -> list[IfsoError | None]:
+def fit_side_by_side(lanes: Sequence[Trainer]) -> list[IfsoError | None]:
     """Run all lanes in turns, none waiting for another. What each failed with, or None.
 
     With dropout the numbers drawn by one network depend on the others.
     """
     failures: list[IfsoError | None] = [None] * len(lanes)
-    crew = Crew()
-    with own_random_numbers([lane.model for lane in lanes], lanes[0].settings.seed if lanes else 0):
+    crew = RoundRobin()
+    with seeded_rng([lane.model for lane in lanes], lanes[0].settings.seed if lanes else 0):
         for number, lane in enumerate(lanes):
             crew.add(lane, partial(failures.__setitem__, number))
         try:
@@ -312,7 +314,7 @@ def fit_side_by_side(lanes: Sequence[Lane]) -> list[IfsoError | None]:
 
 
 @contextmanager
-def own_random_numbers(models: Sequence[nn.Module], seed: int) -> Iterator[None]:
+def seeded_rng(models: Sequence[nn.Module], seed: int) -> Iterator[None]:
     """Within it torch's random numbers follow ``seed``; then the global states, also numpy's and Python's, are back."""
     devices = sorted({p.device for model in models for p in model.parameters() if p.is_cuda}, key=str)
     with same_random_numbers(), torch.random.fork_rng(devices=devices):
