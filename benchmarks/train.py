@@ -97,15 +97,15 @@ class Shape:
     macs: float
 
 
-class _Lane(Trainer):
+class _Trainer(Trainer):
     """A lane that goes one way, whether or not there is a quicker one."""
 
     def __init__(self, model: nn.Module, batches: Any, settings: TrainSettings, way: Way) -> None:
         super().__init__(model, batches, settings, loss_fn=cross_entropy)
-        self._learner.narrow, self._captured = way.narrow, way.captured
+        self._train_step.narrow, self._captured = way.narrow, way.captured
 
     def _steps(self) -> Steps:
-        return super()._steps() if self._captured else PlainSteps(self._learner, self._batches)
+        return super()._steps() if self._captured else PlainSteps(self._train_step, self._batches)
 
 
 def ways(device: torch.device, precision: str) -> list[Way]:
@@ -175,7 +175,7 @@ class Workbench:
     def side_by_side(self, shape: Shape, way: Way, count: int) -> tuple[list[float], list[str]]:
         """Seconds of a step in every epoch of every one of ``count`` networks, and what the lanes noted."""
         batches = [self.data.train_batches(self.setup.batch) for _ in range(count)]
-        lanes = [_Lane(copy.deepcopy(shape.model), each, self.setup.settings(), way) for each in batches]
+        lanes = [_Trainer(copy.deepcopy(shape.model), each, self.setup.settings(), way) for each in batches]
         for failure in fit_side_by_side(lanes):
             if failure is not None:
                 raise failure

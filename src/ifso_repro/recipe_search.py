@@ -129,7 +129,7 @@ class _Validation:
     def __init__(self, data: ImageData, device: str, precision: str) -> None:
         self._data, self._device, self._precision = data, device, precision
 
-    def watch(self) -> TrainerHooks:
+    def hooks(self) -> TrainerHooks:
         """One that asks at the end only."""
         examiner = Evaluator(evaluation_batches(self._data, self._device, validation=True), self._precision)
         return TrainerHooks(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
@@ -137,7 +137,7 @@ class _Validation:
 
 def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validation: _Validation) -> float:
     batches, loss_fn = batches_and_loss(data, settings)
-    lane = Trainer(model, batches, settings, loss_fn=loss_fn, watch=validation.watch())
+    lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=validation.hooks())
     for failure in fit_side_by_side([lane]):
         if failure is not None:
             raise failure
@@ -184,8 +184,8 @@ def _compared(
         for name, seed in runs:
             settings = effort.settings(candidates[name], effort.epochs, seed)
             shuffled = replace(data, seed=seed)
-            batches, loss_fn = batches_and_loss(shuffled, settings, teacher, tables=tables, networks=len(runs), say=say)
-            lane = Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, watch=validation.watch())
+            batches, loss_fn = batches_and_loss(shuffled, settings, teacher, caches=tables, networks=len(runs), say=say)
+            lane = Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, hooks=validation.hooks())
             crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
         try:
             while crew.size:

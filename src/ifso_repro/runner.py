@@ -165,13 +165,13 @@ class Running:
         settings, data = self._shop.base_settings(row), self._shop.open(row, 0)
         model = self._shop.placed(self._shop.fresh(row, data.num_classes))
         batches, loss_fn = batches_and_loss(data, settings)
-        watch = self._watch(f"{row.task} unpruned", row, data, settings.epochs)
-        watch = replace(
-            watch, folder=self._shop.trainings / row.task, origin=InputDigests({DATA: identity(data)}, THAT_FOLDER)
+        hooks = self._hooks(f"{row.task} unpruned", row, data, settings.epochs)
+        hooks = replace(
+            hooks, folder=self._shop.trainings / row.task, origin=InputDigests({DATA: identity(data)}, THAT_FOLDER)
         )
         self._in_training[row.task] = lock
         self._say(f"training {row.task} for {settings.epochs} epochs")
-        lane = Trainer(model, batches, settings, loss_fn=loss_fn, watch=watch)
+        lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=hooks)
         self._crew.add(lane, partial(self._base_done, row, model))
 
     def _locked(self, row: Row) -> FolderLock | None:
@@ -224,14 +224,14 @@ class Running:
         model = self._shop.trainable(job, pruned, data)
         others = self._waiting.values()
         alike = 1 + sum(other.row.task == job.row.task and other.recipe == job.recipe for other in others)
-        batches, loss_fn = batches_and_loss(data, settings, teacher, tables=self._tables, networks=alike, say=self._say)
+        batches, loss_fn = batches_and_loss(data, settings, teacher, caches=self._tables, networks=alike, say=self._say)
         folder = self._shop.training_folder(job)
         if job.row.detects:
             detectors.memory_of_training(folder, unpruned, model, data, settings)
-        watch = self._watch(job.name, job.row, data, settings.epochs)
-        watch = replace(watch, folder=folder, origin=InputDigests(digests, THAT_FOLDER))
+        hooks = self._hooks(job.name, job.row, data, settings.epochs)
+        hooks = replace(hooks, folder=folder, origin=InputDigests(digests, THAT_FOLDER))
         self._say(f"fine-tuning {job.name} for {settings.epochs} epochs")
-        lane = Trainer(model, batches, settings, loss_fn=loss_fn, watch=watch)
+        lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=hooks)
         self._crew.add(lane, partial(self._finetuned, job, lane))
 
     def _finetuned(self, job: Job, lane: Trainer, failure: IfsoError | None) -> None:
@@ -257,7 +257,7 @@ class Running:
         measure = detectors.averages(data, self._batches(data), lane.settings.precision)
         return detection_result_of(self._shop, job, lane, unpruned, worth, measure)
 
-    def _watch(self, name: str, row: Row, data: Data, epochs: int) -> TrainerHooks:
+    def _hooks(self, name: str, row: Row, data: Data, epochs: int) -> TrainerHooks:
         """Detectors, whose evaluation takes long, are evaluated less often."""
         measure = self._measure(row, data, self._shop.train.get("precision", "float32"))
         every = max(1, epochs // detectors.EVALUATIONS) if row.detects else EVERY

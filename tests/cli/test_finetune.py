@@ -212,7 +212,7 @@ class TestAnotherTeacher:
         seen, original = [], runs.batches_and_loss
 
         def listened(data, settings, teacher, **more):
-            seen.append((teacher, more["networks"], more["tables"]))
+            seen.append((teacher, more["networks"], more["caches"]))
             return original(data, settings, teacher, **more)
 
         monkeypatch.setattr(runs, "batches_and_loss", listened)
@@ -293,7 +293,7 @@ class TestRefused:
             ("{project}/base", "{project}/base holds a training and no pruning; ifso prune and ifso eval take it as"),
             ("{a} --epochs 0", "--epochs 0 trains nothing"),
             ("{a} --epochs 1 --warm-up 1", "1 epochs of warm-up leave nothing of 1"),
-            ("{a} --distill 2", "distill=2.0 will not do"),
+            ("{a} --distill 2", "distill must be a weight from 0 to 1, got 2.0"),
             ("{a} --resume", "holds no run to resume"),
             ("{a} --data cifar10:none.npz", "none.npz"),
             ("{a} --weights none.safetensors --distill", "no weight file none.safetensors"),

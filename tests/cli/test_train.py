@@ -147,7 +147,7 @@ class TestRefused:
         ("options", "message"),
         [
             ("--epochs 0", "--epochs 0 trains nothing; give 1 or more"),
-            ("--epochs -1", "epochs=-1 will not do"),
+            ("--epochs -1", "epochs must be a whole number from 0"),
             ("--epochs 2 --warm-up 2", "2 epochs of warm-up leave nothing of 2"),
             ("--epochs 0 --warm-up 1", "--epochs 0 trains nothing"),
             ("--recipe best", "recipe 'best' is unknown; choose one of paper, brief, quick, ours"),

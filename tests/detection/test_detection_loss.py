@@ -80,10 +80,10 @@ def test_images_without_boxes_have_a_loss():
         ([1, 2], "Losses returned list for"),
         ({}, "Losses returned an empty dict for"),
         (torch.ones(3), r"returned a torch.float32 tensor of shape \(3,\)"),
-        ({"boxes": torch.ones(2)}, r"the loss 'boxes' of the detector is a torch.float32 tensor of shape \(2,\)"),
-        ({"boxes": torch.tensor(1)}, "the loss 'boxes' of the detector is a torch.int64 tensor"),
-        ({"boxes": 1.0}, "the loss 'boxes' of the detector is float"),
-        ({"boxes": []}, "the loss 'boxes' of the detector is an empty list"),
+        ({"boxes": torch.ones(2)}, r"the loss 'boxes' .* got a torch.float32 tensor of shape \(2,\)"),
+        ({"boxes": torch.tensor(1)}, "the loss 'boxes' .* got a torch.int64 tensor"),
+        ({"boxes": 1.0}, "the loss 'boxes' .* got float"),
+        ({"boxes": []}, "the loss 'boxes' .* got an empty list"),
     ],
 )
 def test_what_is_no_loss_is_refused(found, message):
@@ -94,8 +94,8 @@ def test_what_is_no_loss_is_refused(found, message):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(2, 3, 4, 4), r"is \(images, targets\), not a Tensor"),
-        ((1, 2, 3), r"not a tuple of 3"),
+        (torch.zeros(2, 3, 4, 4), "must be .*, got Tensor"),
+        ((1, 2, 3), "got tuple of 3"),
         (([torch.zeros(3, 2, 2)], []), "1 images and targets for 0"),
     ],
 )

@@ -115,7 +115,7 @@ def test_an_interruption_stops_all_and_gives_their_modes_back():
     def interrupt(epoch):
         raise KeyboardInterrupt
 
-    lanes = [Trainer(models[0], *KINDS[8]), Trainer(models[1], *KINDS[5], watch=TrainerHooks(on_epoch=interrupt))]
+    lanes = [Trainer(models[0], *KINDS[8]), Trainer(models[1], *KINDS[5], hooks=TrainerHooks(on_epoch=interrupt))]
     state = torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt) as caught:
         fit_side_by_side(lanes)

@@ -113,10 +113,10 @@ def test_a_student_draws_near():
 
 def test_hooks_are_gone_afterwards():
     model = retina()
-    with recorded_answers(model) as heard:
+    with recorded_answers(model) as seen:
         detection_losses(model, BATCH)
-    assert heard.images.shape == (4, 3, 64, 64)
-    assert heard.answers["cls_logits"].shape[0] == 4
+    assert seen["images"].shape == (4, 3, 64, 64)
+    assert seen["head"]["cls_logits"].shape[0] == 4
     assert not model.head._forward_hooks
     assert not model.transform._forward_hooks
 

@@ -31,7 +31,7 @@ def short(**changes):
 
 def trained(model, data, settings, **watched):
     batches, loss_fn = batches_and_loss(data, settings)
-    return fit(model, batches, settings, loss_fn=loss_fn, watch=TrainerHooks(**watched))
+    return fit(model, batches, settings, loss_fn=loss_fn, hooks=TrainerHooks(**watched))
 
 
 def same(first, second):
@@ -64,11 +64,11 @@ class TestLearning:
         networks = [frozen() for _ in range(2)]
         networks[1].load_state_dict(networks[0].state_dict())
         for model, parts in zip(networks, (1, 2), strict=True):
-            TrainStep(model.train(), short(accumulate=parts), detection_loss).learn(batch)
+            TrainStep(model.train(), short(accumulate=parts), detection_loss)(batch)
         for (name, first), second in zip(networks[0].named_parameters(), networks[1].parameters(), strict=True):
             torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-7, msg=name)
         with pytest.raises(TrainingError, match="a batch of 4 cannot be cut into 3 equal micro-batches"):
-            TrainStep(networks[0], short(batch=6, accumulate=3), detection_loss).learn(batch)
+            TrainStep(networks[0], short(batch=6, accumulate=3), detection_loss)(batch)
 
     @pytest.mark.parametrize("changes", [{"ema": 0.9}, {"precision": "bf16", "channels_last": True}], ids=str)
     def test_resumed_to_the_same_bits(self, tmp_path, changes):

@@ -83,14 +83,14 @@ class TestWithATeacher:
     def test_a_long_run_asks_it_once_about_every_variant(self):
         teacher, said, tables = Counting(), [], TeacherCaches()
         for _ in range(2):
-            batches, loss_fn = batches_and_loss(DATA, TAUGHT, teacher, tables=tables, say=said.append)
+            batches, loss_fn = batches_and_loss(DATA, TAUGHT, teacher, caches=tables, say=said.append)
         assert isinstance(batches, BatchesWithLogits)
         assert teacher.asked == 9 * IMAGES
         assert said == ["asking the teacher about every variant of every image"]
         fit(Counting(), batches, TAUGHT, loss_fn=loss_fn)
         assert teacher.asked == 9 * IMAGES
         other = Counting()
-        batches_and_loss(DATA, TAUGHT, other, tables=tables)
+        batches_and_loss(DATA, TAUGHT, other, caches=tables)
         assert other.asked == 9 * IMAGES
 
     def test_a_short_run_asks_it_in_every_step(self):

@@ -245,7 +245,7 @@ class TestLessons:
     def test_a_teacher_is_asked_about_the_mixed_pixels_however_long_the_run(self, monkeypatch):
         monkeypatch.setattr("ifso.training.objective.cache_pays_off", lambda *_: True)
         teacher, model, tables = Seeing(1), Seeing(2), {}
-        batches, loss_fn = batches_and_loss(DATA, TrainSettings(**TAUGHT, epochs=1000), teacher, tables=tables)
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings(**TAUGHT, epochs=1000), teacher, caches=tables)
         assert isinstance(batches, MixedBatches)
         assert not tables
         batch, model = next(iter(batches)), model.eval()
@@ -259,7 +259,7 @@ class TestLessons:
         teacher, model = Seeing(1), Seeing(2).train()
         settings = TrainSettings(**TAUGHT, precision=precision)
         batches, loss_fn = batches_and_loss(DATA, settings, teacher)
-        TrainStep(model, settings, loss_fn).learn(next(iter(batches)))
+        TrainStep(model, settings, loss_fn)(next(iter(batches)))
         assert teacher.how == (False, False, model.answer.dtype)
         assert model.answer.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
         assert teacher.training
@@ -268,9 +268,9 @@ class TestLessons:
         batches, loss_fn = batches_and_loss(DATA, TrainSettings(batch=200, cutmix=1.0))
         batch, totals = next(iter(batches)), []
         for parts in (1, 4):
-            learner = TrainStep(Seeing().eval(), TrainSettings(batch=200, accumulate=parts, cutmix=1.0), loss_fn)
-            learner.learn(batch)
-            totals.append(float(learner.total))
+            train_step = TrainStep(Seeing().eval(), TrainSettings(batch=200, accumulate=parts, cutmix=1.0), loss_fn)
+            train_step(batch)
+            totals.append(float(train_step.total))
         assert totals[0] == pytest.approx(totals[1], rel=1e-6)
 
     def test_what_cannot_be_mixed_is_refused_in_one_line(self):
@@ -316,14 +316,14 @@ def test_a_run_with_a_teacher_learns_and_resumes_to_the_same_bits(tmp_path):
     batches, loss_fn = batches_and_loss(DATA, settings, teacher)
     with pytest.raises(Stopped):
         fit(copy.deepcopy(start), batches, settings, loss_fn=loss_fn,
-            watch=TrainerHooks(on_epoch=stop, folder=tmp_path, save_every=0.0))  # fmt: skip
+            hooks=TrainerHooks(on_epoch=stop, folder=tmp_path, save_every=0.0))  # fmt: skip
     model, (batches, loss_fn) = Seeing(3), batches_and_loss(DATA, settings, teacher)
-    found = fit(model, batches, settings, loss_fn=loss_fn, watch=TrainerHooks(folder=tmp_path))
+    found = fit(model, batches, settings, loss_fn=loss_fn, hooks=TrainerHooks(folder=tmp_path))
     assert [epoch.loss for epoch in found] == [epoch.loss for epoch in wanted]
     assert torch.equal(model[2].weight, whole[2].weight)
-    other, watch = dataclasses.replace(settings, cutmix=0.0), TrainerHooks(folder=tmp_path)
+    other, hooks = dataclasses.replace(settings, cutmix=0.0), TrainerHooks(folder=tmp_path)
     with pytest.raises(RunError, match=r"has other settings: cutmix is not set and was 0\.5"):
-        fit(Seeing(3), DATA.train_batches(200), other, loss_fn=loss_fn, watch=watch)
+        fit(Seeing(3), DATA.train_batches(200), other, loss_fn=loss_fn, hooks=hooks)
 
 
 def test_batches_that_are_not_mixed_are_not_passed_over_in_silence():
@@ -369,7 +369,7 @@ class TestSettings:
         assert json.loads((tmp_path / "a" / "config.json").read_text())["about"]["arguments"]["cutmix"] == 0.5
         capsys.readouterr()
         assert main([*command, "--out", str(tmp_path / "b"), "--cutmix", "1.5"]) == 2
-        assert "cutmix=1.5 will not do; give a share of the images from 0 to 1" in capsys.readouterr().err
+        assert "cutmix must be a share of the images from 0 to 1, got 1.5" in capsys.readouterr().err
         assert not (tmp_path / "b").exists()
 
 
@@ -425,7 +425,7 @@ def test_a_captured_step_with_a_teacher_in_bfloat16_takes_no_more_memory_from_ep
     statistics = teacher.bn1.running_mean.clone()
     taken = []
     lane = Trainer(model, batches, settings, loss_fn=loss_fn,
-                watch=TrainerHooks(on_epoch=lambda _: taken.append(torch.cuda.memory_allocated())))  # fmt: skip
+                hooks=TrainerHooks(on_epoch=lambda _: taken.append(torch.cuda.memory_allocated())))  # fmt: skip
     assert fit_side_by_side([lane]) == [None]
     assert lane.notes == []
     assert len(set(taken[1:])) == 1

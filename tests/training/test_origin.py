@@ -18,7 +18,7 @@ BEGUN = InputDigests({"start": "a", "teacher": "b", "data": "c"})
 
 def trained(folder, origin=None, settings=SHORT, model=None):
     more = {} if origin is None else {"origin": origin}
-    return fit(model or nn.Linear(3, 2), BATCHES, settings, watch=TrainerHooks(folder=folder, **more))
+    return fit(model or nn.Linear(3, 2), BATCHES, settings, hooks=TrainerHooks(folder=folder, **more))
 
 
 def test_the_same_or_one_that_tells_less_goes_on(tmp_path):

@@ -316,7 +316,7 @@ class TestData:
             ({"model": nn.Sequential(nn.Flatten(), nn.Linear(60, 10))}, QUICK, "1×8×8"),
             ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))}, QUICK, "10 classes, but the network 9"),
             ({"model": Fixed()}, QUICK, "Fixed has no parameter to train; set requires_grad of some, or give another"),
-            ({}, TrainSettings(epochs=0), "0 epochs train nothing"),
+            ({}, TrainSettings(epochs=0), "epochs must be 1 or more, got 0"),
             ({}, TrainSettings(epochs=1, distill=0.5), "distillation needs a teacher"),
             ({}, TrainSettings(epochs=1, batch=4096), "cannot be filled by 1442 training images"),
         ],
@@ -334,7 +334,7 @@ class TestData:
         def learn(*_):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr("ifso.training.train_step.TrainStep.learn", learn)
+        monkeypatch.setattr("ifso.training.train_step.TrainStep.__call__", learn)
         (outcome,) = trained(training())
         assert isinstance(outcome, TrainingError)
         assert "too little memory for a batch of 128" in str(outcome)

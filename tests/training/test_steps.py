@@ -38,7 +38,7 @@ class Told:
 
 
 class Notebook:
-    """Stands for a learner and writes down what it is told."""
+    """A stand-in for a TrainStep that writes down its calls."""
 
     def __init__(self, settings):
         self.settings, self.rates, self.batches = settings, [], []
@@ -46,7 +46,7 @@ class Notebook:
     def set_rate(self, lr):
         self.rates.append(lr)
 
-    def learn(self, batch):
+    def __call__(self, batch):
         self.batches.append(batch)
 
 
@@ -68,19 +68,19 @@ class Numbered:
 class TestPlainSteps:
     def test_every_step_has_its_rate_and_batch(self):
         settings = TrainSettings(epochs=2, lr=0.5, schedule="cosine")
-        learner = Notebook(settings)
-        steps = PlainSteps(learner, Numbered())
+        notebook = Notebook(settings)
+        steps = PlainSteps(notebook, Numbered())
         for number in range(2):
             assert list(steps.epoch(number)) == [True] * 3
             assert steps.count == 3
-        assert learner.batches == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
-        assert learner.rates == pytest.approx(rates(settings, 3), rel=1e-14)
+        assert notebook.batches == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+        assert notebook.rates == pytest.approx(rates(settings, 3), rel=1e-14)
 
     def test_without_a_length_the_rate_changes_once_an_epoch(self):
-        learner = Notebook(TrainSettings(epochs=4, lr=1.0, schedule="cosine"))
-        list(PlainSteps(learner, (name for name in "abc")).epoch(2))
-        assert learner.batches == ["a", "b", "c"]
-        assert learner.rates == pytest.approx([0.5 + 0.5 * math.cos(math.pi * 2.5 / 4)] * 3)
+        notebook = Notebook(TrainSettings(epochs=4, lr=1.0, schedule="cosine"))
+        list(PlainSteps(notebook, (name for name in "abc")).epoch(2))
+        assert notebook.batches == ["a", "b", "c"]
+        assert notebook.rates == pytest.approx([0.5 + 0.5 * math.cos(math.pi * 2.5 / 4)] * 3)
 
     @pytest.mark.parametrize(
         ("settings", "wanted"),
@@ -97,26 +97,26 @@ class TestPlainSteps:
         ],
     )
     def test_without_a_length_no_epoch_is_lost(self, settings, wanted):
-        learner = Notebook(TrainSettings(lr=1.0, **settings))
+        notebook = Notebook(TrainSettings(lr=1.0, **settings))
         for number in range(settings["epochs"]):
-            list(PlainSteps(learner, iter("ab")).epoch(number))
-        assert learner.rates == pytest.approx([lr for lr in wanted for _ in "ab"])
+            list(PlainSteps(notebook, iter("ab")).epoch(number))
+        assert notebook.rates == pytest.approx([lr for lr in wanted for _ in "ab"])
 
     def test_batches_beyond_their_length_have_the_last_rate(self):
         class Short(Numbered):
             def __len__(self):
                 return 2
 
-        learner = Notebook(TrainSettings(epochs=1, lr=1.0, schedule="cosine"))
-        list(PlainSteps(learner, Short()).epoch(0))
-        assert learner.rates == pytest.approx([1.0, 0.5, 0.5])
+        notebook = Notebook(TrainSettings(epochs=1, lr=1.0, schedule="cosine"))
+        list(PlainSteps(notebook, Short()).epoch(0))
+        assert notebook.rates == pytest.approx([1.0, 0.5, 0.5])
 
     def test_a_step_is_taken_only_when_it_is_asked_for(self):
-        learner = Notebook(TrainSettings(epochs=1))
-        run = PlainSteps(learner, Numbered()).epoch(0)
-        assert learner.batches == []
+        notebook = Notebook(TrainSettings(epochs=1))
+        run = PlainSteps(notebook, Numbered()).epoch(0)
+        assert notebook.batches == []
         next(run)
-        assert learner.batches == ["0.0"]
+        assert notebook.batches == ["0.0"]
 
 
 class TestCapturable:
@@ -140,7 +140,7 @@ class TestLearner:
             (lambda model, batch: model(batch), r"tensor of shape \(2, 3\); it must return a scalar"),
         ):
             with pytest.raises(ScoreError, match=message):
-                TrainStep(model, TrainSettings(), loss_fn).learn(torch.ones(2, 4))
+                TrainStep(model, TrainSettings(), loss_fn)(torch.ones(2, 4))
 
     def test_parts_of_nested_batches(self):
         seen = []
@@ -151,12 +151,12 @@ class TestLearner:
 
         x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
         batch = {"x": x, "more": [torch.arange(4)], "name": "a", "scale": torch.tensor(2.0)}
-        learner = TrainStep(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
-        learner.learn(batch)
+        train_step = TrainStep(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
+        train_step(batch)
         assert seen == [([[1.0], [2.0]], [0, 1], "a", 2.0), ([[3.0], [4.0]], [2, 3], "a", 2.0)]
         batch["x"] = torch.ones(3, 1)
         with pytest.raises(TrainingError, match="a batch of 3 cannot be cut into 2 equal micro-batches"):
-            learner.learn(batch)
+            train_step(batch)
 
     def test_a_loss_that_cannot_be_differentiated(self):
         class Backward(torch.autograd.Function):
@@ -179,19 +179,19 @@ class TestLearner:
 
         model, x = nn.Linear(4, 3), torch.ones(2, 4)
         with pytest.raises(TrainingError, match=r"by an inplace operation.*\); let the network and") as caught:
-            TrainStep(model, TrainSettings(), in_place).learn(x)
+            TrainStep(model, TrainSettings(), in_place)(x)
         assert "\n" not in str(caught.value)
         with pytest.raises(TrainingError, match=r"differentiated \(KeyError: 'of a user'\); check that backward"):
-            TrainStep(model, TrainSettings(), failing(KeyError("of a user"))).learn(x)
+            TrainStep(model, TrainSettings(), failing(KeyError("of a user")))(x)
         for error in (torch.OutOfMemoryError("CUDA out of memory"), DataError("a line of ours")):
             with pytest.raises(type(error), match=str(error)):
-                TrainStep(model, TrainSettings(), failing(error)).learn(x)
+                TrainStep(model, TrainSettings(), failing(error))(x)
 
     def test_channels_last(self):
         model = nn.Conv2d(3, 4, 3)
-        learner = TrainStep(model, TrainSettings(channels_last=True), cross_entropy)
+        train_step = TrainStep(model, TrainSettings(channels_last=True), cross_entropy)
         assert model.weight.is_contiguous(memory_format=torch.channels_last)
-        assert learner.state()["momentum.weight"].is_contiguous(memory_format=torch.channels_last)
+        assert train_step.state()["momentum.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
 # ----------------------------------------------------------------------------------------------------- on a GPU

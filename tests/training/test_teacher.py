@@ -109,8 +109,8 @@ class TestPays:
 def test_a_teacher_that_gives_no_logits():
     taught = batches(None)
     for net, message in (
-        (nn.Identity(), r"the teacher answers with \(40, 1, 8, 8\); distillation takes logits"),
-        (nn.Sequential(nn.Flatten(), nn.RNN(64, 4)), "the teacher answers with tuple"),
+        (nn.Identity(), r"the teacher returns \(40, 1, 8, 8\); distillation takes logits"),
+        (nn.Sequential(nn.Flatten(), nn.RNN(64, 4)), "the teacher returns tuple"),
     ):
         with pytest.raises(TrainingError, match=message):
             TeacherCache.of(net, taught)

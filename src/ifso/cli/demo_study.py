@@ -173,8 +173,8 @@ class Study:
     def _fit(self, model: nn.Module, epochs: int, lr: float, schedule: str) -> float:
         """Train; the seconds it took."""
         begun, settings = time.perf_counter(), self._settings(epochs, lr, schedule)
-        watch = TrainerHooks(on_epoch=_Told(self._say, epochs).tell)
-        fit(model, self._data.train_batches(settings.batch), settings, watch=watch)
+        hooks = TrainerHooks(on_epoch=_Told(self._say, epochs).tell)
+        fit(model, self._data.train_batches(settings.batch), settings, hooks=hooks)
         return time.perf_counter() - begun
 
     def _finetune(self, model: nn.Module, folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""SGD for the settings of a run, and its learning rate over the epochs."""
+"""SGD for the settings of a run, its learning rate over the epochs, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ifso.training.settings import TrainSettings
 
 
 def no_parameters_error(model: nn.Module) -> TrainingError:
-    """What to say of a network without parameters."""
+    """The error for a network without parameters to train."""
     return TrainingError(
         f"{type(model).__name__} has no parameter to train; set requires_grad of some, or give another network"
     )
@@ -52,7 +52,7 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Go on with the rate ``lr``: where the rate is a tensor, in place, so that a captured step sees it."""
+    """Set the learning rate: in place where it is a tensor, so that a captured step sees it."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -61,7 +61,7 @@ def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The momentum of every parameter by its name: the tensors themselves, to be stored or filled again in place."""
+    """The momentum of every parameter by its name: the tensors themselves, not copies."""
     return {
         name: optimizer.state[parameter]["momentum_buffer"]
         for name, parameter in model.named_parameters()
@@ -71,11 +71,10 @@ def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 def _groups(parameters: list[nn.Parameter], settings: TrainSettings) -> list[dict[str, object]]:
     """Parameters that decay, and those that do not; no group is empty."""
+    decaying = [parameter for parameter in parameters if settings.decay_all or parameter.dim() > 1]
     spared = [parameter for parameter in parameters if not settings.decay_all and parameter.dim() <= 1]
-    known = {id(parameter) for parameter in spared}
-    decaying = [parameter for parameter in parameters if id(parameter) not in known]
-    found = ((decaying, settings.weight_decay), (spared, 0.0))
-    return [{"params": members, "weight_decay": decay} for members, decay in found if members]
+    groups = ((decaying, settings.weight_decay), (spared, 0.0))
+    return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
 RISE = 0.25
@@ -103,9 +102,13 @@ def rate(settings: TrainSettings, progress: float, steps_per_epoch: int = 1) -> 
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     progress = min(max(progress, 0.0), 1.0)
-    start = _rise(settings, steps_per_epoch)
+    if settings.schedule == "one-cycle":
+        start = RISE
+    else:
+        warm_up = settings.warm_up + settings.warm_up_steps / steps_per_epoch
+        start = warm_up / settings.epochs if warm_up else 0.0
     risen = progress / start if progress < start else 1.0
-    return settings.lr * risen * _share(settings, progress, start)
+    return settings.lr * risen * _decay(settings, progress, start)
 
 
 def rates(settings: TrainSettings, steps_per_epoch: int) -> list[float]:
@@ -121,7 +124,7 @@ def rates(settings: TrainSettings, steps_per_epoch: int) -> list[float]:
 
 
 def check_warm_up(settings: TrainSettings, steps_per_epoch: int | None) -> None:
-    """One clear line if ``warm_up_steps`` take the whole run, or nobody knows how many steps an epoch has (None)."""
+    """Raise if ``warm_up_steps`` take the whole run, or if the length of an epoch is unknown (None)."""
     if not settings.warm_up_steps or not settings.epochs:
         return
     if steps_per_epoch is None:
@@ -137,16 +140,8 @@ def check_warm_up(settings: TrainSettings, steps_per_epoch: int | None) -> None:
         )
 
 
-def _rise(settings: TrainSettings, steps_per_epoch: int) -> float:
-    """The share of the run in which the rate rises."""
-    if settings.schedule == "one-cycle":
-        return RISE
-    epochs = settings.warm_up + settings.warm_up_steps / steps_per_epoch
-    return epochs / settings.epochs if epochs else 0.0
-
-
-def _share(settings: TrainSettings, progress: float, start: float) -> float:
-    """The rate as a share of the highest, but for its rise, which is over at ``start``."""
+def _decay(settings: TrainSettings, progress: float, start: float) -> float:
+    """The rate as a share of the highest, apart from its rise, which is over at ``start``."""
     if settings.schedule == "step":
         return settings.factor ** sum(progress >= milestone - _ROUNDING for milestone in settings.milestones)
     if settings.schedule == "constant" or progress <= start:
@@ -185,9 +180,10 @@ class Ema:
         for name, module, key in tensor_slots(model):
             self._slots.setdefault(name, (module, key))
         live = self._live()
+        self._average = {
+            name: tensor.detach().to(_at_least_float32(tensor), copy=True) for name, tensor in live.items()
+        }
         self._averaged = [name for name in live if self._is_averaged(name)]
-        self._copied = [name for name in live if not self._is_averaged(name)]
-        self._average = {name: tensor.detach().to(_wide(tensor), copy=True) for name, tensor in live.items()}
         device = next(iter(live.values())).device if live else torch.device("cpu")
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._applied = False
@@ -195,22 +191,25 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Take the model's present weights into the average."""
-        self._refuse_applied()
-        live = self._live()
-        weight = self._weight()
+        self._check_not_applied()
+        live, averaged = self._live(), set(self._averaged)
+        updates = self._updates.double()
+        weight = 1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay)
         for names in self._alike(self._averaged):
-            own = [self._average[name] for name in names]
-            step = torch._foreach_sub([live[name].to(mean.dtype) for name, mean in zip(names, own, strict=True)], own)
-            torch._foreach_mul_(step, weight.to(own[0].device, own[0].dtype))
-            torch._foreach_add_(own, step)
-        for names in self._alike(self._copied):
+            means = [self._average[name] for name in names]
+            step = torch._foreach_sub(
+                [live[name].to(mean.dtype) for name, mean in zip(names, means, strict=True)], means
+            )
+            torch._foreach_mul_(step, weight.to(means[0].device, means[0].dtype))
+            torch._foreach_add_(means, step)
+        for names in self._alike([name for name in live if name not in averaged]):
             _copy_({name: self._average[name] for name in names}, live)
         self._updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model holds the average, in the same memory; afterwards, whatever happens, its own weights."""
-        self._refuse_applied()
+        """Let the model hold the average in the same memory for a while, then its own weights again."""
+        self._check_not_applied()
         live = self._live()
         own = {name: tensor.detach().clone() for name, tensor in live.items()}
         self._applied = True
@@ -222,8 +221,8 @@ class Ema:
             self._applied = False
 
     def keep_(self) -> None:
-        """The model holds the average from now on."""
-        self._refuse_applied()
+        """Copy the average into the model."""
+        self._check_not_applied()
         _copy_(self._live(), self._average)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -231,44 +230,32 @@ class Ema:
         return {UPDATES: self._updates, **{f"{AVERAGE}{name}": mean for name, mean in self._average.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state_dict` gave for a model of the same shape."""
+        """Go on from the :meth:`state_dict` of a model of the same shape."""
         copy_tensors_(self.state_dict(), state)
-
-    def _weight(self) -> Tensor:
-        """1 − δ, as a float64 scalar where the count of updates is."""
-        updates = self._updates.double()
-        return 1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay)
 
     def _live(self) -> dict[str, Tensor]:
         """The model's tensors, looked up anew: buffers may be replaced when a model is moved."""
-        return {name: _held(module, key) for name, (module, key) in self._slots.items()}
+        return {name: getattr(module, key) for name, (module, key) in self._slots.items()}
 
     def _is_averaged(self, name: str) -> bool:
         module, key = self._slots[name]
         statistics = isinstance(module, _NormBase) and key in {"running_mean", "running_var"}
-        return _held(module, key).is_floating_point() and (key in module._parameters or statistics)
+        return self._average[name].is_floating_point() and (key in module._parameters or statistics)
 
     def _alike(self, names: list[str]) -> list[list[str]]:
         """Names of averages of the same device and dtype together."""
-        found: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name in names:
             mean = self._average[name]
-            found.setdefault((mean.device, mean.dtype), []).append(name)
-        return list(found.values())
+            groups.setdefault((mean.device, mean.dtype), []).append(name)
+        return list(groups.values())
 
-    def _refuse_applied(self) -> None:
+    def _check_not_applied(self) -> None:
         if self._applied:
             raise TrainingError("the model holds its average now; leave `applied()` before the next update")
 
 
-def _held(module: nn.Module, key: str) -> Tensor:
-    tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
-    assert tensor is not None
-    return tensor
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Of the average: float32 for half precision."""
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
