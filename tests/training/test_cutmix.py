@@ -226,7 +226,7 @@ def hard(logits, labels, others, share, smoothing):
     return total / len(logits)
 
 
-class TestLessons:
+class TestBatchesAndLoss:
     def test_without_it_all_is_as_before(self):
         batches, loss_fn = batches_and_loss(DATA, TrainSettings())
         assert type(batches) is TrainBatches

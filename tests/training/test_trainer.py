@@ -174,7 +174,7 @@ class TestResume:
         assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
 
 
-class TestWatch:
+class TestHooks:
     def test_when_a_network_is_evaluated(self):
         seen = []
         hooks = TrainerHooks(lambda model: {"top1": 50.0}, every=3, final=2, on_epoch=seen.append)

@@ -132,7 +132,7 @@ class TestCapturable:
         assert not TrainStep(nn.Linear(2, 2), TrainSettings(), cross_entropy).capturable
 
 
-class TestLearner:
+class TestTrainStep:
     def test_a_loss_that_cannot_be_learned_from(self):
         model = nn.Linear(4, 3)
         for loss_fn, message in (
