@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ifso.common.distributed import collective_device, rank, several, sum_over_ranks, together
 from ifso.common.torch_state import eval_mode
 from ifso.data.coco_samples import Annotations
+from ifso.data.compatibility import is_detections
 from ifso.errors import DataError, DivergedError, IfsoError
 from ifso.tasks.detection import float32_heads
 
@@ -126,7 +127,11 @@ def _predict(model: nn.Module, batches: Iterable[Any], truth: Annotations | None
             if not len(images):
                 continue
             outputs = model(images)
-            _check_outputs(outputs, len(images))
+            if not is_detections(outputs, len(images)):
+                raise DataError(
+                    f"the network gave {type(outputs).__name__} for {len(images)} images; a detector in eval mode "
+                    "gives a list of dicts with boxes, scores and labels, one for each image"
+                )
             ids.extend(target["image_id"].reshape(()) for target in targets)
             sizes.extend((int(image.shape[-2]), int(image.shape[-1])) for image in images)
             predicted.extend(map(_rows, outputs))
@@ -157,15 +162,6 @@ def _images_and_targets(batch: Any) -> tuple[Any, Any]:
             "and labels; give such batches"
         )
     return batch[0], batch[1]
-
-
-def _check_outputs(outputs: Any, count: int) -> None:
-    good = isinstance(outputs, (list, tuple)) and len(outputs) == count
-    if not good or not all(isinstance(o, Mapping) and {"boxes", "scores", "labels"} <= set(o) for o in outputs):
-        raise DataError(
-            f"the network gave {type(outputs).__name__} for {count} images; a detector in eval mode gives a list of "
-            "dicts with boxes, scores and labels, one for each image"
-        )
 
 
 def _rows(output: Mapping[str, Tensor]) -> Tensor:

@@ -63,25 +63,22 @@ def copy_tensors_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> N
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """The names, dtypes and shapes of the model's state, as a checkpoint stores them, and a hash of them."""
-    return {"fingerprint": fingerprint(model), "tensors": _described(_state(model))}
+    """What a checkpoint stores of a model: names, dtypes and shapes of its state, and a hash of them.
 
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of the names, dtypes and shapes, not the values, of parameters and stored buffers.
-
-    >>> first, second, third = (fingerprint(nn.Linear(2, outputs)) for outputs in (3, 3, 4))
+    >>> first, second, third = (describe_model(nn.Linear(2, outputs))["fingerprint"] for outputs in (3, 3, 4))
     >>> first == second, first == third
     (True, False)
     """
-    return hashlib.sha256(json.dumps(sorted(_described(_state(model)).items())).encode()).hexdigest()
+    tensors = _described({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    fingerprint = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+    return {"fingerprint": fingerprint, "tensors": tensors}
 
 
 def check_same_model(model: nn.Module, before: Mapping[str, Any], where: Path | str, advice: str | None = None) -> None:
     """Raise a RunError with the first differences if ``before`` (:func:`describe_model`) was another model."""
-    if fingerprint(model) != before["fingerprint"]:
-        now = _described(_state(model))
-        check_same_tensors(now, before["tensors"], f"the training in {where} is of another network", advice)
+    now = describe_model(model)
+    if now["fingerprint"] != before["fingerprint"]:
+        check_same_tensors(now["tensors"], before["tensors"], f"the training in {where} is of another network", advice)
 
 
 def check_same_tensors(now: Mapping[str, str], before: Mapping[str, str], what: str, advice: str | None = None) -> None:
@@ -122,19 +119,13 @@ def restore_rng(tensors: Mapping[str, Tensor], device: torch.device | str) -> No
         torch.cuda.set_rng_state(tensors[f"{RNG}cuda"], device)
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Dtype and shape of each.
 
     >>> _described({"weight": torch.zeros(2, 3)})
     {'weight': 'float32 [2, 3]'}
     """
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors.items()
-    }
+    return {name: f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for name, tensor in tensors.items()}
 
 
 def _first(different: list[str]) -> str:

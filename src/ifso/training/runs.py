@@ -105,8 +105,9 @@ def train_side_by_side(
     for training in trainings:
         if training.settings.epochs < 1:
             raise TrainingError(f"epochs must be 1 or more, got {training.settings.epochs}")
-        for model in filter(None, (training.model, training.teacher)):
-            together(partial(check_fits, model, training.data))
+        for model in (training.model, training.teacher):
+            if model is not None:
+                together(partial(check_fits, model, training.data))
     outcomes: list[dict[str, Any] | IfsoError] = [TrainingError("not trained")] * len(trainings)
     turns, caches = RoundRobin(), TeacherCaches()
     models, seed = [training.model for training in trainings], trainings[0].settings.seed
