@@ -14,10 +14,6 @@ from ifso.common.loss_fn import is_random
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
 
-PRUNING_BATCH, PRUNING_RATE = 2, 0.001
-"""Images in a batch of pruning, and the learning rate between removals for batches so small: the paper's for RetinaNet.
-"""
-
 
 def detection_loss(model: nn.Module, batch: Any) -> Tensor:
     """The sum of the losses that a detector returns for (images, targets).
