@@ -152,7 +152,7 @@ class TestRefused:
             ("--epochs 0 --warm-up 1", "--epochs 0 trains nothing"),
             ("--recipe best", "recipe 'best' is unknown; choose one of paper, brief, quick, ours"),
             ("--schedule slow", "schedule 'slow' is unknown"),
-            ("--milestones 0.8 0.6", "give rising shares of the run"),
+            ("--milestones 0.8 0.6", "must be rising shares of the run"),
             ("--batch 100 --accumulate 3", "a batch of 100 cannot be cut into 3"),
             ("--batch 5000", "cannot be filled by 1442 training images"),
             ("--validation 2000", "validation=2000 of 1442 training images will not do"),
