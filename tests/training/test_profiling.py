@@ -121,7 +121,7 @@ class TestTimed:
         assert Timing(32, Latency(0.5, 0.0, (0.5,))).throughput == 64
 
     def test_refused(self):
-        with pytest.raises(IfsoError, match="0 repeats with batches of 4"):
+        with pytest.raises(IfsoError, match="repeats and batch must be 1 or more, got 0 and 4"):
             time_forward({}, torch.zeros(1, 3), 4, "float32", repeats=0)
 
     def test_a_batch_that_memory_cannot_hold_is_one_line(self, monkeypatch):
