@@ -29,7 +29,7 @@ from ifso.exporting.export import export
 from ifso.exporting.onnx_files import need_packages, open_onnx
 from ifso.models import default_inputs
 from ifso.models.registry import network_for
-from ifso.training.profiling import counted, hardware
+from ifso.training.profiling import costs_of, hardware
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -142,7 +142,7 @@ def _variants(setup: Setup) -> list[Variant]:
         raise IfsoError(f"bench export measures networks that take one tensor; {setup.model} takes something else")
     models = {WHOLE: model, "pruned": _pruned(model, example, setup, None)}
     models[f"pruned, round_to={setup.round_to}"] = _pruned(model, example, setup, setup.round_to)
-    costs = {name: counted(each, example, "float32")[0] for name, each in models.items()}
+    costs = {name: costs_of(each, example, "float32")[0] for name, each in models.items()}
     return [Variant(name, each, example, costs[name].macs, costs[name].params) for name, each in models.items()]
 
 

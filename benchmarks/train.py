@@ -30,7 +30,7 @@ from ifso.training.epoch_steps import PlainSteps, Steps
 from ifso.training.padded_finetune import Padding
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Lane, fit_side_by_side, own_random_numbers
+from ifso.training.trainer import Trainer, fit_side_by_side, seeded_rng
 from ifso.training.triton_conv import available, narrow_layers
 
 if TYPE_CHECKING:
@@ -97,15 +97,15 @@ class Shape:
     macs: float
 
 
-class _Lane(Lane):
+class _Trainer(Trainer):
     """A lane that goes one way, whether or not there is a quicker one."""
 
     def __init__(self, model: nn.Module, batches: Any, settings: TrainSettings, way: Way) -> None:
         super().__init__(model, batches, settings, loss_fn=cross_entropy)
-        self._learner.narrow, self._captured = way.narrow, way.captured
+        self._train_step.narrow, self._captured = way.narrow, way.captured
 
     def _steps(self) -> Steps:
-        return super()._steps() if self._captured else PlainSteps(self._learner, self._batches)
+        return super()._steps() if self._captured else PlainSteps(self._train_step, self._batches)
 
 
 def ways(device: torch.device, precision: str) -> list[Way]:
@@ -175,7 +175,7 @@ class Workbench:
     def side_by_side(self, shape: Shape, way: Way, count: int) -> tuple[list[float], list[str]]:
         """Seconds of a step in every epoch of every one of ``count`` networks, and what the lanes noted."""
         batches = [self.data.train_batches(self.setup.batch) for _ in range(count)]
-        lanes = [_Lane(copy.deepcopy(shape.model), each, self.setup.settings(), way) for each in batches]
+        lanes = [_Trainer(copy.deepcopy(shape.model), each, self.setup.settings(), way) for each in batches]
         for failure in fit_side_by_side(lanes):
             if failure is not None:
                 raise failure
@@ -242,7 +242,7 @@ def measure(
     """Every shape trained every way, one after the other. ``keep`` is given all that is there after each of them."""
     _refuse(setup)
     found: dict[str, Any] = {}
-    with tensor_cores(setup.precision), own_random_numbers([], setup.seed):
+    with tensor_cores(setup.precision), seeded_rng([], setup.seed):
         bench, rows = Workbench(setup), []
         for shape in bench.shapes():
             for way in ways(bench.device, setup.precision):

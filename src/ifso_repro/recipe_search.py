@@ -28,11 +28,11 @@ from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
 from ifso.models import create_model
 from ifso.pruning.budget import Budget
 from ifso.pruning.prune import prune
-from ifso.training.evaluation import Examiner, evaluated_batches
-from ifso.training.objective import Tables, lessons
+from ifso.training.evaluation import Evaluator, evaluation_batches
+from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import padded_
 from ifso.training.settings import TrainSettings, recipe_of
-from ifso.training.trainer import Crew, Lane, Watch, fit_side_by_side, own_random_numbers
+from ifso.training.trainer import RoundRobin, Trainer, TrainerHooks, fit_side_by_side, seeded_rng
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
 START = recipe_of("scratch")
@@ -94,7 +94,7 @@ def choose(
     for changes in candidates.values():
         effort.settings(changes, effort.epochs)
     held_out = len(data.validation)
-    with own_random_numbers([], 0):
+    with seeded_rng([], 0):
         base = create_model(network, num_classes=data.num_classes).to(device)
         validation = _Validation(data, device, effort.quick.get("precision", "float32"))
         unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), validation)
@@ -129,15 +129,15 @@ class _Validation:
     def __init__(self, data: ImageData, device: str, precision: str) -> None:
         self._data, self._device, self._precision = data, device, precision
 
-    def watch(self) -> Watch:
+    def hooks(self) -> TrainerHooks:
         """One that asks at the end only."""
-        examiner = Examiner(evaluated_batches(self._data, self._device, validation=True), self._precision)
-        return Watch(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
+        examiner = Evaluator(evaluation_batches(self._data, self._device, validation=True), self._precision)
+        return TrainerHooks(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
 
 
 def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validation: _Validation) -> float:
-    batches, loss_fn = lessons(data, settings)
-    lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=validation.watch())
+    batches, loss_fn = batches_and_loss(data, settings)
+    lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=validation.hooks())
     for failure in fit_side_by_side([lane]):
         if failure is not None:
             raise failure
@@ -178,14 +178,14 @@ def _compared(
     say: Say,
 ) -> dict[str, list[float]]:
     """The accuracy of every candidate at its end, in the order of seeds; all of them side by side."""
-    tables, scores = Tables(), {name: dict[int, float]() for name in candidates}
+    tables, scores = TeacherCaches(), {name: dict[int, float]() for name in candidates}
     runs = [(name, seed) for seed in range(effort.seeds) for name in candidates]
-    with closing(Crew()) as crew:
+    with closing(RoundRobin()) as crew:
         for name, seed in runs:
             settings = effort.settings(candidates[name], effort.epochs, seed)
             shuffled = replace(data, seed=seed)
-            batches, loss_fn = lessons(shuffled, settings, teacher, tables=tables, networks=len(runs), say=say)
-            lane = Lane(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, watch=validation.watch())
+            batches, loss_fn = batches_and_loss(shuffled, settings, teacher, caches=tables, networks=len(runs), say=say)
+            lane = Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, hooks=validation.hooks())
             crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
         try:
             while crew.size:
@@ -195,7 +195,7 @@ def _compared(
     return {name: [found[seed] for seed in sorted(found)] for name, found in scores.items()}
 
 
-def _note(scores: dict[int, float], name: str, seed: int, lane: Lane, say: Say, failure: IfsoError | None) -> None:
+def _note(scores: dict[int, float], name: str, seed: int, lane: Trainer, say: Say, failure: IfsoError | None) -> None:
     for note in lane.notes:
         say(f"{name}, seed {seed}: {note}")
     if failure is None:

@@ -21,10 +21,10 @@ from ifso.common.files import FolderLock
 from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError
 from ifso.surgery.recipe import digest_of
-from ifso.training.checkpoint import DATA, START, TEACHER, Origin
-from ifso.training.evaluation import Examiner, evaluated_batches
-from ifso.training.objective import Tables, lessons
-from ifso.training.trainer import Crew, Epoch, Lane, Watch, own_random_numbers
+from ifso.training.checkpoint import DATA, START, TEACHER, InputDigests
+from ifso.training.evaluation import Evaluator, evaluation_batches
+from ifso.training.objective import TeacherCaches, batches_and_loss
+from ifso.training.trainer import Epoch, RoundRobin, Trainer, TrainerHooks, seeded_rng
 from ifso_repro import detectors
 from ifso_repro.done import refuse_other_result
 from ifso_repro.identity import identity
@@ -64,7 +64,7 @@ class Running:
     def __init__(self, workshop: Workshop, jobs: Sequence[Job], *, lanes: int, workers: int, say: Say) -> None:
         self._shop, self._say, self._lanes, self._workers = workshop, say, lanes, workers
         self.failed: list[Failure] = []
-        self._crew, self._tables = Crew(), Tables()
+        self._crew, self._tables = RoundRobin(), TeacherCaches()
         self._bases: dict[str, tuple[nn.Module, dict[str, float]]] = {}
         self._in_training: dict[str, FolderLock] = {}
         self._elsewhere: set[str] = set()
@@ -85,7 +85,7 @@ class Running:
 
     def run(self) -> None:
         """All that is to be done, in the order of the jobs wherever there is a choice."""
-        with _shared_threads(self._shop.device, self._workers) as threads, own_random_numbers([], 0):
+        with _shared_threads(self._shop.device, self._workers) as threads, seeded_rng([], 0):
             self._prunings = Prunings(self._shop, self._workers, threads, self._say)
             try:
                 self._go()
@@ -164,14 +164,14 @@ class Running:
             return
         settings, data = self._shop.base_settings(row), self._shop.open(row, 0)
         model = self._shop.placed(self._shop.fresh(row, data.num_classes))
-        batches, loss_fn = lessons(data, settings)
-        watch = self._watch(f"{row.task} unpruned", row, data, settings.epochs)
-        watch = replace(
-            watch, folder=self._shop.trainings / row.task, origin=Origin({DATA: identity(data)}, THAT_FOLDER)
+        batches, loss_fn = batches_and_loss(data, settings)
+        hooks = self._hooks(f"{row.task} unpruned", row, data, settings.epochs)
+        hooks = replace(
+            hooks, folder=self._shop.trainings / row.task, origin=InputDigests({DATA: identity(data)}, THAT_FOLDER)
         )
         self._in_training[row.task] = lock
         self._say(f"training {row.task} for {settings.epochs} epochs")
-        lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
+        lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=hooks)
         self._crew.add(lane, partial(self._base_done, row, model))
 
     def _locked(self, row: Row) -> FolderLock | None:
@@ -224,17 +224,17 @@ class Running:
         model = self._shop.trainable(job, pruned, data)
         others = self._waiting.values()
         alike = 1 + sum(other.row.task == job.row.task and other.recipe == job.recipe for other in others)
-        batches, loss_fn = lessons(data, settings, teacher, tables=self._tables, networks=alike, say=self._say)
+        batches, loss_fn = batches_and_loss(data, settings, teacher, caches=self._tables, networks=alike, say=self._say)
         folder = self._shop.training_folder(job)
         if job.row.detects:
             detectors.memory_of_training(folder, unpruned, model, data, settings)
-        watch = self._watch(job.name, job.row, data, settings.epochs)
-        watch = replace(watch, folder=folder, origin=Origin(digests, THAT_FOLDER))
+        hooks = self._hooks(job.name, job.row, data, settings.epochs)
+        hooks = replace(hooks, folder=folder, origin=InputDigests(digests, THAT_FOLDER))
         self._say(f"fine-tuning {job.name} for {settings.epochs} epochs")
-        lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
+        lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=hooks)
         self._crew.add(lane, partial(self._finetuned, job, lane))
 
-    def _finetuned(self, job: Job, lane: Lane, failure: IfsoError | None) -> None:
+    def _finetuned(self, job: Job, lane: Trainer, failure: IfsoError | None) -> None:
         for note in lane.notes:
             self._say(f"{job.name}: {note}")
         try:
@@ -248,7 +248,7 @@ class Running:
         base, last, best = (result.worth(stage) for stage in ("base", "last", "best"))
         self._say(f"{job.name}: {base:.2f} → {last:.2f} % (last epoch), best {best:.2f}")
 
-    def _result(self, job: Job, lane: Lane) -> AnyResult:
+    def _result(self, job: Job, lane: Trainer) -> AnyResult:
         data = self._shop.open(job.row, job.seed)
         unpruned, worth = self._base(job.row, data)
         if not job.row.detects:
@@ -257,7 +257,7 @@ class Running:
         measure = detectors.averages(data, self._batches(data), lane.settings.precision)
         return detection_result_of(self._shop, job, lane, unpruned, worth, measure)
 
-    def _watch(self, name: str, row: Row, data: Data, epochs: int) -> Watch:
+    def _hooks(self, name: str, row: Row, data: Data, epochs: int) -> TrainerHooks:
         """Detectors, whose evaluation takes long, are evaluated less often."""
         measure = self._measure(row, data, self._shop.train.get("precision", "float32"))
         every = max(1, epochs // detectors.EVALUATIONS) if row.detects else EVERY
@@ -267,17 +267,17 @@ class Running:
                 worth = epoch.measures["map" if row.detects else "top1"]
                 self._say(f"{name}: epoch {epoch.number} of {epochs}, loss {epoch.loss:.4f}, {worth:.2f} %")
 
-        return Watch(measure, every, 1 if row.detects else FINAL, tell)
+        return TrainerHooks(measure, every, 1 if row.detects else FINAL, tell)
 
     def _batches(self, data: Data) -> Any:
-        return evaluated_batches(data, self._shop.device, validation=bool(self._shop.validation))
+        return evaluation_batches(data, self._shop.device, validation=bool(self._shop.validation))
 
     def _measure(self, row: Row, data: Data, precision: str) -> Measure | None:
         """What tells how well a network does; None for a detector where that cannot be computed."""
         if row.detects:
             measured = detectors.can_measure()
             return detectors.averages(data, self._batches(data), precision) if measured else None
-        examiner = Examiner(self._batches(data), precision)
+        examiner = Evaluator(self._batches(data), precision)
         return lambda model: {"top1": examiner(model).top1}
 
 

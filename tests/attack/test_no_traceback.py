@@ -24,7 +24,7 @@ from ifso.data import open_data
 from ifso.errors import BudgetError, CompactionError, DataError, IfsoError, KeepError, ScoreError, VerificationError
 from ifso.models import load_weights
 from ifso.runs.folder import RunFolder, read_config
-from ifso.training.profiling import timed
+from ifso.training.profiling import time_forward
 
 TASK = ["prune", "--model", "net.py:network", "--data", "net.py:data", "--macs", "0.7", "--out", "new"]
 LONG = "a" * 300
@@ -77,7 +77,7 @@ class TestOptions:
 
     def test_a_batch_that_would_fill_the_memory(self) -> None:
         with pytest.raises(IfsoError, match=r"^a batch of 1000000000 takes [\d,.]+ GiB of memory, and"):
-            timed({"net": tiny.network()}, torch.zeros(1, 2, 64, 64), 10**9, "float32", repeats=1)
+            time_forward({"net": tiny.network()}, torch.zeros(1, 2, 64, 64), 10**9, "float32", repeats=1)
 
     @pytest.mark.parametrize("command", ["report {}", "eval {}", "finetune {}", "export {} --to torch"])
     def test_a_folder_that_cannot_be_looked_into(self, project: Path, refused, command: str) -> None:

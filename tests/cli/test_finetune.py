@@ -18,7 +18,7 @@ from ifso.runs.open import open_run
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 from ifso.training.evaluation import evaluate
-from ifso.training.objective import lessons
+from ifso.training.objective import batches_and_loss
 from ifso.training.settings import recipe_of
 from ifso.training.trainer import fit
 
@@ -90,7 +90,7 @@ class TestFinetuned:
         before = {"pruned": evaluate(model, data.test_batches()).top1}
         if settings.distill:
             before["unpruned"] = evaluate(teacher, data.test_batches()).top1
-        batches, loss_fn = lessons(data, settings, teacher)
+        batches, loss_fn = batches_and_loss(data, settings, teacher)
         fit(model, batches, settings, loss_fn=loss_fn)
         found = open_run(project / "a").finetuned()
         assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
@@ -200,7 +200,7 @@ class TestAnotherTeacher:
         before = {name: evaluate(network, data.test_batches()).top1 for name, network in worth.items()}
         assert summary["before"] == before
         assert list(summary["before"]) == list(before)
-        batches, loss_fn = lessons(data, settings, teacher)
+        batches, loss_fn = batches_and_loss(data, settings, teacher)
         fit(model, batches, settings, loss_fn=loss_fn)
         found = run.finetuned()
         assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
@@ -209,14 +209,14 @@ class TestAnotherTeacher:
         assert fixed["teacher_weights"] == digest_of(teacher)
 
     def test_runs_side_by_side_share_one(self, project, monkeypatch, capsys):
-        seen, original = [], runs.lessons
+        seen, original = [], runs.batches_and_loss
 
         def listened(data, settings, teacher, **more):
-            seen.append((teacher, more["networks"], more["tables"]))
+            seen.append((teacher, more["networks"], more["caches"]))
             return original(data, settings, teacher, **more)
 
-        monkeypatch.setattr(runs, "lessons", listened)
-        monkeypatch.setattr("ifso.training.objective.pays", lambda *_: True)
+        monkeypatch.setattr(runs, "batches_and_loss", listened)
+        monkeypatch.setattr("ifso.training.objective.cache_pays_off", lambda *_: True)
         finetuned([project / "a", project / "b", "--epochs", "1", "--distill", *taught(project)], capsys)
         (first, *ones), (second, *others) = seen
         assert first is second
@@ -271,7 +271,7 @@ class TestAnotherTeacher:
         def measured(*_, **__):
             raise AssertionError("measured")
 
-        monkeypatch.setattr("ifso.training.evaluation.measured", measured)
+        monkeypatch.setattr("ifso.training.evaluation.evaluate_once", measured)
         for factory, message in {
             "more": "the teacher knows 12 classes and the network 10; give a teacher for the same data",
             "large": "the teacher, Sequential, failed on the first images of digits (",
@@ -293,7 +293,7 @@ class TestRefused:
             ("{project}/base", "{project}/base holds a training and no pruning; ifso prune and ifso eval take it as"),
             ("{a} --epochs 0", "--epochs 0 trains nothing"),
             ("{a} --epochs 1 --warm-up 1", "1 epochs of warm-up leave nothing of 1"),
-            ("{a} --distill 2", "distill=2.0 will not do"),
+            ("{a} --distill 2", "distill must be a weight from 0 to 1, got 2.0"),
             ("{a} --resume", "holds no run to resume"),
             ("{a} --data cifar10:none.npz", "none.npz"),
             ("{a} --weights none.safetensors --distill", "no weight file none.safetensors"),

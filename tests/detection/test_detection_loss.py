@@ -8,7 +8,7 @@ from mini import MiniRetina, scene
 from torch import nn
 
 from ifso.errors import ScoreError
-from ifso.tasks.detection import asking_for_losses, detection_loss, detection_losses
+from ifso.tasks.detection import detection_loss, detection_losses, loss_mode
 
 
 class Losses(nn.Module):
@@ -62,7 +62,7 @@ def test_modes_come_back_after_an_error():
     model = Losses("no dict").eval()
     with pytest.raises(ScoreError):
         detection_loss(model, BATCH)
-    with asking_for_losses(model):
+    with loss_mode(model):
         assert model.training
     assert not any(module.training for module in model.modules())
 
@@ -80,10 +80,10 @@ def test_images_without_boxes_have_a_loss():
         ([1, 2], "Losses returned list for"),
         ({}, "Losses returned an empty dict for"),
         (torch.ones(3), r"returned a torch.float32 tensor of shape \(3,\)"),
-        ({"boxes": torch.ones(2)}, r"the loss 'boxes' of the detector is a torch.float32 tensor of shape \(2,\)"),
-        ({"boxes": torch.tensor(1)}, "the loss 'boxes' of the detector is a torch.int64 tensor"),
-        ({"boxes": 1.0}, "the loss 'boxes' of the detector is float"),
-        ({"boxes": []}, "the loss 'boxes' of the detector is an empty list"),
+        ({"boxes": torch.ones(2)}, r"the loss 'boxes' .* got a torch.float32 tensor of shape \(2,\)"),
+        ({"boxes": torch.tensor(1)}, "the loss 'boxes' .* got a torch.int64 tensor"),
+        ({"boxes": 1.0}, "the loss 'boxes' .* got float"),
+        ({"boxes": []}, "the loss 'boxes' .* got an empty list"),
     ],
 )
 def test_what_is_no_loss_is_refused(found, message):
@@ -94,8 +94,8 @@ def test_what_is_no_loss_is_refused(found, message):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(2, 3, 4, 4), r"is \(images, targets\), not a Tensor"),
-        ((1, 2, 3), r"not a tuple of 3"),
+        (torch.zeros(2, 3, 4, 4), "must be .*, got Tensor"),
+        ((1, 2, 3), "got tuple of 3"),
         (([torch.zeros(3, 2, 2)], []), "1 images and targets for 0"),
     ],
 )

@@ -340,7 +340,7 @@ class TestCommand:
             raise Nothing
 
         rates = []
-        monkeypatch.setattr(ifso, "prune", record)
+        monkeypatch.setattr("ifso.pruning.prune.prune", record)
         task = ["--model", f"{folder}/net.py:make", "--data", f"coco:{folder}", "--macs", "0.6"]
         with pytest.raises(Nothing):
             main(["prune", *task, "--out", str(tmp_path / "r"), *options])

@@ -34,7 +34,7 @@ from ifso.surgery.loading import shapes_after
 from ifso.surgery.recipe import Recipe, recipe_of, shapes_of
 from ifso.surgery.store import _seal
 from ifso.training.checkpoint import load_checkpoint
-from ifso.training.runs import finished
+from ifso.training.runs import finished_summary
 
 
 def run_readers(root: Path) -> Iterator[Reader]:
@@ -204,7 +204,7 @@ def _json_readers(root: Path, seed: Path) -> Iterator[Reader]:
     yield Reader(
         "summary of a training",
         written("summary.json", tuned),
-        lambda path: finished(path.parent),
+        lambda path: finished_summary(path.parent),
         _check_dict,
         "summary.json",
         share=8,

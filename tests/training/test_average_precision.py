@@ -224,8 +224,8 @@ class TestBadInput:
             (torch.zeros(1, 4), DataError, "the network gave Tensor for 1 images"),
             ([], DataError, "gave list for 1 images"),
             ([{"boxes": torch.zeros(0, 4)}], DataError, "a list of dicts with boxes, scores and labels"),
-            (answer(label=4), DataError, "found label 4, but the data has the labels 1 to 3"),
-            (answer(label=0), DataError, "found label 0"),
+            (answer(label=4), DataError, "label 4, but the data has the labels 1 to 3"),
+            (answer(label=0), DataError, "label 0"),
             (answer(score=float("nan")), DivergedError, "not finite for image 1; its weights have diverged"),
         ],
     )

@@ -14,8 +14,8 @@ from ifso.data import open_data
 from ifso.data.compatibility import check_fits, classes_of
 from ifso.errors import DataError, TrainingError
 from ifso.tasks.detection import detection_losses
-from ifso.training.detector_distillation import CONFIDENT, detector_distillation, differences, listening
-from ifso.training.objective import lessons
+from ifso.training.detector_distillation import CONFIDENT, detector_distillation, distillation_losses, recorded_answers
+from ifso.training.objective import batches_and_loss
 from ifso.training.settings import recipe_of
 from ifso.training.trainer import fit
 
@@ -60,7 +60,7 @@ def slow_differences(student, teacher, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_against_a_slow_truth(centre, temperature):
     student, teacher = answers(1, centre), answers(2, centre)
-    found = differences(student, teacher, temperature)
+    found = distillation_losses(student, teacher, temperature)
     assert {name: float(loss) for name, loss in found.items()} == pytest.approx(
         slow_differences(student, teacher, temperature), rel=1e-10
     )
@@ -68,7 +68,7 @@ def test_against_a_slow_truth(centre, temperature):
 
 def test_a_teacher_that_sees_nothing_moves_no_box():
     student, teacher = answers(1), {**answers(2), "cls_logits": torch.full((2, 5, 3), -9.0, dtype=torch.float64)}
-    found = differences(student, teacher, 1.0)
+    found = distillation_losses(student, teacher, 1.0)
     assert float(found["boxes"]) == 0
     assert math.isfinite(float(found["classes"]))
 
@@ -91,7 +91,7 @@ def test_the_teacher_stays_as_it_was():
     before, modes = copy.deepcopy(teacher.state_dict()), [module.training for module in teacher.modules()]
     settings = recipe_of("detection", epochs=1, batch=4, lr=0.05, warm_up_steps=0, distill=0.5)
     data = boxes()
-    batches, loss_fn = lessons(data, settings, teacher)
+    batches, loss_fn = batches_and_loss(data, settings, teacher)
     [epoch] = fit(model, batches, settings, loss_fn=loss_fn)
     assert all(torch.equal(value, teacher.state_dict()[name]) for name, value in before.items())
     assert [module.training for module in teacher.modules()] == modes
@@ -105,7 +105,7 @@ def test_a_student_draws_near():
     with torch.no_grad():
         teacher.head.classification_head.cls_logits.bias.fill_(0.5)
     settings = recipe_of("detection", epochs=8, batch=4, lr=0.05, warm_up_steps=0, distill=1.0)
-    batches, loss_fn = lessons(data, settings, teacher)
+    batches, loss_fn = batches_and_loss(data, settings, teacher)
     epochs = fit(frozen(), batches, settings, loss_fn=loss_fn)
     assert epochs[-1].losses["distilled_classes"] < 0.1 * epochs[0].losses["distilled_classes"]
     assert epochs[-1].losses["classification"] == 0
@@ -113,10 +113,10 @@ def test_a_student_draws_near():
 
 def test_hooks_are_gone_afterwards():
     model = retina()
-    with listening(model) as heard:
+    with recorded_answers(model) as seen:
         detection_losses(model, BATCH)
-    assert heard.images.shape == (4, 3, 64, 64)
-    assert heard.answers["cls_logits"].shape[0] == 4
+    assert seen["images"].shape == (4, 3, 64, 64)
+    assert seen["head"]["cls_logits"].shape[0] == 4
     assert not model.head._forward_hooks
     assert not model.transform._forward_hooks
 

@@ -9,16 +9,16 @@ from small_detectors import boxes, fcos, frozen, retina
 from torchvision.models import get_model
 
 from ifso.errors import TrainingError
-from ifso.tasks.detection import ANCHORS, HEADS, detection_loss, detection_losses, wide_heads
+from ifso.tasks.detection import ANCHORS, HEADS, detection_loss, detection_losses, float32_heads
 from ifso.training.average_precision import evaluate_detector
-from ifso.training.evaluation import examination, quality
-from ifso.training.objective import lessons
+from ifso.training.evaluation import make_evaluator, quality
+from ifso.training.objective import batches_and_loss
 from ifso.training.optimizers import rates
-from ifso.training.profiling import counted, timed, training_peak
-from ifso.training.runs import Silent, Training, finished, train_side_by_side
+from ifso.training.profiling import costs_of, time_forward, training_peak
+from ifso.training.runs import Silent, Training, finished_summary, train_side_by_side
 from ifso.training.settings import TrainSettings, recipe_of
-from ifso.training.train_step import Learner
-from ifso.training.trainer import Watch, fit
+from ifso.training.train_step import TrainStep
+from ifso.training.trainer import TrainerHooks, fit
 
 
 class Stopped(Exception):
@@ -30,8 +30,8 @@ def short(**changes):
 
 
 def trained(model, data, settings, **watched):
-    batches, loss_fn = lessons(data, settings)
-    return fit(model, batches, settings, loss_fn=loss_fn, watch=Watch(**watched))
+    batches, loss_fn = batches_and_loss(data, settings)
+    return fit(model, batches, settings, loss_fn=loss_fn, hooks=TrainerHooks(**watched))
 
 
 def same(first, second):
@@ -64,11 +64,11 @@ class TestLearning:
         networks = [frozen() for _ in range(2)]
         networks[1].load_state_dict(networks[0].state_dict())
         for model, parts in zip(networks, (1, 2), strict=True):
-            Learner(model.train(), short(accumulate=parts), detection_loss).learn(batch)
+            TrainStep(model.train(), short(accumulate=parts), detection_loss)(batch)
         for (name, first), second in zip(networks[0].named_parameters(), networks[1].parameters(), strict=True):
             torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-7, msg=name)
         with pytest.raises(TrainingError, match="a batch of 4 cannot be cut into 3 equal micro-batches"):
-            Learner(networks[0], short(batch=6, accumulate=3), detection_loss).learn(batch)
+            TrainStep(networks[0], short(batch=6, accumulate=3), detection_loss)(batch)
 
     @pytest.mark.parametrize("changes", [{"ema": 0.9}, {"precision": "bf16", "channels_last": True}], ids=str)
     def test_resumed_to_the_same_bits(self, tmp_path, changes):
@@ -88,11 +88,11 @@ class TestLearning:
 
     def test_what_is_for_classifiers_and_a_missing_teacher_are_refused(self):
         with pytest.raises(TrainingError, match="label smoothing is for classifiers only"):
-            lessons(boxes(), short(label_smoothing=0.1))
+            batches_and_loss(boxes(), short(label_smoothing=0.1))
         with pytest.raises(TrainingError, match="detectors cannot be compiled"):
-            lessons(boxes(), short(compile=True))
+            batches_and_loss(boxes(), short(compile=True))
         with pytest.raises(TrainingError, match="needs a teacher"):
-            lessons(boxes(), short(distill=0.5))
+            batches_and_loss(boxes(), short(distill=0.5))
 
 
 class TestRun:
@@ -107,7 +107,7 @@ class TestRun:
         assert summary["best_map"] == max(line["map"] for line in lines)
         assert summary["before"].keys() == {"weights given"}
         assert "last_top1" not in summary
-        assert finished(tmp_path / "run") == json.loads(json.dumps(summary))
+        assert finished_summary(tmp_path / "run") == json.loads(json.dumps(summary))
 
     def test_a_warm_up_as_long_as_the_run_is_refused_before_anything_is_done(self, tmp_path):
         training = Training("a", tmp_path / "run", retina(), boxes(), short(warm_up_steps=9))
@@ -170,16 +170,16 @@ class TestHalfPrecision:
         model.score_thresh = 0.0
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             narrow = model(image)[0]["boxes"]
-            with wide_heads(model):
+            with float32_heads(model):
                 wide = model(image)[0]["boxes"]
         assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
 
     def test_nothing_is_left_behind(self):
         model = retina()
-        with torch.autocast("cpu", torch.bfloat16), wide_heads(model):
+        with torch.autocast("cpu", torch.bfloat16), float32_heads(model):
             assert model.head._forward_hooks
         assert not model.head._forward_hooks
-        with wide_heads(model):
+        with float32_heads(model):
             assert not model.head._forward_hooks
 
     @pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "ssdlite320_mobilenet_v3_large"])
@@ -199,18 +199,18 @@ class TestMeasuring:
         assert found.detection == wanted
         assert found.as_dict()["samples"] == 6
         assert found.as_dict()["by_category"] == wanted.by_category
-        measures = examination(model, data, short(), validation=False)(model)
+        measures = make_evaluator(model, data, short(), validation=False)(model)
         assert measures["map"] == wanted.map
         assert "map_large" not in measures
 
     def test_costs_time_and_memory(self):
         data, model = boxes(), retina()
         example = data.example_inputs()
-        cost, memory = counted(model, example, "float32")
+        cost, memory = costs_of(model, example, "float32")
         head = 8 * 8 * 9 * (8 * 8) + 4 * 4 * 9 * (8 * 8)
         assert cost.macs > 8 * head
         assert memory == 4 * cost.activations
-        assert timed({"a": model}, example, 2, "float32", repeats=2)["a"].batch == 2
+        assert time_forward({"a": model}, example, 2, "float32", repeats=2)["a"].batch == 2
         batches = [next(iter(data.train_batches(size))) for size in (2, 4)]
         small, large = (training_peak(model, batch, data.loss_fn, "float32") for batch in batches)
         assert 1.3 * small < large < 3 * small

@@ -88,8 +88,8 @@ def test_half_precision_logits_are_divided_in_float32(batch, student):
 def test_a_teacher_that_does_not_fit(batch, student):
     for teacher, message in (
         (nn.Linear(4, 10).double(), "the teacher knows 10 classes and the network 7; give a teacher for the same data"),
-        (nn.Unflatten(1, (2, 2)), r"the teacher answers with \(5, 2, 2\); distillation takes logits"),
-        (lambda images: [images], "the teacher answers with list"),
+        (nn.Unflatten(1, (2, 2)), r"the teacher returns \(5, 2, 2\); distillation takes logits"),
+        (lambda images: [images], "the teacher returns list"),
     ):
         asked = distillation_from_logits(lambda batch, teacher=teacher: teacher(batch[0]))
         with pytest.raises(TrainingError, match=message) as caught:

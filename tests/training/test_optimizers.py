@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ifso.errors import TrainingError
-from ifso.training.checkpoint import fill_
+from ifso.training.checkpoint import copy_tensors_
 from ifso.training.optimizers import momenta, set_rate_, sgd
 from ifso.training.settings import TrainSettings
 
@@ -112,7 +112,7 @@ def test_momenta_are_there_from_the_start_and_carry_on():
     optimizer.step()
     other = copy.deepcopy(model)
     resumed = sgd(other, SETTINGS)
-    fill_(momenta(other, resumed), momenta(model, optimizer))
+    copy_tensors_(momenta(other, resumed), momenta(model, optimizer))
     for each, used in ((model, optimizer), (other, resumed)):
         backward(each, 1)
         used.step()

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 from ifso.data import open_data
 from ifso.data.from_file import Moved
 from ifso.errors import DataError, DivergedError
-from ifso.training.epoch_batches import OneEpoch, batches_of
+from ifso.training.epoch_steps import OneEpoch, batches_of
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Watch, fit
+from ifso.training.trainer import TrainerHooks, fit
 
 SETTINGS = TrainSettings(epochs=4, lr=0.1, schedule="constant")
 
@@ -50,12 +50,12 @@ def states():
     return torch.get_rng_state().tolist(), keys.tolist(), place, random.getstate()
 
 
-def trained(batches, drawn=1, watch=None, dropout=0.2, **changes):
+def trained(batches, drawn=1, hooks=None, dropout=0.2, **changes):
     model = network(dropout)
     elsewhere(drawn)
     before = states()
     try:
-        fit(model, batches, TrainSettings(**{**SETTINGS.as_dict(), **changes}), watch=watch)
+        fit(model, batches, TrainSettings(**{**SETTINGS.as_dict(), **changes}), hooks=hooks)
     finally:
         assert states() == before
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -87,8 +87,8 @@ def test_interrupted_and_resumed_is_not_interrupted(make, tmp_path):
 
     whole = trained(make())
     with pytest.raises(Interrupted):
-        trained(make(), watch=Watch(on_epoch=stop, folder=tmp_path, save_every=0.0))
-    resumed = trained(make(), 9, watch=Watch(folder=tmp_path))
+        trained(make(), hooks=TrainerHooks(on_epoch=stop, folder=tmp_path, save_every=0.0))
+    resumed = trained(make(), 9, hooks=TrainerHooks(folder=tmp_path))
     assert torch.equal(resumed, whole)
 
 

@@ -14,7 +14,7 @@ from ifso.errors import DataError, DivergedError, IfsoError, RunError, TrainingE
 from ifso.training import runs
 from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import evaluate
-from ifso.training.runs import Silent, Training, finished, train_side_by_side
+from ifso.training.runs import Silent, Training, finished_summary, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import fit
 
@@ -81,7 +81,7 @@ def equal(first, second):
 class TestOne:
     def test_it_is_what_fit_does_with_files_around_it(self, training, data):
         plain, one = network(), training()
-        epochs = fit(plain, data.train_batches(128), QUICK, loss_fn=runs.lessons(data, QUICK)[1])
+        epochs = fit(plain, data.train_batches(128), QUICK, loss_fn=runs.batches_and_loss(data, QUICK)[1])
         (summary,) = trained(one)
         assert equal(weights_in(one.folder), plain.state_dict())
         lines = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
@@ -95,7 +95,7 @@ class TestOne:
         assert (summary["split"], summary["epochs"], summary["settings"]) == ("test", 3, QUICK.as_dict())
         stored = json.loads((one.folder / "summary.json").read_text())
         assert stored.pop("digests").keys() == {"settings", "recipe", "metrics"}
-        assert summary == stored == finished(one.folder)
+        assert summary == stored == finished_summary(one.folder)
         assert equal(ifso.load(one.folder, network(seed=9)).state_dict(), plain.state_dict())
         assert not (one.folder / FILE).exists()
 
@@ -142,10 +142,10 @@ class TestInterrupted:
         with pytest.raises(KeyboardInterrupt):
             trained(cut)
         monkeypatch.undo()
-        assert finished(cut.folder) is None
+        assert finished_summary(cut.folder) is None
         trained(training("cut"), resume=True)
         assert equal(weights_in(whole.folder), weights_in(cut.folder))
-        assert finished(cut.folder)["epochs"] == 3
+        assert finished_summary(cut.folder)["epochs"] == 3
 
     def test_lines_beyond_the_checkpoint_or_cut_short_go(self, training, monkeypatch):
         monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
@@ -244,7 +244,7 @@ def test_a_teacher_is_learned_from(training):
     assert isinstance(trained(other)[0], dict)
     assert not equal(weights_in(taught.folder), weights_in(other.folder))
     model, batches = network(), training("by-hand", settings).data.train_batches(128)
-    fit(model, batches, settings, loss_fn=runs.lessons(taught.data, settings, teacher)[1])
+    fit(model, batches, settings, loss_fn=runs.batches_and_loss(taught.data, settings, teacher)[1])
     assert equal(model.state_dict(), weights_in(taught.folder))
 
 
@@ -316,7 +316,7 @@ class TestData:
             ({"model": nn.Sequential(nn.Flatten(), nn.Linear(60, 10))}, QUICK, "1×8×8"),
             ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))}, QUICK, "10 classes, but the network 9"),
             ({"model": Fixed()}, QUICK, "Fixed has no parameter to train; set requires_grad of some, or give another"),
-            ({}, TrainSettings(epochs=0), "0 epochs train nothing"),
+            ({}, TrainSettings(epochs=0), "epochs must be 1 or more, got 0"),
             ({}, TrainSettings(epochs=1, distill=0.5), "distillation needs a teacher"),
             ({}, TrainSettings(epochs=1, batch=4096), "cannot be filled by 1442 training images"),
         ],
@@ -334,7 +334,7 @@ class TestData:
         def learn(*_):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr("ifso.training.train_step.Learner.learn", learn)
+        monkeypatch.setattr("ifso.training.train_step.TrainStep.__call__", learn)
         (outcome,) = trained(training())
         assert isinstance(outcome, TrainingError)
         assert "too little memory for a batch of 128" in str(outcome)
@@ -343,10 +343,10 @@ class TestData:
 def test_the_summary_of_a_pruning_is_not_to_be_deleted(tmp_path):
     (tmp_path / "summary.json").write_text('{"shares": {"macs": 0.5}}')
     with pytest.raises(RunError, match="of a pruning, not of a training; go on with ifso prune --resume --out"):
-        finished(tmp_path)
+        finished_summary(tmp_path)
 
 
 def test_a_damaged_summary(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(RunError, match="damaged, or not of a training"):
-        finished(tmp_path)
+        finished_summary(tmp_path)

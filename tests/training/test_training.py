@@ -14,7 +14,7 @@ from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import evaluate
 from ifso.training.losses import classification, distillation
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Watch, fit
+from ifso.training.trainer import TrainerHooks, fit
 
 
 class Net(nn.Sequential):
@@ -231,7 +231,7 @@ class TestFit:
         model[4].requires_grad_(False)
         frozen, moving = model[4].weight.clone(), model[0].weight.clone()
         statistics = model[1].running_mean.clone()
-        fit(model, batches(), short(), watch=Watch(on_epoch=seen.append))
+        fit(model, batches(), short(), hooks=TrainerHooks(on_epoch=seen.append))
         assert [module.training for module in (model, *model)] == [False, False, True, False, False, False]
         assert [epoch.number for epoch in seen] == [1, 2]
         assert torch.equal(model[4].weight, frozen)

@@ -13,12 +13,11 @@ from torch import nn
 from ifso.errors import RunError
 from ifso.training.checkpoint import (
     FILE,
-    about_model,
-    fill_,
-    fingerprint,
+    check_same_model,
+    check_same_settings,
+    copy_tensors_,
+    describe_model,
     load_checkpoint,
-    refuse_other_model,
-    refuse_other_settings,
     restore_rng,
     rng_states,
     save_checkpoint,
@@ -163,6 +162,9 @@ def network(width=4, bias=True):
 
 
 def test_a_fingerprint_is_of_shapes_and_names_not_of_values():
+    def fingerprint(model):
+        return describe_model(model)["fingerprint"]
+
     known = fingerprint(network())
     assert fingerprint(network()) == known
     others = (network(5), network(bias=False), network().double(), nn.Sequential(*network(), nn.PReLU()))
@@ -170,23 +172,23 @@ def test_a_fingerprint_is_of_shapes_and_names_not_of_values():
 
 
 def test_another_model_is_refused_with_the_first_differences():
-    before = json.loads(json.dumps(about_model(network())))
-    refuse_other_model(network(), before, "runs/x")
-    line = refused("the training in runs/x is of another network", refuse_other_model, network(5), before, "runs/x")
+    before = json.loads(json.dumps(describe_model(network())))
+    check_same_model(network(), before, "runs/x")
+    line = refused("the training in runs/x is of another network", check_same_model, network(5), before, "runs/x")
     assert "0.weight is float32 [5, 3] and was float32 [4, 3]; 0.bias is float32 [5] and was float32 [4]" in line
     assert line.endswith(" and 4 more; resume with the same network, or train in another folder")
-    line = refused("0.bias is not there and was float32", refuse_other_model, network(bias=False), before, "x")
+    line = refused("0.bias is not there and was float32", check_same_model, network(bias=False), before, "x")
     assert "more" not in line
 
 
 def test_other_settings_are_refused_with_what_differs():
     before = json.loads(json.dumps(recipe_of("paper").as_dict()))
-    refuse_other_settings(recipe_of("paper"), before, "runs/x")
+    check_same_settings(recipe_of("paper"), before, "runs/x")
     message = "the training in runs/x has other settings: epochs is 100 and was 200; resume with the same"
-    refused(message, refuse_other_settings, recipe_of("paper", epochs=100), before, "runs/x")
+    refused(message, check_same_settings, recipe_of("paper", epochs=100), before, "runs/x")
     message = r"milestones is \[0.5\] and was \[0.6, 0.8\]"
-    refused(message, refuse_other_settings, recipe_of("paper", milestones=(0.5,)), before, "runs/x")
-    line = refused("other settings", refuse_other_settings, recipe_of("quick", lr=0.2, seed=3), before, "runs/x")
+    refused(message, check_same_settings, recipe_of("paper", milestones=(0.5,)), before, "runs/x")
+    line = refused("other settings", check_same_settings, recipe_of("quick", lr=0.2, seed=3), before, "runs/x")
     assert "lr is 0.2 and was 0.1; schedule is 'one-cycle' and was 'step'" in line
     assert "more; resume" in line
 
@@ -199,17 +201,20 @@ def test_no_setting_may_change(field):
     }  # fmt: skip
     value = other.get(field.name, not field.default if isinstance(field.default, bool) else 0.5)
     now = recipe_of("paper", **{field.name: 3 if field.name == "seed" else value})
-    refused(f"other settings: {field.name} is ", refuse_other_settings, now, TrainSettings().as_dict(), "x")
+    refused(f"other settings: {field.name} is ", check_same_settings, now, TrainSettings().as_dict(), "x")
 
 
 def test_tensors_are_filled_in_place_all_or_none():
     live = {"a": torch.zeros(2), "b": torch.zeros(3)}
     place = live["a"].data_ptr()
-    refused(r"b is float32 \[3\] and was not there", fill_, live, {"a": torch.ones(2)})
+    refused(r"b is float32 \[3\] and was not there", copy_tensors_, live, {"a": torch.ones(2)})
     refused(
-        r"c is not there and was float32", fill_, live, {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}
+        r"c is not there and was float32",
+        copy_tensors_,
+        live,
+        {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)},
     )
     assert not live["a"].any()
-    fill_(live, {"a": torch.ones(2), "b": torch.full((3,), 2.0)})
+    copy_tensors_(live, {"a": torch.ones(2), "b": torch.full((3,), 2.0)})
     assert live["a"].data_ptr() == place
     assert live["a"].tolist() + live["b"].tolist() == [1, 1, 2, 2, 2]

@@ -30,10 +30,10 @@ from ifso.runs.reading import EVALUATION, FINETUNE
 from ifso.surgery.store import load, save
 from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import Accuracy, Quality, evaluate
-from ifso.training.profiling import Measured, counted, hardware, timed, training_peak
+from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak
 from ifso.training.runs import Silent, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Epoch, Watch, fit
+from ifso.training.trainer import Epoch, TrainerHooks, fit
 
 MODEL, DATA = "ifso:resnet8-digits", "digits"
 
@@ -173,8 +173,8 @@ class Study:
     def _fit(self, model: nn.Module, epochs: int, lr: float, schedule: str) -> float:
         """Train; the seconds it took."""
         begun, settings = time.perf_counter(), self._settings(epochs, lr, schedule)
-        watch = Watch(on_epoch=_Told(self._say, epochs).tell)
-        fit(model, self._data.train_batches(settings.batch), settings, watch=watch)
+        hooks = TrainerHooks(on_epoch=_Told(self._say, epochs).tell)
+        fit(model, self._data.train_batches(settings.batch), settings, hooks=hooks)
         return time.perf_counter() - begun
 
     def _finetune(self, model: nn.Module, folder: Path) -> float:
@@ -209,12 +209,12 @@ class Study:
         """What ``ifso eval`` would measure of these networks."""
         example, precision = self._data.example_inputs(), "float32"
         batch = next(iter(self._data.train_batches(self._effort.batch_size)))
-        times = timed(models, example, 1, precision)
+        times = time_forward(models, example, 1, precision)
         networks = {}
         for name, model in models.items():
             found, peak = self._tested(model), training_peak(model, batch, cross_entropy, precision)
             worth = Quality(found.loss, found.samples, found.top1, found.top5)
-            networks[name] = Measured(worth, *counted(model, example, precision), (times[name],), peak).as_dict()
+            networks[name] = Profile(worth, *costs_of(model, example, precision), (times[name],), peak).as_dict()
         about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
         write_json(path, {**about, "train_batch": self._effort.batch_size, "networks": networks})
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ifso.data import Data
     from ifso.training.evaluation import Quality
-    from ifso.training.profiling import Measured
+    from ifso.training.profiling import Profile
 
 DESCRIPTION = "Measure the networks of a run (unpruned, pruned, fine-tuned), or one network with --model and --data."
 ALONE = "network"
@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     from ifso.common.batches import of_batch, size_of
     from ifso.data.compatibility import check_fits
     from ifso.training.evaluation import quality
-    from ifso.training.profiling import laid_out
+    from ifso.training.profiling import in_memory_format
 
     tell = say if place.speaks else _silent
     run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     for note in getattr(data, "notes", ()):
         tell(note)
     models, notes = _networks(args, run, data, place.device)
-    batch = laid_out(_learned_from(data, args.train_batch, given), channels_last=args.channels_last)
+    batch = in_memory_format(_learned_from(data, args.train_batch, given), channels_last=args.channels_last)
     qualities = {}
     for name, model in models.items():
         tell(f"evaluating {f'the {name} network' if run else args.model} on {args.split} images of {data.name}")
@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     if not place.speaks:
         return None
     tell("counting costs, measuring time and memory")
-    example = laid_out(_example(args, run, data, place.device), channels_last=args.channels_last)
+    example = in_memory_format(_example(args, run, data, place.device), channels_last=args.channels_last)
     about = {
         **_about(args, run, data, place.device),
         "counted_on": words_of(of_batch(example, 1)),
@@ -249,16 +249,18 @@ def _measured(
     data: Data,
     qualities: Mapping[str, Quality],
     inputs: tuple[Any, Any],
-) -> dict[str, Measured]:
+) -> dict[str, Profile]:
     """Costs and times on the first of ``inputs``, an example; memory on the second, a training batch."""
-    from ifso.training.profiling import Measured, counted, timed, training_peak
+    from ifso.training.profiling import Profile, costs_of, time_forward, training_peak
 
     example, train_batch = inputs
-    timings = [timed(models, example, batch, args.precision, repeats=args.repeats) for batch in args.latency_batch]
+    timings = [
+        time_forward(models, example, batch, args.precision, repeats=args.repeats) for batch in args.latency_batch
+    ]
     return {
-        name: Measured(
+        name: Profile(
             qualities[name],
-            *counted(model, example, args.precision),
+            *costs_of(model, example, args.precision),
             tuple(found[name] for found in timings),
             training_peak(model, train_batch, data.loss_fn, args.precision),
         )

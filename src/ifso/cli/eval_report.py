@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ifso.training.evaluation import Quality
-    from ifso.training.profiling import Measured, Timing
+    from ifso.training.profiling import Profile, Timing
 
 STAGES = ("unpruned", "pruned", "fine-tuned")
 COSTS = {"macs": "MACs", "params": "parameters"}
@@ -37,7 +37,7 @@ NOT_THERE = "—"
 class Report:
     """What was measured, by the name of the network; ``about`` says on what and how, ``notes`` what is left out."""
 
-    measured: dict[str, Measured]
+    measured: dict[str, Profile]
     about: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -48,7 +48,7 @@ class Report:
         networks = {name: {**found.as_dict(), **self.shares(found)} for name, found in self.measured.items()}
         return finite({**self.about, "networks": networks, "notes": list(self.notes)})
 
-    def shares(self, found: Measured) -> dict[str, float]:
+    def shares(self, found: Profile) -> dict[str, float]:
         """What is left of the costs of the unpruned network, if that was measured."""
         whole = self.measured.get(STAGES[0])
         if whole is None:
@@ -141,7 +141,7 @@ def _percent(share: float | None) -> str:
     return NOT_THERE if share is None else f"{share:.2f} %"
 
 
-def _share(report: Report, found: Measured, kind: str) -> str:
+def _share(report: Report, found: Profile, kind: str) -> str:
     shares = report.shares(found)
     return f" ({shares[f'{kind}_share']:.1%})" if shares and len(report.measured) > 1 else ""
 

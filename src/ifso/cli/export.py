@@ -81,7 +81,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from ifso.exporting.export import bytes_of, export
-    from ifso.training.profiling import counted
+    from ifso.training.profiling import costs_of
 
     run = open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run)
@@ -89,12 +89,12 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     example = _example(args, run, data, model)
     say(f"exporting the {stage} network to {args.out}")
     exported = export(model, args.out, example, to=args.to, opset=args.opset, static=args.static)
-    networks = {stage: {**counted(model, example, "float32")[0].as_dict(), "bytes": exported.bytes}}
+    networks = {stage: {**costs_of(model, example, "float32")[0].as_dict(), "bytes": exported.bytes}}
     whole = None if args.original else _unpruned(args, run, data, notes)
     if whole is not None:
         say("exporting the unpruned network to compare")
         size = bytes_of(whole, example, args.to, opset=exported.opset, static=args.static)
-        networks = {ORIGINAL: {**counted(whole, example, "float32")[0].as_dict(), "bytes": size}, **networks}
+        networks = {ORIGINAL: {**costs_of(whole, example, "float32")[0].as_dict(), "bytes": size}, **networks}
     return {
         "run": str(run.folder), "network": stage, **exported.as_dict(), "counted_on": words_of(example),
         "networks": networks, "notes": [*notes, *exported.notes], "torch": str(torch.__version__),

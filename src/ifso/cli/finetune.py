@@ -183,11 +183,11 @@ def _watched(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> l
 
 
 def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
-    from ifso.training.runs import Silent, finished, remove_checkpoint, train_side_by_side
+    from ifso.training.runs import Silent, finished_summary, remove_checkpoint, train_side_by_side
 
     done: dict[int, Outcome] = {}
     for number, plan in enumerate(plans):
-        summary = finished(plan.folder) if args.resume else None
+        summary = finished_summary(plan.folder) if args.resume else None
         if summary is not None:
             done[number] = summary
             if place.speaks:

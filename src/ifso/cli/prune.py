@@ -20,6 +20,7 @@ from ifso.cli.prune_path import path_of, path_table
 from ifso.cli.prune_settings import COSTS, PASSED_ON, STAGED, criterion_of, gather, schedule_of, usual_of
 from ifso.errors import IfsoError
 from ifso.pruning.progress import progress
+from ifso.tasks import PRUNING_BATCH, PRUNING_RATE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,10 +33,6 @@ DESCRIPTION = (
     "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
 )
 DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
-BATCH, BOXES_BATCH = 128, 2
-"""Samples in a batch, and images with boxes."""
-BOXES_RATE = 0.001
-"""The learning rate between removals for data with boxes, whose batches are so small: the paper's for RetinaNet."""
 
 RANDOM = "the network has random weights; give trained ones with --weights FILE, or --pretrained for published ones"
 
@@ -66,7 +63,8 @@ def _add_task(group: Any) -> None:
     )
     group.add_argument(
         "--batch", type=int, metavar="N",
-        help=f"samples in a batch, of each rank under torchrun ({BATCH}; {BOXES_BATCH} with boxes)",
+        help=f"samples in a batch, of each rank under torchrun "
+        f"({PRUNING_BATCH['classification']}; {PRUNING_BATCH['detection']} with boxes)",
     )  # fmt: skip
     group.add_argument(
         "--ignore", nargs="+", action="extend", metavar="NAME", help="modules to leave alone, by name or pattern"
@@ -145,7 +143,8 @@ def _add_algorithm_2(group: Any) -> None:
     group.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (1)")
     group.add_argument(
         "--lr", type=real, metavar="RATE",
-        help=f"learning rate between removals (0.01; 0.1 with --preset authors; {BOXES_RATE:g} with boxes)",
+        help=f"learning rate between removals "
+        f"({PRUNING_RATE['classification']:g}; 0.1 with --preset authors; {PRUNING_RATE['detection']:g} with boxes)",
     )  # fmt: skip
 
 
@@ -232,7 +231,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
         )
         tell_notes(data, listener.said)
         if detects(data) and not args.resume and _steps_as_usual(settings):
-            settings = {**settings, "lr": BOXES_RATE}
+            settings = {**settings, "lr": PRUNING_RATE[data.task]}
             options = _options(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
         model = network_for(
@@ -247,7 +246,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
         example = _example_inputs(settings, data, place.device)
         return prune(
             model,
-            data.train_batches(batch_size=settings.get("batch", BOXES_BATCH if detects(data) else BATCH)),
+            data.train_batches(batch_size=settings.get("batch", PRUNING_BATCH[data.task])),
             loss_in(precision, data.loss_fn),
             budget=budget,
             example_inputs=example,

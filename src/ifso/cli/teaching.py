@@ -133,11 +133,11 @@ class Teachers:
         import torch
 
         from ifso.data.base import headline
-        from ifso.training.evaluation import measured
+        from ifso.training.evaluation import evaluate_once
 
         if plan.settings.channels_last:
             model = model.to(memory_format=torch.channels_last)
-        worth = measured(model, data, plan.settings, validation=bool(plan.options.get("validation")))
+        worth = evaluate_once(model, data, plan.settings, validation=bool(plan.options.get("validation")))
         return model, worth.get(headline(data))
 
     def _digest(self, network: nn.Module) -> str:

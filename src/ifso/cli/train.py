@@ -81,10 +81,10 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
     from ifso.data import open_data
     from ifso.models.registry import network_for
     from ifso.surgery.recipe import digest_of
-    from ifso.training.runs import Silent, Training, finished, remove_checkpoint, train_side_by_side
+    from ifso.training.runs import Silent, Training, finished_summary, remove_checkpoint, train_side_by_side
 
     settings = settings_of(options)
-    summary = finished(args.out) if args.resume else None
+    summary = finished_summary(args.out) if args.resume else None
     if summary is not None:
         if place.speaks:
             remove_checkpoint(args.out)

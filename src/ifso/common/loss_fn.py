@@ -121,5 +121,10 @@ def steady_(model: nn.Module, loss_fn: LossFn, batch: Any) -> None:
     except Exception:
         model.train()
         for module in model.modules():
-            if any(sign in type(module).__name__.lower() for sign in _RANDOM) and not list(module.children()):
+            if is_random(module):
                 module.eval()
+
+
+def is_random(module: nn.Module) -> bool:
+    """Return whether a module, by the name of its class, leaves something out at random, as dropout does."""
+    return any(sign in type(module).__name__.lower() for sign in _RANDOM) and not list(module.children())

@@ -15,6 +15,7 @@ from ifso.data.batches import Augmentation, Batch, Images, TestBatches, TrainBat
 from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError
 from ifso.tasks.classification import cross_entropy
+from ifso.tasks.detection import detection_loss
 
 
 class Data(ABC):
@@ -170,8 +171,13 @@ AVERAGES = ("map", "map50", "map75", "map_small", "map_medium", "map_large")
 
 
 def detects(data: Data) -> bool:
-    """Is it data with boxes? Data that does not say so is not."""
+    """Return whether it is data with boxes; data without a task is not."""
     return getattr(data, "task", None) == DETECTION
+
+
+def has_own_loss(data: Data) -> bool:
+    """Return whether the loss of the data is not the usual one of its task."""
+    return data.loss_fn is not (detection_loss if detects(data) else cross_entropy)
 
 
 def headline(data: Data) -> str:

@@ -13,6 +13,7 @@ from ifso.errors import TrainingError
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     """The mean cross entropy of the model's logits [N, classes] on (images, labels).
 
+    >>> import torch
     >>> batch = torch.zeros(2, 4), torch.tensor([0, 1])
     >>> round(float(cross_entropy(nn.Flatten(), batch)), 4)
     1.3863
@@ -31,12 +32,12 @@ def logits_in(answer: Any) -> Any:
     return answer.logits if hasattr(answer, "logits") and not isinstance(answer, Tensor) else answer
 
 
-def refuse_other_classes(teacher: Any, student: Any) -> None:
+def check_same_classes(teacher: Any, student: Any) -> None:
     """TrainingError unless the teacher's output is a tensor of logits like the student's."""
     for who, output in (("teacher", teacher), ("network", student)):
         if not isinstance(output, Tensor) or output.dim() != 2:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise TrainingError(f"the {who} answers with {shape}; distillation takes logits [N, classes] of both")
+            raise TrainingError(f"the {who} returns {shape}; distillation takes logits [N, classes] of both")
     if teacher.shape[1] != student.shape[1]:
         raise TrainingError(
             f"the teacher knows {teacher.shape[1]} classes and the network {student.shape[1]}; "

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ifso.common.loss_fn import is_random
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
-
-_RANDOM = ("drop", "stochasticdepth")
-"""Parts of the class names of modules that leave something out at random."""
 
 
 def detection_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -38,9 +36,9 @@ def detection_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def detection_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """What :func:`detection_loss` adds up, by name: scalars in float32 or better."""
+    """The losses that :func:`detection_loss` sums, by name: scalars in float32 or better."""
     images, targets = _images_and_targets(batch)
-    with asking_for_losses(model), wide_heads(model):
+    with loss_mode(model), float32_heads(model):
         found = model(images, targets)
     if not isinstance(found, Mapping) or not found:
         raise ScoreError(
@@ -51,29 +49,22 @@ def detection_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def asking_for_losses(model: nn.Module) -> Iterator[None]:
-    """Train mode for a model in eval mode, but for its batch norms and dropout; nothing for one in train mode."""
+def loss_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model that is in eval mode into train mode for a while, except its batch norms and dropout."""
     if model.training:
         yield
         return
     with same_modes(model):
         for module in model.modules():
-            if not _stays(module):
+            if not isinstance(module, nn.modules.batchnorm._NormBase) and not is_random(module):
                 module.training = True
         yield
-
-
-def _stays(module: nn.Module) -> bool:
-    """Is its train mode a matter of statistics or chance, not of losses?"""
-    if isinstance(module, nn.modules.batchnorm._NormBase):
-        return True
-    return not list(module.children()) and any(part in type(module).__name__.lower() for part in _RANDOM)
 
 
 def _images_and_targets(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-        raise ScoreError(f"a batch for a detector is (images, targets), not a {kind}")
+        raise ScoreError(f"a batch for a detector must be (images, targets), got {kind}")
     images, targets = batch
     if len(images) != len(targets):
         raise ScoreError(f"a batch has {len(images)} images and targets for {len(targets)}; give one dict for each")
@@ -84,7 +75,7 @@ def _scalar(name: str, loss: Any) -> Tensor:
     if isinstance(loss, (list, tuple)) and loss:
         return torch.stack([_scalar(name, part) for part in loss]).sum()
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise ScoreError(f"the loss {name!r} of the detector is {_words(loss)}; it must be a floating-point scalar")
+        raise ScoreError(f"the loss {name!r} of the detector must be a floating-point scalar, got {_words(loss)}")
     return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
 
 
@@ -98,32 +89,31 @@ HEADS = ("head", "rpn.head", "roi_heads.box_predictor", "roi_heads.mask_predicto
 """Modules whose outputs losses and boxes are made from."""
 
 ANCHORS = ("anchor_generator", "rpn.anchor_generator")
-"""Modules that ask feature maps for their sizes and their dtype, and nothing else."""
+"""Modules that read nothing but the sizes and the dtype of feature maps."""
 
-DEVICES = ("cpu", "cuda", "mps", "xpu")
-"""Where autocast may be on."""
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network itself, where it is compiled or exchanges gradients with other processes."""
+    """The network inside a compiled module or DistributedDataParallel."""
     model = getattr(model, "_orig_mod", model)
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 @contextmanager
-def wide_heads(model: nn.Module) -> Iterator[None]:
-    """Within it heads give float32, and anchors are made in it. Without autocast nothing changes.
+def float32_heads(model: nn.Module) -> Iterator[None]:
+    """Under autocast, let heads return float32 and anchors be made in float32 for a while.
 
-    The parameters are not asked for their device: while scores are computed, each that is asked anything is copied.
+    Parameters are not asked for their device: while scores are computed, each that is asked anything is copied.
     """
-    if not any(torch.is_autocast_enabled(kind) for kind in DEVICES):
+    if not any(torch.is_autocast_enabled(kind) for kind in AUTOCAST_DEVICES):
         yield
         return
     with ExitStack() as stack:
         for module in _named(model, HEADS):
-            stack.enter_context(module.register_forward_hook(_widened))
+            stack.enter_context(module.register_forward_hook(_outputs_to_float32))
         for module in _named(model, ANCHORS):
-            stack.enter_context(module.register_forward_pre_hook(_sized))
+            stack.enter_context(module.register_forward_pre_hook(_features_to_float32))
         yield
 
 
@@ -135,16 +125,16 @@ def _named(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return found
 
 
-def _widened(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    return tree_map(wide, outputs)
+def _outputs_to_float32(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return tree_map(to_float32, outputs)
 
 
-def wide(leaf: Any) -> Any:
-    """A tensor of half precision as float32; whatever else it is, as it is."""
+def to_float32(leaf: Any) -> Any:
+    """A tensor of half precision as float32; anything else unchanged."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
-def _sized(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _features_to_float32(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Feature maps of the same sizes in float32, which take no memory."""
     images, features = inputs
     return images, [feature.new_empty((), dtype=torch.float32).expand(feature.shape) for feature in features]

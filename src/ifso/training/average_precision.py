@@ -13,23 +13,21 @@ from torch import Tensor, nn
 from ifso.common.distributed import collective_device, rank, several, sum_over_ranks, together
 from ifso.common.torch_state import eval_mode
 from ifso.data.coco_samples import Annotations
+from ifso.data.compatibility import is_detections
 from ifso.errors import DataError, DivergedError, IfsoError
-from ifso.tasks.detection import wide_heads
-
-AREAS = ("all", "small", "medium", "large")
-"""Up to 32² pixels, up to 96², and beyond; of the area that the annotation gives."""
+from ifso.tasks.detection import float32_heads
 
 FIFTY, SEVENTY_FIVE = 0, 5
-"""Places among the thresholds 0.5, 0.55, … 0.95 of the overlap."""
+"""Indices among the thresholds 0.5, 0.55, … 0.95 of the overlap."""
 
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """Average precision in percent, the mean over categories; None where there is no box to find.
+    """Average precision in percent, as a mean over categories; None where there is no true box.
 
     ``map`` is the mean over ten thresholds of the overlap (intersection over union) from 0.5 to 0.95, ``map50`` and
-    ``map75`` are at one threshold, ``map_small``, ``map_medium`` and ``map_large`` as ``map`` for boxes of up to 32²
-    pixels, up to 96² and beyond. ``by_category`` holds ``map`` by the name of the category.
+    ``map75`` are at one threshold, ``map_small``, ``map_medium`` and ``map_large`` are ``map`` for boxes whose
+    annotated area is up to 32² pixels, up to 96² and beyond. ``by_category`` holds ``map`` by the name of the category.
     """
 
     map: float | None
@@ -45,29 +43,27 @@ class AveragePrecision:
 def evaluate_detector(
     model: nn.Module, batches: Iterable[Any], truth: Annotations | None = None, *, over_ranks: bool = False
 ) -> AveragePrecision:
-    """Average precision of ``model`` in eval mode over batches of (images, targets); modules then have their mode back.
+    """The average precision of ``model`` in eval mode over batches of (images, targets); its modes are then restored.
 
-    ``truth`` is what is to be found, ``batches.truth`` unless given. It is in the pixels of the original images: boxes
-    that are found in resized ones are brought back to them. Batches without it are measured by their own targets,
-    which may have ``area`` and ``iscrowd`` too.
-
-    With ``over_ranks`` every process of ``torch.distributed`` brings batches of its own, and all are told what they
-    found together. An image that several of them bring counts once.
+    ``truth`` (``batches.truth`` unless given) are the true boxes in pixels of the original images: boxes predicted for
+    resized images are scaled back. Without it the targets of the batches count, which may have ``area`` and
+    ``iscrowd`` too. With ``over_ranks`` every process of ``torch.distributed`` brings batches of its own, and all
+    return the joint result; an image that several of them bring counts once.
     """
     check_evaluator()
     truth = getattr(batches, "truth", None) if truth is None else truth
-    seen = together(lambda: _look(model, batches, truth)) if over_ranks else _look(model, batches, truth)
     if over_ranks and several():
-        seen = _joined(seen)
+        seen = _joined(together(lambda: _predict(model, batches, truth)))
+    else:
+        seen = _predict(model, batches, truth)
     if not len(seen.images):
         raise DataError("there is nothing to evaluate on: the batches ran out before the first one")
-    if truth is None:
-        truth = _truth_of(seen)
+    truth = _targets_as_truth(seen) if truth is None else truth
     return average_precision(seen.detections, truth, seen.images[:, 0].long().tolist())
 
 
 def check_evaluator() -> None:
-    """One clear line if ``faster-coco-eval`` is not there."""
+    """Raise if ``faster-coco-eval`` cannot be imported."""
     try:
         import faster_coco_eval  # noqa: F401
     except ImportError as error:
@@ -78,9 +74,9 @@ def check_evaluator() -> None:
 
 
 def average_precision(detections: Tensor, truth: Annotations, images: Sequence[int]) -> AveragePrecision:
-    """Of ``detections`` [n, 7] (image id, x1, y1, x2, y2, score, label) on the ``images`` with these ids.
+    """The average precision of ``detections`` [n, 7] (image id, x1, y1, x2, y2, score, label) on images by their ids.
 
-    Half of this box is found, and nothing else:
+    One detection that covers half of the only box:
 
     >>> truth = Annotations(
     ...     image_ids=torch.tensor([5]), sizes=torch.tensor([[50, 50]]), first=torch.tensor([0, 1]),
@@ -94,25 +90,17 @@ def average_precision(detections: Tensor, truth: Annotations, images: Sequence[i
     from faster_coco_eval import COCO, COCOeval_faster
 
     coco = COCO(truth.as_coco())
-    evaluator = COCOeval_faster(coco, coco.loadRes(_results(detections)), iouType="bbox")
+    evaluator = COCOeval_faster(coco, coco.loadRes(_with_sizes(detections)), iouType="bbox")
     evaluator.params.imgIds = sorted(images)
     evaluator.evaluate()
     evaluator.accumulate()
     # Axes: thresholds of the overlap, recall, categories, areas, most detections of an image (1, 10, 100).
     precision = np.asarray(evaluator.eval["precision"])[..., -1]
-    whole, areas = precision[..., 0], {area: _mean(precision[..., place]) for place, area in enumerate(AREAS)}
-    return AveragePrecision(
-        map=areas["all"],
-        map50=_mean(whole[FIFTY]),
-        map75=_mean(whole[SEVENTY_FIVE]),
-        map_small=areas["small"],
-        map_medium=areas["medium"],
-        map_large=areas["large"],
-        by_category={
-            truth.categories[label]: _mean(whole[:, :, k]) for k, label in enumerate(sorted(truth.categories))
-        },
-        images=len(images),
-    )
+    whole = precision[..., 0]
+    overall, small, medium, large = (_mean(precision[..., area]) for area in range(4))
+    by_category = {truth.categories[label]: _mean(whole[:, :, k]) for k, label in enumerate(sorted(truth.categories))}
+    at_fifty, at_seventy_five = _mean(whole[FIFTY]), _mean(whole[SEVENTY_FIVE])
+    return AveragePrecision(overall, at_fifty, at_seventy_five, small, medium, large, by_category, len(images))
 
 
 @dataclass
@@ -128,39 +116,40 @@ class _Seen:
 
 
 @torch.no_grad()
-def _look(model: nn.Module, batches: Iterable[Any], truth: Annotations | None) -> _Seen:
-    """What the network finds on all batches."""
+def _predict(model: nn.Module, batches: Iterable[Any], truth: Annotations | None) -> _Seen:
+    """The network's detections on all batches, and their targets if there is no ``truth``."""
     ids: list[Tensor] = []
     sizes: list[tuple[int, int]] = []
-    found: list[Tensor] = []
-    asked: list[Tensor] = []
-    with eval_mode(model), wide_heads(model):
-        for batch in batches:
-            images, targets = _pair(batch)
+    predicted: list[Tensor] = []
+    true: list[Tensor] = []
+    with eval_mode(model), float32_heads(model):
+        for images, targets in map(_images_and_targets, batches):
             if not len(images):
                 continue
             outputs = model(images)
-            _check_outputs(outputs, len(images))
+            if not is_detections(outputs, len(images)):
+                raise DataError(
+                    f"the network gave {type(outputs).__name__} for {len(images)} images; a detector in eval mode "
+                    "gives a list of dicts with boxes, scores and labels, one for each image"
+                )
             ids.extend(target["image_id"].reshape(()) for target in targets)
             sizes.extend((int(image.shape[-2]), int(image.shape[-1])) for image in images)
-            found.extend(map(_rows, outputs))
+            predicted.extend(map(_rows, outputs))
             if truth is None:
-                asked.extend(map(_target_rows, targets))
+                true.extend(map(_target_rows, targets))
     if not ids:
         return _Seen(*(torch.zeros(0, columns, dtype=torch.float64) for columns in (3, 7, 8)))
     numbers = torch.stack(ids).cpu()
     images_seen = torch.cat([numbers[:, None].double(), torch.tensor(sizes).double()], 1)
-    seen = _Seen(images_seen, _numbered(found, numbers, 6), _numbered(asked, numbers, 7))
-    _refuse_twice(numbers.tolist())
-    _refuse_infinite(seen.detections)
+    seen = _Seen(images_seen, _numbered(predicted, numbers, 6), _numbered(true, numbers, 7))
+    _check_ids_and_numbers(seen)
     if truth is not None:
         _to_original_pixels_(seen, truth)
         seen.detections = _of_known_labels(seen.detections, truth)
     return seen
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
-    """Images and targets."""
+def _images_and_targets(batch: Any) -> tuple[Any, Any]:
     if (
         not isinstance(batch, (tuple, list))
         or len(batch) != 2
@@ -173,15 +162,6 @@ def _pair(batch: Any) -> tuple[Any, Any]:
             "and labels; give such batches"
         )
     return batch[0], batch[1]
-
-
-def _check_outputs(outputs: Any, count: int) -> None:
-    good = isinstance(outputs, (list, tuple)) and len(outputs) == count
-    if not good or not all(isinstance(o, Mapping) and {"boxes", "scores", "labels"} <= set(o) for o in outputs):
-        raise DataError(
-            f"the network gave {type(outputs).__name__} for {count} images; a detector in eval mode gives a list of "
-            "dicts with boxes, scores and labels, one for each image"
-        )
 
 
 def _rows(output: Mapping[str, Tensor]) -> Tensor:
@@ -206,28 +186,27 @@ def _numbered(parts: Sequence[Tensor], numbers: Tensor, columns: int) -> Tensor:
     return torch.cat([numbers.double().repeat_interleave(counts)[:, None], torch.cat(list(parts)).cpu().double()], 1)
 
 
-def _refuse_twice(numbers: Sequence[int]) -> None:
-    if len(set(numbers)) < len(numbers):
-        twice = next(number for place, number in enumerate(numbers) if number in numbers[:place])
+def _check_ids_and_numbers(seen: _Seen) -> None:
+    ids, counts = seen.images[:, 0].unique(return_counts=True)
+    if bool((counts > 1).any()):
+        twice = int(ids[counts > 1][0])
         raise DataError(f"image {twice} comes twice in the batches to evaluate on; give every image an id of its own")
-
-
-def _refuse_infinite(detections: Tensor) -> None:
-    bad = ~detections.isfinite().all(1)
+    bad = ~seen.detections.isfinite().all(1)
     if bool(bad.any()):
         raise DivergedError(
-            f"the network gives boxes or scores that are not finite for image {int(detections[bad][0, 0])}; "
+            f"the network gives boxes or scores that are not finite for image {int(seen.detections[bad][0, 0])}; "
             "its weights have diverged"
         )
 
 
 def _to_original_pixels_(seen: _Seen, truth: Annotations) -> None:
-    """Scale boxes that were found in resized images."""
-    places = {number: place for place, number in enumerate(truth.image_ids.tolist())}
-    unknown = [number for number in seen.images[:, 0].long().tolist() if number not in places]
+    """Scale boxes that were predicted in resized images."""
+    rows = {number: row for row, number in enumerate(truth.image_ids.tolist())}
+    numbers = seen.images[:, 0].long().tolist()
+    unknown = [number for number in numbers if number not in rows]
     if unknown:
         raise DataError(f"image {unknown[0]} of the batches is not among the {len(truth)} images with known boxes")
-    original = truth.sizes[[places[number] for number in seen.images[:, 0].long().tolist()]].double()
+    original = truth.sizes[[rows[number] for number in numbers]].double()
     down, across = (original / seen.images[:, 1:]).unbind(1)
     order = seen.images[:, 0].argsort()
     own = order[torch.searchsorted(seen.images[order, 0], seen.detections[:, 0].contiguous())]
@@ -235,19 +214,19 @@ def _to_original_pixels_(seen: _Seen, truth: Annotations) -> None:
 
 
 def _of_known_labels(detections: Tensor, truth: Annotations) -> Tensor:
-    """Without labels that stand for nothing between those of two categories; others are refused."""
+    """The detections without unused labels between those of two categories; labels outside them are refused."""
     labels, highest = detections[:, 6].long(), max(truth.categories)
     strange = labels[(labels < 1) | (labels > highest)]
     if len(strange):
         raise DataError(
-            f"the network found label {int(strange[0])}, but the data has the labels 1 to {highest}; "
+            f"the network predicts label {int(strange[0])}, but the data has the labels 1 to {highest}; "
             "give the data that the network was trained for"
         )
     return detections[torch.isin(labels, torch.tensor(sorted(truth.categories)))]
 
 
 def _joined(seen: _Seen) -> _Seen:
-    """What all ranks have seen, on each of them; of an image that several have seen, what the first of them has."""
+    """What all ranks have seen; of an image that several have seen, what the first of them has."""
     own = torch.cat([seen.images, torch.full((len(seen.images), 1), float(rank()), dtype=torch.float64)], 1)
     images = _gathered(own)
     numbers, ranks = images[:, 0].tolist(), images[:, 3].tolist()
@@ -269,8 +248,8 @@ def _gathered(rows: Tensor) -> Tensor:
     return sum_over_ranks(whole.to(collective_device())).cpu()
 
 
-def _truth_of(seen: _Seen) -> Annotations:
-    """The boxes of the targets themselves; a category is called by its number."""
+def _targets_as_truth(seen: _Seen) -> Annotations:
+    """The boxes of the targets; a category is called by its number."""
     images, targets = seen.images[seen.images[:, 0].argsort()], seen.targets[seen.targets[:, 0].argsort(stable=True)]
     labels = torch.cat([targets[:, 5], seen.detections[:, 6]]).long().unique().tolist()
     first = torch.searchsorted(targets[:, 0].contiguous(), images[:, 0].contiguous())
@@ -286,17 +265,13 @@ def _truth_of(seen: _Seen) -> Annotations:
     )
 
 
-def _results(detections: Tensor) -> list[dict[str, Any]]:
-    """The detections as the evaluator takes them, with boxes of left, top, width, height."""
+def _with_sizes(detections: Tensor) -> Any:
+    """The detections as an array with boxes of left, top, width, height."""
     rows = detections.double()
-    rows = torch.cat([rows[:, :3], rows[:, 3:5] - rows[:, 1:3], rows[:, 5:]], 1)
-    return [
-        {"image_id": int(image), "bbox": box, "score": score, "category_id": int(label)}
-        for image, *box, score, label in rows.tolist()
-    ]
+    return torch.cat([rows[:, :3], rows[:, 3:5] - rows[:, 1:3], rows[:, 5:]], 1).cpu().numpy()
 
 
 def _mean(precision: Any) -> float | None:
-    """In percent, over all that is defined: −1 stands for no box."""
+    """The mean in percent over what is defined: −1 stands for no box."""
     defined = precision[precision > -1]
     return 100 * float(defined.mean()) if defined.size else None

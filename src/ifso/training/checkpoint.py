@@ -1,4 +1,4 @@
-"""Where a training can go on after an interruption: one safetensors file that is there as a whole or not at all."""
+"""The checkpoint of a training: one safetensors file, written as a whole or not at all, and checks on resuming."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ from ifso.training.settings import TrainSettings
 FILE = "training.safetensors"
 
 RNG = "rng."
-"""Tensors named so are states of random generators, which torch wants on the CPU."""
+"""The prefix of states of random generators, which torch wants on the CPU."""
 
 _SHOWN = 3
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Put this moment of a training in the place of the last one in ``folder``, whole even if the process is killed.
-
-    ``tensors`` from any device, ``facts`` of JSON values; both are stored with a hash.
-    """
+    """Replace the checkpoint in ``folder`` by ``tensors`` and JSON ``facts``, whole even if the process is killed."""
     with located(folder):
         folder.mkdir(parents=True, exist_ok=True)
         remove_provisional(folder / FILE)
@@ -38,7 +35,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[
 
 
 def load_checkpoint(folder: Path, device: torch.device | str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The tensors, on ``device``, and the facts of the training in ``folder``; None if there is none."""
+    """The tensors on ``device`` and the facts of the checkpoint in ``folder``; None if there is none."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -52,66 +49,58 @@ def load_checkpoint(folder: Path, device: torch.device | str) -> tuple[dict[str,
 
 
 @torch.no_grad()
-def fill_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+def copy_tensors_(live: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Copy stored tensors into those of the same names, in place; nothing is copied unless all of them fit.
 
     >>> weight = torch.zeros(2)
-    >>> fill_({"weight": weight}, {"weight": torch.ones(3)})
+    >>> copy_tensors_({"weight": weight}, {"weight": torch.ones(3)})
     Traceback (most recent call last):
     ifso.errors.RunError: the checkpoint does not fit: weight is float32 [2] and was float32 [3]; resume with the...
     """
-    refuse_other_tensors(_described(live), _described(stored), "the checkpoint does not fit")
+    check_same_tensors(_described(live), _described(stored), "the checkpoint does not fit")
     for name, tensor in live.items():
         tensor.copy_(stored[name])
 
 
-def about_model(model: nn.Module) -> dict[str, Any]:
-    """What is stored of a model for :func:`refuse_other_model`: its fingerprint, and what it is made from."""
-    return {"fingerprint": fingerprint(model), "tensors": _described(_state(model))}
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """What a checkpoint stores of a model: names, dtypes and shapes of its state, and a hash of them.
 
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of the names, shapes and dtypes of parameters and stored buffers, and not of their values.
-
-    >>> first, second, third = (fingerprint(nn.Linear(2, outputs)) for outputs in (3, 3, 4))
+    >>> first, second, third = (describe_model(nn.Linear(2, outputs))["fingerprint"] for outputs in (3, 3, 4))
     >>> first == second, first == third
     (True, False)
     """
-    return hashlib.sha256(json.dumps(sorted(_described(_state(model)).items())).encode()).hexdigest()
+    tensors = _described({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    fingerprint = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+    return {"fingerprint": fingerprint, "tensors": tensors}
 
 
-def refuse_other_model(
-    model: nn.Module, before: Mapping[str, Any], where: Path | str, advice: str | None = None
-) -> None:
-    """RunError that names the first differences if ``before``, from :func:`about_model`, was another model."""
-    if fingerprint(model) == before["fingerprint"]:
-        return
-    now = _described(_state(model))
-    refuse_other_tensors(now, before["tensors"], f"the training in {where} is of another network", advice)
+def check_same_model(model: nn.Module, before: Mapping[str, Any], where: Path | str, advice: str | None = None) -> None:
+    """Raise a RunError with the first differences if ``before`` (:func:`describe_model`) was another model."""
+    now = describe_model(model)
+    if now["fingerprint"] != before["fingerprint"]:
+        check_same_tensors(now["tensors"], before["tensors"], f"the training in {where} is of another network", advice)
 
 
-def refuse_other_tensors(
-    now: Mapping[str, str], before: Mapping[str, str], what: str, advice: str | None = None
-) -> None:
-    """RunError that begins with ``what`` if names, shapes or dtypes differ, and ends with ``advice``."""
-    found = [
+def check_same_tensors(now: Mapping[str, str], before: Mapping[str, str], what: str, advice: str | None = None) -> None:
+    """Raise a RunError that begins with ``what`` and ends with ``advice`` if names, dtypes or shapes differ."""
+    different = [
         f"{name} is {now.get(name, 'not there')} and was {before.get(name, 'not there')}"
         for name in {**now, **before}
         if now.get(name) != before.get(name)
     ]
-    if found:
+    if different:
         advice = advice or "resume with the same network, or train in another folder"
-        raise RunError(f"{what}: {_first(found)}; {advice}")
+        raise RunError(f"{what}: {_first(different)}; {advice}")
 
 
-def refuse_other_settings(
+def check_same_settings(
     now: TrainSettings, before: Mapping[str, Any], where: Path | str, advice: str | None = None
 ) -> None:
-    """RunError that shows how ``now`` differs from the settings ``before``, which were read as JSON."""
-    found = differences(now.as_dict(), before)
-    if found:
+    """Raise a RunError with the differences between ``now`` and the settings ``before``, as read from JSON."""
+    different = differences(now.as_dict(), before)
+    if different:
         advice = advice or "resume with the same, or train in another folder"
-        raise RunError(f"the training in {where} has other settings: {_first(found)}; {advice}")
+        raise RunError(f"the training in {where} has other settings: {_first(different)}; {advice}")
 
 
 def rng_states(device: torch.device | str) -> dict[str, Tensor]:
@@ -123,15 +112,11 @@ def rng_states(device: torch.device | str) -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Put the generators where :func:`rng_states` found them; one that was not in use then stays as it is."""
+    """Restore :func:`rng_states` as far as they are among the ``tensors``."""
     if f"{RNG}cpu" in tensors:
         torch.set_rng_state(tensors[f"{RNG}cpu"])
     if torch.device(device).type == "cuda" and f"{RNG}cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"{RNG}cuda"], device)
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -140,44 +125,42 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     >>> _described({"weight": torch.zeros(2, 3)})
     {'weight': 'float32 [2, 3]'}
     """
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors.items()
-    }
+    return {name: f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for name, tensor in tensors.items()}
 
 
-def _first(found: list[str]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(found[:_SHOWN]) + more
+def _first(different: list[str]) -> str:
+    more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    return "; ".join(different[:_SHOWN]) + more
 
 
 START, TEACHER, DATA = "start", "teacher", "data"
 
-WORDS = {START: "another network", TEACHER: "another teacher", DATA: "other data"}
+_WORDS = {START: "another network", TEACHER: "another teacher", DATA: "other data"}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """``digests`` of the network at its :data:`START`, of its :data:`TEACHER` and of the :data:`DATA`, where known.
+class InputDigests:
+    """Digests of the initial network (:data:`START`), the :data:`TEACHER` and the :data:`DATA`, where known.
 
-    ``advice`` is what to do with a checkpoint that is of something else, if that is not the usual.
+    They are stored in checkpoints, so that a resume with other inputs is refused, with ``advice`` instead of the usual.
     """
 
     digests: Mapping[str, str] = field(default_factory=dict)
     advice: str | None = None
 
     def facts(self) -> dict[str, dict[str, str]]:
-        """What is stored of it: nothing where nothing is known."""
+        """What a checkpoint stores of them."""
         return {"origin": dict(self.digests)} if self.digests else {}
 
     def refuse_other(self, before: Mapping[str, str], where: Path) -> None:
-        """RunError that names what differs; what an older checkpoint does not tell is taken to be the same.
+        """Raise a RunError that names what differs; what an older checkpoint lacks is taken to be the same.
 
-        >>> Origin({"start": "a", "data": "b"}).refuse_other({"data": "b"}, Path("runs/x"))
-        >>> Origin({"start": "a", "data": "b"}, "remove it").refuse_other({"start": "c", "data": "b"}, Path("runs/x"))
+        >>> InputDigests({"start": "a", "data": "b"}).refuse_other({"data": "b"}, Path("runs/x"))
+        >>> InputDigests({"start": "a"}, "remove it").refuse_other({"start": "c", "data": "b"}, Path("runs/x"))
         Traceback (most recent call last):
         ifso.errors.RunError: the training in runs/x began with another network; remove it
         """
-        other = [WORDS[name] for name, digest in self.digests.items() if before.get(name, digest) != digest]
+        other = [_WORDS[name] for name, digest in self.digests.items() if before.get(name, digest) != digest]
         if other:
             advice = self.advice or "train in another folder"
             raise RunError(f"the training in {where} began with {' and '.join(other)}; {advice}")

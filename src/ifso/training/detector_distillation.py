@@ -1,10 +1,9 @@
-"""A detector learns from boxes and from what a teacher, the network before pruning, says at every anchor."""
+"""Distillation of detectors, from the answers of a teacher at every anchor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ifso.common.distributed import several, sum_over_ranks
 from ifso.common.torch_state import eval_mode
 from ifso.errors import TrainingError
-from ifso.tasks.detection import detection_losses, unwrapped, wide
+from ifso.tasks.detection import detection_losses, to_float32, unwrapped
 from ifso.training.losses import LossesOf
 
 CONFIDENT = 0.3
@@ -25,28 +24,19 @@ SCORES, BOXES, CENTRE = "cls_logits", "bbox_regression", "bbox_ctrness"
 NEEDED = "distillation of detectors is for RetinaNet and FCOS: a transform, a backbone and a head with sigmoid scores"
 
 
-@dataclass
-class _Heard:
-    """Of a pass of the student: its images after resizing [N, 3, H, W], and what its head said."""
-
-    images: Tensor | None = None
-    answers: Mapping[str, Tensor] | None = None
-
-
 def detector_distillation(teacher: nn.Module, *, weight: float = 0.5, temperature: float = 1.0) -> LossesOf:
-    """Losses by name: (1 − weight) · those of the boxes, and weight · :func:`differences` from the teacher.
+    """Losses by name: (1 − weight) · those of the boxes, and weight · :func:`distillation_losses`.
 
-    The teacher, in eval mode, sees the pixels that the student saw. Both are networks such as torchvision's RetinaNet
-    and FCOS, with the same anchors and classes; others are refused.
+    The teacher, in eval mode, sees the pixels that the student saw. Both must be like torchvision's RetinaNet and FCOS,
+    with the same anchors and classes.
     """
-    refuse_other_detectors(teacher, "teacher")
+    check_distillable(teacher, "teacher")
 
     def losses_of(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        refuse_other_detectors(unwrapped(model), "network")
-        with listening(model) as heard:
+        check_distillable(unwrapped(model), "network")
+        with recorded_answers(model) as seen:
             hard = detection_losses(model, batch)
-        assert heard.images is not None
-        soft = differences(_answers(heard.answers, "network"), _asked(teacher, heard.images), temperature)
+        soft = distillation_losses(_answers(seen.get("head"), "network"), _ask(teacher, seen["images"]), temperature)
         return {
             **{name: (1 - weight) * loss for name, loss in hard.items()},
             **{f"distilled_{name}": weight * loss for name, loss in soft.items()},
@@ -55,8 +45,10 @@ def detector_distillation(teacher: nn.Module, *, weight: float = 0.5, temperatur
     return losses_of
 
 
-def differences(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:
-    """How far the student's answers are from the teacher's, over all anchors of all images.
+def distillation_losses(
+    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], temperature: float
+) -> dict[str, Tensor]:
+    """The distance of the student's answers from the teacher's, over all anchors of all images.
 
     With scores p = σ(z/T) of the teacher, q of the student, and N anchors at which the teacher is confident (a score
     σ(z) above :data:`CONFIDENT`; N is 1 at least):
@@ -71,7 +63,7 @@ def differences(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], te
 
     >>> teacher = {"cls_logits": torch.tensor([[[9.0], [-9.0]]]), "bbox_regression": torch.zeros(1, 2, 4)}
     >>> student = {"cls_logits": torch.tensor([[[9.0], [-9.0]]]), "bbox_regression": torch.ones(1, 2, 4)}
-    >>> {name: float(loss) for name, loss in differences(student, teacher, 1.0).items()}
+    >>> {name: float(loss) for name, loss in distillation_losses(student, teacher, 1.0).items()}
     {'classes': 0.0, 'boxes': 4.0}
     """
     for name in teacher:
@@ -81,35 +73,30 @@ def differences(student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], te
                 f"{name} of the network is {shape} and of the teacher {list(teacher[name].shape)}; "
                 "give a teacher with the same anchors and classes"
             )
-    given, said = (each[SCORES] / temperature for each in (teacher, student))
-    sure = teacher[SCORES].sigmoid().amax(-1) > CONFIDENT
-    gap = (given.sigmoid() - said.sigmoid()).abs()
-    found = {
-        "classes": temperature**2 * (gap * _divergence(given, said)).sum(-1),
-        "boxes": (student[BOXES] - teacher[BOXES]).abs().sum(-1) * sure,
+    target, answer = (each[SCORES] / temperature for each in (teacher, student))
+    confident = teacher[SCORES].sigmoid().amax(-1) > CONFIDENT
+    gap = (target.sigmoid() - answer.sigmoid()).abs()
+    distances = {
+        "classes": temperature**2 * (gap * _divergence(target, answer)).sum(-1),
+        "boxes": (student[BOXES] - teacher[BOXES]).abs().sum(-1) * confident,
     }
     if CENTRE in teacher:
-        found["centres"] = _divergence(teacher[CENTRE], student[CENTRE]).sum(-1) * sure
-    count = _of_joint_batch(sure)
-    return {name: far.sum() / count for name, far in found.items()}
+        distances["centres"] = _divergence(teacher[CENTRE], student[CENTRE]).sum(-1) * confident
+    count = sum_over_ranks(confident.sum()).clamp(min=1) / (dist.get_world_size() if several() else 1)
+    return {name: distance.sum() / count for name, distance in distances.items()}
 
 
-def _of_joint_batch(sure: Tensor) -> Tensor:
-    """How many anchors are confident, 1 at least: those of all processes, divided by their number."""
-    return sum_over_ranks(sure.sum()).clamp(min=1) / (dist.get_world_size() if several() else 1)
+def _divergence(target: Tensor, answer: Tensor) -> Tensor:
+    """KL(p ‖ q) of Bernoulli distributions with p = σ(target), q = σ(answer), for each element."""
+    p = target.sigmoid()
+    cross = F.binary_cross_entropy_with_logits(answer, p, reduction="none")
+    return cross - F.binary_cross_entropy_with_logits(target, p, reduction="none")
 
 
-def _divergence(given: Tensor, said: Tensor) -> Tensor:
-    """KL(p ‖ q) of two coins with p = σ(given), q = σ(said), for each element."""
-    p = given.sigmoid()
-    cross = F.binary_cross_entropy_with_logits(said, p, reduction="none")
-    return cross - F.binary_cross_entropy_with_logits(given, p, reduction="none")
-
-
-def check_detectors(teacher: nn.Module, network: nn.Module, images: Any) -> None:
-    """TrainingError unless both are made alike, and answer about a list of images with as many anchors and classes."""
+def check_distillable_pair(teacher: nn.Module, network: nn.Module, images: Any) -> None:
+    """Raise unless both are made alike, with the same anchors and classes for a list of images."""
     for who, model in (("teacher", teacher), ("network", network)):
-        refuse_other_detectors(model, who)
+        check_distillable(model, who)
     for name in ("image_mean", "image_std"):
         own, other = (getattr(model.get_submodule("transform"), name, None) for model in (network, teacher))
         if own != other:
@@ -117,14 +104,13 @@ def check_detectors(teacher: nn.Module, network: nn.Module, images: Any) -> None
                 f"{name} is {own} of the network and {other} of the teacher, which sees the pixels that the network "
                 "sees; give a teacher with the same"
             )
-    with torch.no_grad(), eval_mode(network), listening(network) as heard:
+    with torch.no_grad(), eval_mode(network), recorded_answers(network) as seen:
         network(images)
-    assert heard.images is not None
-    differences(_answers(heard.answers, "network"), _asked(teacher, heard.images), 1.0)
+    distillation_losses(_answers(seen.get("head"), "network"), _ask(teacher, seen["images"]), 1.0)
 
 
-def refuse_other_detectors(model: nn.Module, who: str) -> None:
-    """TrainingError unless the network is made as torchvision's RetinaNet and FCOS are."""
+def check_distillable(model: nn.Module, who: str) -> None:
+    """Raise unless the network is made like torchvision's RetinaNet and FCOS."""
     from torchvision.models.detection.ssd import SSD
 
     whole = all(isinstance(getattr(model, name, None), nn.Module) for name in ("transform", "backbone", "head"))
@@ -133,25 +119,24 @@ def refuse_other_detectors(model: nn.Module, who: str) -> None:
 
 
 @contextmanager
-def listening(model: nn.Module) -> Iterator[_Heard]:
-    """Within it a pass of the model leaves its images and its answers in what is given."""
-    heard, network = _Heard(), unwrapped(model)
-
-    def resized(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        heard.images = outputs[0].tensors
-
-    def answered(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        heard.answers = outputs
-
-    with ExitStack() as stack:
-        stack.enter_context(network.get_submodule("transform").register_forward_hook(resized))
-        stack.enter_context(network.get_submodule("head").register_forward_hook(answered))
-        yield heard
+def recorded_answers(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Record a pass of the model: its resized ``images`` [N, 3, H, W] and the outputs of its ``head``."""
+    seen: dict[str, Any] = {}
+    network = unwrapped(model)
+    hooks = [
+        network.get_submodule("transform").register_forward_hook(lambda *args: seen.update(images=args[2][0].tensors)),
+        network.get_submodule("head").register_forward_hook(lambda *args: seen.update(head=args[2])),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
-def _asked(teacher: Any, images: Tensor) -> dict[str, Tensor]:
-    """What the teacher says at every anchor about images [N, 3, H, W] that are resized already."""
+def _ask(teacher: Any, images: Tensor) -> dict[str, Tensor]:
+    """The teacher's answers at every anchor for images [N, 3, H, W] that are resized already."""
     with eval_mode(teacher):
         features = teacher.backbone(images)
         answers = teacher.head([features] if isinstance(features, Tensor) else list(features.values()))
@@ -163,4 +148,4 @@ def _answers(answers: Any, who: str) -> dict[str, Tensor]:
     if not isinstance(answers, Mapping) or not {SCORES, BOXES} <= answers.keys():
         found = ", ".join(answers) if isinstance(answers, Mapping) else type(answers).__name__
         raise TrainingError(f"the head of the {who} gives {found}, not {SCORES} and {BOXES}; {NEEDED}")
-    return {name: wide(answers[name]) for name in (SCORES, BOXES, CENTRE) if name in answers}
+    return {name: to_float32(answers[name]) for name in (SCORES, BOXES, CENTRE) if name in answers}

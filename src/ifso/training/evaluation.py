@@ -1,4 +1,4 @@
-"""How well a network does on batches of (images, labels), again and again while it is trained."""
+"""Evaluate networks: accuracy of classifiers, average precision of detectors, the mean of a loss of the user's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +20,16 @@ from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.module_state import device_of
 from ifso.common.text import describe_error
 from ifso.common.torch_state import eval_mode
-from ifso.data.base import AVERAGES, Data, detects
+from ifso.data.base import AVERAGES, Data, detects, has_own_loss
 from ifso.errors import DataError, IfsoError, TrainingError
-from ifso.tasks.classification import cross_entropy, logits_in
-from ifso.training.average_precision import check_evaluator
-from ifso.training.optimizers import untrainable
+from ifso.pruning.recovery import mean_loss
+from ifso.tasks.classification import logits_in
+from ifso.training.average_precision import AveragePrecision, check_evaluator, evaluate_detector
+from ifso.training.optimizers import no_parameters_error
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Measures
 from ifso.training.triton_conv import narrow_layers
-
-if TYPE_CHECKING:
-    from ifso.training.average_precision import AveragePrecision
 
 FIVE = 5
 
@@ -49,27 +47,27 @@ class Accuracy:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], *, over_ranks: bool = False) -> Accuracy:
-    """Accuracy of ``model`` in eval mode over all batches; every module then has its mode back.
+    """The accuracy of ``model`` in eval mode over all batches; every module then has its mode back.
 
-    With ``over_ranks`` every process of ``torch.distributed`` brings batches of its own, and all are told what they
-    found together; if one fails, none goes on. The device is waited for once, after the last batch.
+    With ``over_ranks`` every process of ``torch.distributed`` brings batches of its own, and all return the joint
+    result; if one fails, none goes on. The device is waited for once, after the last batch.
 
     >>> logits = torch.tensor([[3.0, 0.0], [3.0, 0.0], [0.0, 3.0], [3.0, 0.0]])
     >>> found = evaluate(nn.Identity(), [(logits, torch.tensor([0, 0, 1, 1]))])
     >>> found.top1, found.top5, round(found.loss, 4), found.samples
     (75.0, None, 0.7986, 4)
     """
-    total = added_up(lambda: _total(model, batches), over_ranks=over_ranks)
+    total = total_over_ranks(lambda: _total(model, batches), over_ranks=over_ranks)
     return accuracy_of(total[:-1], round(float(total[-1])))
 
 
-def added_up(sums: Callable[[], Tensor], *, over_ranks: bool) -> Tensor:
-    """What ``sums`` gives; with ``over_ranks`` its sum over all processes, and if one fails, none goes on."""
+def total_over_ranks(sums: Callable[[], Tensor], *, over_ranks: bool) -> Tensor:
+    """The result of ``sums``; with ``over_ranks`` its sum over all processes, and if one fails, none goes on."""
     return sum_over_ranks(together(sums).to(collective_device())) if over_ranks and several() else sums()
 
 
 def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
-    """What :func:`sums_of` all batches, added up [3], amount to.
+    """The accuracy from the total [3] of :func:`accuracy_sums` over all batches.
 
     >>> accuracy_of(torch.tensor([2.0, 6.0, 8.0]), 8)
     Accuracy(top1=75.0, top5=100.0, loss=0.25, samples=8)
@@ -80,12 +78,12 @@ def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
     return Accuracy(100 * first, None if math.isnan(five) else 100 * five, loss, samples)
 
 
-def sums_of(logits: Any, labels: Tensor) -> Tensor:
+def accuracy_sums(logits: Any, labels: Tensor) -> Tensor:
     """Sums over a batch, in float64 [3]: cross entropy, right answers, right ones among the first five (else NaN).
 
-    Nothing waits for the device. An answer whose cross entropy is not finite is never right, so that NaN is no class 0.
-    A label outside the classes, which would end the work of a GPU, counts as the nearest
-    class in the cross entropy; :func:`evaluate` refuses it after the last batch.
+    Nothing waits for the device. Samples with a cross entropy that is not finite count as wrong; otherwise ``argmax``
+    would read NaN as class 0. A label outside the classes, which would crash a GPU kernel, counts as the nearest class
+    in the cross entropy; :func:`evaluate` refuses it after the last batch.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(labels):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -114,7 +112,7 @@ def _total(model: nn.Module, batches: Iterable[Any]) -> Tensor:
     with eval_mode(model):
         for images, labels in batches:
             logits = logits_in(model(images))
-            sums.append(sums_of(logits, labels))
+            sums.append(accuracy_sums(logits, labels))
             if len(labels):
                 samples, classes = samples + len(labels), logits.shape[1]
                 ends.append(torch.stack([labels.min(), labels.max()]))
@@ -126,7 +124,6 @@ def _total(model: nn.Module, batches: Iterable[Any]) -> Tensor:
 
 
 def _refuse_outside(labels: Tensor, classes: int) -> None:
-    """DataError if one of the labels is no class of the network."""
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= classes:
         raise DataError(
@@ -136,24 +133,20 @@ def _refuse_outside(labels: Tensor, classes: int) -> None:
         )
 
 
-LARGE, SMALL = 2000, 500
-"""Images in an evaluated batch on a GPU, and on a CPU."""
-
-PHOTOGRAPHS = 8
-"""Images with boxes in an evaluated batch."""
+GPU_BATCH, CPU_BATCH, DETECTOR_BATCH = 2000, 500, 8
+"""Images in an evaluated batch: of a classifier on a GPU or a CPU, and of a detector."""
 
 
-def evaluated_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
-    """What a network on ``device`` is evaluated on: the validation part, or the test set."""
-    size = LARGE if torch.device(device).type == "cuda" else SMALL
-    size = PHOTOGRAPHS if detects(data) else size
+def evaluation_batches(data: Data, device: torch.device | str, *, validation: bool) -> Any:
+    """The batches a network on ``device`` is evaluated on: of the validation part, or of the test set."""
+    size = DETECTOR_BATCH if detects(data) else GPU_BATCH if torch.device(device).type == "cuda" else CPU_BATCH
     return data.validation_batches(size) if validation else data.test_batches(size)
 
 
-class Examiner:
-    """``examiner(model)`` is the accuracy on batches that stay the same, in a precision.
+class Evaluator:
+    """``evaluator(model)`` is the accuracy on batches that stay the same, in a precision.
 
-    A network that cannot be captured, because it waits for the GPU or memory is short, is evaluated as it comes.
+    On a GPU the evaluation is captured as a CUDA graph, unless the network waits for the GPU or memory is short.
     """
 
     def __init__(self, batches: Any, precision: str = "float32") -> None:
@@ -164,22 +157,19 @@ class Examiner:
         self._total = torch.zeros(0)
 
     def __call__(self, model: nn.Module) -> Accuracy:
-        """The accuracy of ``model``, summed over all processes."""
+        """The accuracy of ``model`` over the batches of all processes."""
         if self._graph is None or self._model is not model:
-            found = self._plainly(model)
+            # Not captured at first: a graph does not see labels that do not fit.
+            with tensor_cores(self._precision), autocast(self._precision, next(model.parameters()).device):
+                accuracy = evaluate(model, self._batches, over_ranks=True)
             if not self._captured(model):
-                return found
+                return accuracy
         assert self._graph is not None
         self._graph.replay()
         return accuracy_of(self._total, len(self._batches.images))
 
-    def _plainly(self, model: nn.Module) -> Accuracy:
-        """Refuses labels that do not fit, which a graph does not see."""
-        with tensor_cores(self._precision), autocast(self._precision, next(model.parameters()).device):
-            return evaluate(model, self._batches, over_ranks=True)
-
     def _captured(self, model: nn.Module) -> bool:
-        """Is the evaluation a graph now?"""
+        """Capture the evaluation and return whether that was possible."""
         if not self._capturable or not captures_go_to(next(model.parameters()).device):
             return False
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -195,49 +185,93 @@ class Examiner:
     def _sums(self, model: nn.Module) -> Tensor:
         device = next(model.parameters()).device
         with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
-            return torch.stack([sums_of(logits_in(model(images)), labels) for images, labels in self._batches]).sum(0)
+            return torch.stack(
+                [accuracy_sums(logits_in(model(images)), labels) for images, labels in self._batches]
+            ).sum(0)
 
 
-Result = TypeVar("Result")
+@dataclass(frozen=True)
+class Quality:
+    """The accuracy in percent and the mean loss on ``samples`` images.
+
+    Where the data has a loss of its own there is no accuracy, and ``loss`` is the mean over batches. A detector has
+    average precision in place of both.
+    """
+
+    loss: float | None
+    samples: int
+    top1: float | None = None
+    top5: float | None = None
+    detection: AveragePrecision | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        if self.detection is None:
+            return {name: getattr(self, name) for name in ("loss", "samples", "top1", "top5")}
+        values = asdict(self.detection)
+        return {"samples": values.pop("images"), **values}
+
+    def measures(self) -> Measures:
+        """``top1``, ``top5`` and ``eval_loss``, or ``map`` and its kin, as far as they are known and finite."""
+        if self.detection is None:
+            values = {"top1": self.top1, "top5": self.top5, "eval_loss": self.loss}
+        else:
+            values = {name: getattr(self.detection, name) for name in AVERAGES}
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def examination(
+def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
+    """The quality of the network on ``batches`` of the data."""
+    with tensor_cores(precision), autocast(precision, device_of(model)), clear_errors(f"batches of {data.name}"):
+        if detects(data):
+            detection = evaluate_detector(model, batches, over_ranks=over_ranks)
+            return Quality(None, detection.images, detection=detection)
+        if has_own_loss(data):
+            return _by_loss(model, WatchedLoss(data.loss_fn), batches, over_ranks)
+        found = evaluate(model, batches, over_ranks=over_ranks)
+        return Quality(found.loss, found.samples, found.top1, found.top5)
+
+
+def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Quality:
+    """The mean loss over the batches, of all processes where each brings its own."""
+
+    def sums() -> Tensor:
+        whole = list(batches)
+        loss = mean_loss(model, loss_fn, whole) if whole else 0.0
+        return torch.tensor([len(whole) * loss, len(whole), sum(map(size_of, whole))], dtype=torch.float64)
+
+    loss, count, samples = total_over_ranks(sums, over_ranks=over_ranks).tolist()
+    if not count:
+        raise DataError(NOTHING)
+    return Quality(loss / count, round(samples))
+
+
+def make_evaluator(
     model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool
 ) -> Callable[[nn.Module], Measures]:
-    """What tells how well the network does: ``top1``, ``top5`` and ``eval_loss``; of another loss the mean alone.
-
-    Of a detector ``map``, ``map50``, ``map75`` and those by area. Numbers that are not finite are left out.
-    """
+    """A function that returns the :meth:`Quality.measures` of a network on the validation part or the test set."""
     if detects(data):
         check_evaluator()
-    batches = evaluated_batches(data, _trained_on(model), validation=validation)
-    examiner = Examiner(batches, settings.precision)
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise no_parameters_error(model)
+    batches = evaluation_batches(data, parameter.device, validation=validation)
+    evaluator = Evaluator(batches, settings.precision)
 
     def measures(network: nn.Module) -> Measures:
-        if data.loss_fn is cross_entropy:
-            with explaining(f"evaluation batches of {data.name}"):
-                found: Any = examiner(network)
-        else:
-            found = quality(network, data, batches, settings.precision, over_ranks=True)
-        if detects(data):
-            values = {name: getattr(found.detection, name) for name in AVERAGES}
-        else:
-            values = {"top1": found.top1, "top5": found.top5, "eval_loss": found.loss}
-        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        if detects(data) or has_own_loss(data):
+            return quality(network, data, batches, settings.precision, over_ranks=True).measures()
+        with clear_errors(f"evaluation batches of {data.name}"):
+            found = evaluator(network)
+        return Quality(found.loss, found.samples, found.top1, found.top5).measures()
 
     return measures
 
 
-def _trained_on(model: nn.Module) -> torch.device:
-    for parameter in model.parameters():
-        return parameter.device
-    raise untrainable(model)
-
-
-def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
-    """What :func:`examination` says of a network; nothing where a user's data has no test set."""
+def evaluate_once(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
+    """The measures of :func:`make_evaluator`; nothing where a user's data has no test set."""
     try:
-        measures = examination(model, data, settings, validation=validation)
+        measures = make_evaluator(model, data, settings, validation=validation)
     except DataError:
         if validation:
             raise
@@ -245,7 +279,10 @@ def measured(model: nn.Module, data: Data, settings: TrainSettings, *, validatio
     return measures(model)
 
 
-def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callable[[nn.Module, Any], Result]:
+Result = TypeVar("Result")
+
+
+def with_clear_errors(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callable[[nn.Module, Any], Result]:
     """The loss, or losses by name, with one clear line where a batch does not fit the network."""
     boxes = detects(data)
     what = "images and boxes" if boxes else "images and labels"
@@ -265,64 +302,9 @@ def explained(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -> Callab
     return loss
 
 
-@dataclass(frozen=True)
-class Quality:
-    """On ``samples`` images: shares of right answers in percent and the mean loss.
-
-    Where the data has a loss of its own there are no shares, and ``loss`` is the mean over batches. Of a detector there
-    is average precision in place of both.
-    """
-
-    loss: float | None
-    samples: int
-    top1: float | None = None
-    top5: float | None = None
-    detection: AveragePrecision | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        if self.detection is None:
-            return {name: getattr(self, name) for name in ("loss", "samples", "top1", "top5")}
-        found = asdict(self.detection)
-        return {"samples": found.pop("images"), **found}
-
-
-def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
-    """How well the network does on ``batches`` of the data."""
-    with tensor_cores(precision), autocast(precision, device_of(model)), explaining(f"batches of {data.name}"):
-        if detects(data):
-            return _detected(model, batches, over_ranks)
-        if data.loss_fn is cross_entropy:
-            found = evaluate(model, batches, over_ranks=over_ranks)
-            return Quality(found.loss, found.samples, found.top1, found.top5)
-        return _by_loss(model, WatchedLoss(data.loss_fn), batches, over_ranks)
-
-
-def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Quality:
-    """The mean loss over the batches, of all processes where each brings its own."""
-    from ifso.pruning.recovery import mean_loss
-
-    def sums() -> Tensor:
-        whole = list(batches)
-        loss = mean_loss(model, loss_fn, whole) if whole else 0.0
-        return torch.tensor([len(whole) * loss, len(whole), sum(map(size_of, whole))], dtype=torch.float64)
-
-    loss, count, samples = added_up(sums, over_ranks=over_ranks).tolist()
-    if not count:
-        raise DataError(NOTHING)
-    return Quality(loss / count, round(samples))
-
-
-def _detected(model: nn.Module, batches: Iterable[Any], over_ranks: bool) -> Quality:
-    from ifso.training.average_precision import evaluate_detector
-
-    found = evaluate_detector(model, batches, over_ranks=over_ranks)
-    return Quality(None, found.images, detection=found)
-
-
 @contextmanager
-def explaining(what: str) -> Iterator[None]:
-    """One clear line where memory runs out, also if another error tells of it, or where the network fails."""
+def clear_errors(what: str) -> Iterator[None]:
+    """Turn what is raised where memory runs out, or where the network fails, into one clear line."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, MemoryError, IfsoError) as error:

@@ -1,4 +1,4 @@
-"""Losses of a classifier, as ``loss_fn(model, batch)`` with a batch of (images, labels)."""
+"""Losses of classifiers, with and without a teacher, and sums of losses with names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from ifso.common.distributed import mean_over_ranks
 from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import eval_mode
-from ifso.tasks.classification import cross_entropy, logits_in, refuse_other_classes
+from ifso.tasks.classification import check_same_classes, cross_entropy, logits_in
+from ifso.tasks.detection import to_float32
 
 
 def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
     """The cross entropy to labels of which the share ``label_smoothing`` is spread evenly over all K classes.
 
     (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself. With ``mixed``, batches
-    are those of :class:`ifso.training.cutmix.MixedBatches`, whose images have two labels: :func:`mixed_cross_entropy`.
+    are those of :class:`ifso.training.objective.MixedBatches`, whose images have two labels
+    (:func:`mixed_cross_entropy`).
 
     >>> batch = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
     >>> [round(float(classification(smoothing)(nn.Identity(), batch)), 3) for smoothing in (0.0, 0.1)]
@@ -27,17 +29,13 @@ def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> Loss
     """
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if mixed:
+            images, labels, others, share = batch
+            return mixed_cross_entropy(logits_in(model(images)), labels, others, share, label_smoothing=label_smoothing)
         images, labels = batch
         return F.cross_entropy(logits_in(model(images)), labels, label_smoothing=label_smoothing)
 
-    def mixed_loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        images, labels, others, share = batch
-        logits = logits_in(model(images))
-        return mixed_cross_entropy(logits, labels, others, share, label_smoothing=label_smoothing)
-
-    if mixed:
-        return mixed_loss_fn
-    return loss_fn if label_smoothing else cross_entropy
+    return loss_fn if mixed or label_smoothing else cross_entropy
 
 
 def mixed_cross_entropy(
@@ -63,11 +61,11 @@ def distillation(
     label_smoothing: float = 0.0,
     mixed: bool = False,
 ) -> LossFn:
-    """Learn from labels and from a teacher (Hinton et al., 2015), which is asked in eval mode.
+    """The loss to labels and to a teacher (Hinton et al., 2015), which is asked in eval mode.
 
     (1 − weight) · cross entropy + weight · T² · KL(teacher ‖ model), both logits divided by the temperature T.
     Without weight the teacher is not asked. With ``mixed`` it is asked about the mixed images, and the cross entropy is
-    that of :func:`mixed_cross_entropy`.
+    :func:`mixed_cross_entropy`.
     """
 
     def answer(batch: Any) -> Tensor:
@@ -107,17 +105,12 @@ def distillation_from_logits(
             hard = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
         if given is None:
             return hard
-        refuse_other_classes(given, logits)
-        target, answer = (F.log_softmax(_single(each) / temperature, 1) for each in (given.detach(), logits))
+        check_same_classes(given, logits)
+        target, answer = (F.log_softmax(to_float32(each) / temperature, 1) for each in (given.detach(), logits))
         soft = F.kl_div(answer, target, reduction="batchmean", log_target=True)
         return (1 - weight) * hard + weight * temperature**2 * soft
 
     return loss_fn
-
-
-def _single(logits: Tensor) -> Tensor:
-    """Half-precision logits as float32, before a temperature divides them."""
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 LossesOf = Callable[[nn.Module, Any], Mapping[str, Tensor]]
@@ -125,12 +118,12 @@ LossesOf = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 
 
 class NamedLosses:
-    """A ``loss_fn(model, batch)``: the sum of what ``losses_of`` gives. Means of its parts are kept until asked for.
+    """A ``loss_fn(model, batch)``: the sum of what ``losses_of`` gives, with means of its parts over batches.
 
     >>> loss_fn = NamedLosses(lambda model, batch: {"class": model(batch).sum(), "box": model(batch).mean()})
     >>> [float(loss_fn(nn.Identity(), batch)) for batch in (torch.ones(2), torch.zeros(2))]
     [3.0, 0.0]
-    >>> loss_fn.taken(), loss_fn.taken()
+    >>> loss_fn.pop_means(), loss_fn.pop_means()
     ({'class': 1.0, 'box': 0.5}, {})
     """
 
@@ -141,14 +134,14 @@ class NamedLosses:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The sum of the losses."""
-        found = self.losses_of(model, batch)
-        for name, loss in found.items():
+        losses = self.losses_of(model, batch)
+        for name, loss in losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
         self._count += 1
-        return torch.stack(list(found.values())).sum()
+        return torch.stack(list(losses.values())).sum()
 
-    def taken(self) -> dict[str, float]:
-        """The mean of each part since the last time, over the batches of all processes."""
+    def pop_means(self) -> dict[str, float]:
+        """The mean of each part since the last call, over the batches of all processes."""
         if not self._count:
             return {}
         names, total = list(self._sums), torch.stack(list(self._sums.values()))

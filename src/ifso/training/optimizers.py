@@ -1,18 +1,23 @@
-"""SGD for the settings of a run, and its learning rate over the epochs."""
+"""SGD for the settings of a run, its learning rate over the epochs, and the moving average of the weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from ifso.common.module_state import tensor_slots
 from ifso.errors import TrainingError
+from ifso.training.checkpoint import copy_tensors_
 from ifso.training.settings import TrainSettings
 
 
-def untrainable(model: nn.Module) -> TrainingError:
-    """What to say of a network without parameters."""
+def no_parameters_error(model: nn.Module) -> TrainingError:
+    """The error for a network without parameters to train."""
     return TrainingError(
         f"{type(model).__name__} has no parameter to train; set requires_grad of some, or give another network"
     )
@@ -31,7 +36,7 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise untrainable(model)
+        raise no_parameters_error(model)
     rate = settings.lr if lr is None else lr
     optimizer = torch.optim.SGD(
         [{**group, "lr": rate} for group in _groups(parameters, settings)],
@@ -47,7 +52,7 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Go on with the rate ``lr``: where the rate is a tensor, in place, so that a captured step sees it."""
+    """Set the learning rate: in place where it is a tensor, so that a captured step sees it."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -56,7 +61,7 @@ def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The momentum of every parameter by its name: the tensors themselves, to be stored or filled again in place."""
+    """The momentum of every parameter by its name: the tensors themselves, not copies."""
     return {
         name: optimizer.state[parameter]["momentum_buffer"]
         for name, parameter in model.named_parameters()
@@ -66,11 +71,10 @@ def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 def _groups(parameters: list[nn.Parameter], settings: TrainSettings) -> list[dict[str, object]]:
     """Parameters that decay, and those that do not; no group is empty."""
+    decaying = [parameter for parameter in parameters if settings.decay_all or parameter.dim() > 1]
     spared = [parameter for parameter in parameters if not settings.decay_all and parameter.dim() <= 1]
-    known = {id(parameter) for parameter in spared}
-    decaying = [parameter for parameter in parameters if id(parameter) not in known]
-    found = ((decaying, settings.weight_decay), (spared, 0.0))
-    return [{"params": members, "weight_decay": decay} for members, decay in found if members]
+    groups = ((decaying, settings.weight_decay), (spared, 0.0))
+    return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
 RISE = 0.25
@@ -98,9 +102,13 @@ def rate(settings: TrainSettings, progress: float, steps_per_epoch: int = 1) -> 
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     progress = min(max(progress, 0.0), 1.0)
-    start = _rise(settings, steps_per_epoch)
+    if settings.schedule == "one-cycle":
+        start = RISE
+    else:
+        warm_up = settings.warm_up + settings.warm_up_steps / steps_per_epoch
+        start = warm_up / settings.epochs if warm_up else 0.0
     risen = progress / start if progress < start else 1.0
-    return settings.lr * risen * _share(settings, progress, start)
+    return settings.lr * risen * _decay(settings, progress, start)
 
 
 def rates(settings: TrainSettings, steps_per_epoch: int) -> list[float]:
@@ -115,8 +123,8 @@ def rates(settings: TrainSettings, steps_per_epoch: int) -> list[float]:
     return [rate(settings, step / total, steps_per_epoch) for step in range(total)]
 
 
-def refuse_long_warm_up(settings: TrainSettings, steps_per_epoch: int | None) -> None:
-    """One clear line if ``warm_up_steps`` take the whole run, or nobody knows how many steps an epoch has (None)."""
+def check_warm_up(settings: TrainSettings, steps_per_epoch: int | None) -> None:
+    """Raise if ``warm_up_steps`` take the whole run, or if the length of an epoch is unknown (None)."""
     if not settings.warm_up_steps or not settings.epochs:
         return
     if steps_per_epoch is None:
@@ -132,18 +140,125 @@ def refuse_long_warm_up(settings: TrainSettings, steps_per_epoch: int | None) ->
         )
 
 
-def _rise(settings: TrainSettings, steps_per_epoch: int) -> float:
-    """The share of the run in which the rate rises."""
-    if settings.schedule == "one-cycle":
-        return RISE
-    epochs = settings.warm_up + settings.warm_up_steps / steps_per_epoch
-    return epochs / settings.epochs if epochs else 0.0
-
-
-def _share(settings: TrainSettings, progress: float, start: float) -> float:
-    """The rate as a share of the highest, but for its rise, which is over at ``start``."""
+def _decay(settings: TrainSettings, progress: float, start: float) -> float:
+    """The rate as a share of the highest, apart from its rise, which is over at ``start``."""
     if settings.schedule == "step":
         return settings.factor ** sum(progress >= milestone - _ROUNDING for milestone in settings.milestones)
     if settings.schedule == "constant" or progress <= start:
         return 1.0
     return 0.5 + 0.5 * math.cos(math.pi * (progress - start) / (1 - start))
+
+
+AVERAGE, UPDATES = "average.", "updates"
+
+
+class Ema:
+    """The exponential moving average ā of a model's parameters and of the statistics of its batch norms.
+
+    At update t = 0, 1, …: ā ← δā + (1 − δ)w with δ = min(``decay``, (1 + t)/(10 + t)), so that what the model began
+    with is soon forgotten. Other buffers (counters, tables, masks) are copied. Weights in half precision are averaged
+    in float32, where small changes are not lost.
+
+    ``update`` makes no decision on the CPU and writes in place, so that a CUDA graph may hold it; tensors of a kind are
+    written by one kernel.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.constant_(model.weight, 1.0)
+    >>> average = Ema(model, 0.9)
+    >>> _ = nn.init.constant_(model.weight, 2.0)
+    >>> average.update()
+    >>> with average.applied():
+    ...     print(round(model.weight.item(), 4))
+    1.9
+    >>> model.weight.item()
+    2.0
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._slots: dict[str, tuple[nn.Module, str]] = {}
+        for name, module, key in tensor_slots(model):
+            self._slots.setdefault(name, (module, key))
+        live = self._live()
+        self._average = {
+            name: tensor.detach().to(_at_least_float32(tensor), copy=True) for name, tensor in live.items()
+        }
+        self._averaged = [name for name in live if self._is_averaged(name)]
+        device = next(iter(live.values())).device if live else torch.device("cpu")
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._applied = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the model's present weights into the average."""
+        self._check_not_applied()
+        live, averaged = self._live(), set(self._averaged)
+        updates = self._updates.double()
+        weight = 1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay)
+        for names in self._alike(self._averaged):
+            means = [self._average[name] for name in names]
+            step = torch._foreach_sub(
+                [live[name].to(mean.dtype) for name, mean in zip(names, means, strict=True)], means
+            )
+            torch._foreach_mul_(step, weight.to(means[0].device, means[0].dtype))
+            torch._foreach_add_(means, step)
+        for names in self._alike([name for name in live if name not in averaged]):
+            _copy_({name: self._average[name] for name in names}, live)
+        self._updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model hold the average in the same memory for a while, then its own weights again."""
+        self._check_not_applied()
+        live = self._live()
+        own = {name: tensor.detach().clone() for name, tensor in live.items()}
+        self._applied = True
+        try:
+            _copy_(live, self._average)
+            yield
+        finally:
+            _copy_(self._live(), own)
+            self._applied = False
+
+    def keep_(self) -> None:
+        """Copy the average into the model."""
+        self._check_not_applied()
+        _copy_(self._live(), self._average)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The number of updates and the average of every tensor: not copied."""
+        return {UPDATES: self._updates, **{f"{AVERAGE}{name}": mean for name, mean in self._average.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the :meth:`state_dict` of a model of the same shape."""
+        copy_tensors_(self.state_dict(), state)
+
+    def _live(self) -> dict[str, Tensor]:
+        """The model's tensors, looked up anew: buffers may be replaced when a model is moved."""
+        return {name: getattr(module, key) for name, (module, key) in self._slots.items()}
+
+    def _is_averaged(self, name: str) -> bool:
+        module, key = self._slots[name]
+        statistics = isinstance(module, _NormBase) and key in {"running_mean", "running_var"}
+        return self._average[name].is_floating_point() and (key in module._parameters or statistics)
+
+    def _alike(self, names: list[str]) -> list[list[str]]:
+        """Names of averages of the same device and dtype together."""
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name in names:
+            mean = self._average[name]
+            groups.setdefault((mean.device, mean.dtype), []).append(name)
+        return list(groups.values())
+
+    def _check_not_applied(self) -> None:
+        if self._applied:
+            raise TrainingError("the model holds its average now; leave `applied()` before the next update")
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+@torch.no_grad()
+def _copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    torch._foreach_copy_(list(targets.values()), [sources[name] for name in targets])

@@ -1,19 +1,18 @@
-"""A pruned network in the shape it had before: zeros where units were removed, so that it trains as quickly as then.
+"""Train a pruned network in its former shape, with zeros where units were removed, so that it trains as quickly.
 
 GPUs compute with channels in eights and sixteens; layers of 11 or 13 channels can take twice the time of 16. A removed
 unit that is zero everywhere, in the filters that make it, its norm and all that reads it, stays zero under SGD: its
-output is zero, and so are all its gradients. The padded network is therefore trained exactly as the small one, and the
-small one is read out of it at the end.
+output is zero, and so are all its gradients. So the padded network is trained exactly as the small one, which is read
+out of it at the end.
 
-Not so where something makes more of a zero than a zero, as a sigmoid does, or where a statistic is taken over channels,
-as in a layer norm: :func:`padded_` refuses those. Dropout draws other numbers for the wider layers.
+This fails where a module makes something else of a zero, as a sigmoid does, or takes a statistic over channels, as a
+layer norm does: :func:`padded_` refuses those. Dropout draws other numbers for the wider layers.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -37,58 +36,56 @@ TOLERANCE = 1e-3
 
 
 class Padding:
-    """Where the numbers of a pruned network stand in the network before pruning, from its recipe."""
+    """The positions of a pruned network's numbers in the network before pruning, from its recipe."""
 
     def __init__(self, original: nn.Module, recipe: Recipe, example_inputs: Any) -> None:
-        places = copy.deepcopy(original).to("cpu", torch.float64).eval()
+        positions = copy.deepcopy(original).to("cpu", torch.float64).eval()
         inputs = tree_map(_on_cpu, example_inputs)
-        graph = trace(places, inputs)
-        for tensor in named_tensors(places).values():
+        graph = trace(positions, inputs)
+        for tensor in named_tensors(positions).values():
             tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
         for number, step in enumerate(recipe.rounds):
-            graph = trace(places, inputs) if number else graph
-            compact_(places, graph, {group.name: _mask(group.size, group.kept) for group in step.groups})
-        self._places: Mapping[str, Tensor] = {
-            name: tensor.detach().long() for name, tensor in named_tensors(places).items()
-        }
+            graph = trace(positions, inputs) if number else graph
+            compact_(positions, graph, {group.name: _mask(group.size, group.kept) for group in step.groups})
+        self._positions = {name: tensor.detach().long() for name, tensor in named_tensors(positions).items()}
 
     @torch.no_grad()
     def pad_(self, original: nn.Module, pruned: nn.Module) -> nn.Module:
         """``original`` with the numbers of ``pruned`` and zeros elsewhere."""
         small = named_tensors(pruned)
         for name, tensor in named_tensors(original).items():
-            places = self._at(name, small[name], tensor)
+            positions = self._at(name, small[name], tensor)
             wide = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            wide[places.flatten()] = small[name].detach().to(tensor).flatten()
+            wide[positions.flatten()] = small[name].detach().to(tensor).flatten()
             tensor.copy_(wide.view(tensor.shape))
         return original
 
     @torch.no_grad()
     def unpad_(self, pruned: nn.Module, original: nn.Module) -> nn.Module:
-        """``pruned`` with the numbers that stand in its places in ``original``."""
+        """``pruned`` with its numbers in ``original``."""
         wide = named_tensors(original)
         for name, tensor in named_tensors(pruned).items():
-            places = self._at(name, tensor, wide[name])
-            tensor.copy_(wide[name].detach().reshape(-1)[places.flatten()].view(tensor.shape))
+            positions = self._at(name, tensor, wide[name])
+            tensor.copy_(wide[name].detach().reshape(-1)[positions.flatten()].view(tensor.shape))
         return pruned
 
     def elsewhere(self, name: str, wide: Tensor) -> Tensor:
         """The entries of a tensor of the wide network that the pruned one does not have."""
         outside = torch.ones(wide.numel(), dtype=torch.bool, device=wide.device)
-        outside[self._places[name].flatten().to(wide.device)] = False
+        outside[self._positions[name].flatten().to(wide.device)] = False
         return wide.reshape(-1)[outside]
 
     def _at(self, name: str, small: Tensor, wide: Tensor) -> Tensor:
-        places = self._places[name]
-        if places.shape != small.shape or (places.numel() and int(places.max()) >= wide.numel()):
-            raise RecipeError(f"{name!r} has shape {list(small.shape)}, by the recipe it is {list(places.shape)}")
-        return places.to(wide.device)
+        positions = self._positions[name]
+        if positions.shape != small.shape or (positions.numel() and int(positions.max()) >= wide.numel()):
+            raise RecipeError(f"{name!r} has shape {list(small.shape)}, by the recipe it is {list(positions.shape)}")
+        return positions.to(wide.device)
 
 
 def padded_(original: nn.Module, pruned: nn.Module, data: Data) -> Padding:
-    """Give ``original`` the numbers of ``pruned`` and zeros elsewhere, if it then trains as ``pruned`` does.
+    """Copy the numbers of ``pruned`` into ``original``, with zeros elsewhere, if it then trains as ``pruned`` does.
 
-    A RecipeError says why it does not: units that are flagged, such as those of a layer norm, or a trial on a batch of
+    Otherwise a RecipeError says why: units that are flagged, such as those of a layer norm, or a trial on a batch of
     ``data`` in which the loss is another one or something that was removed has a gradient.
     """
     recipe = recipe_of(pruned)
@@ -110,7 +107,7 @@ def padded_(original: nn.Module, pruned: nn.Module, data: Data) -> Padding:
 
 
 def _try(padding: Padding, wide: nn.Module, small: nn.Module, loss_fn: LossFn, batch: Any) -> None:
-    """Refuse a network whose zeros would not stay, or are seen."""
+    """Raise unless both have the same loss and the zeros would stay zero."""
     found, wanted = (_loss(model, loss_fn, batch) for model in (wide, small))
     if not math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         raise RecipeError(f"its loss would be {found:.6g} and not {wanted:.6g}")

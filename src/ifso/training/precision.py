@@ -1,4 +1,4 @@
-"""In which precision a network computes, and a network and its loss put together as a command asks for them."""
+"""The precision in which a network computes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from ifso.common.loss_fn import LossFn
 from ifso.errors import IfsoError, ScoreError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
+    from ifso.common.loss_fn import LossFn
 
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 
 SCORE_PRECISIONS = ("float32", "tf32", "bf16")
-"""Those in which scores can be computed."""
+"""Precisions in which scores can be computed."""
 
 _HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_precision(name: str) -> None:
-    """Refuse a name that is none of :data:`PRECISIONS`."""
+    """Raise unless ``name`` is one of :data:`PRECISIONS`."""
     if name not in PRECISIONS:
         raise IfsoError(f"precision {name!r} is unknown; choose one of {', '.join(PRECISIONS)}")
 
 
 def check_score_precision(name: str) -> None:
-    """Refuse float16 as well: gradients below 6e-8 are 0 in it unless the loss is scaled, which no criterion does.
+    """Raise for float16 as well: gradients below 6e-8 are 0 in it unless the loss is scaled, which no criterion does.
 
     Group Fisher on ResNet-32 with a loss divided by 256, as a mean over a large batch does: 9 of 672 scores are 0.
     """
@@ -42,7 +40,7 @@ def check_score_precision(name: str) -> None:
 
 @contextmanager
 def tensor_cores(name: str) -> Iterator[None]:
-    """Within it convolutions on a GPU round their factors to TF32 if ``name`` is ``"tf32"``, and otherwise do not."""
+    """Let convolutions on a GPU round their factors to TF32 for a while, or not, by the ``name``."""
     from ifso.curvature.primal_cache import conv_settings
 
     check_precision(name)
@@ -56,7 +54,7 @@ def tensor_cores(name: str) -> Iterator[None]:
 
 
 def autocast(name: str, device: torch.device | str) -> torch.autocast:
-    """Within it layers compute in bfloat16 if ``name`` is ``"bf16"``, in float16 if ``"fp16"``; a new one each time.
+    """A new context in which layers compute in bfloat16 if ``name`` is ``"bf16"``, in float16 if ``"fp16"``.
 
     >>> import torch
     >>> for name in ("bf16", "fp16", "tf32"):
@@ -73,7 +71,7 @@ def autocast(name: str, device: torch.device | str) -> torch.autocast:
 
 
 def scaler(name: str, device: torch.device | str) -> torch.amp.GradScaler:
-    """Keeps the gradients of float16 from becoming 0 by scaling the loss; for other precisions it does nothing.
+    """A scaler of the loss that keeps gradients of float16 from becoming 0; for other precisions it does nothing.
 
     >>> [scaler(name, "cpu").is_enabled() for name in ("fp16", "bf16")]
     [True, False]

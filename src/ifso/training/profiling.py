@@ -1,4 +1,4 @@
-"""What a network is worth and what it takes: accuracy, counted costs, measured time, memory of a training step."""
+"""The quality and the costs of a network: counted operations, measured time, memory of a training step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ifso.costs.cost import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
 from ifso.errors import IfsoError
 from ifso.graph.tracing import trace
-from ifso.training.evaluation import Quality, explaining
+from ifso.training.evaluation import Quality, clear_errors
 from ifso.training.precision import autocast, tensor_cores
 
 REPEATS = 15
@@ -39,7 +39,6 @@ BLOW_UP = 1000
 """No module reads and writes so many times the numbers of an input."""
 
 MOMENTUM = 0.9
-IMAGE_DIMS = 4
 GPU_PEAK = "weights, momentum, batch, and what torch's allocator handed out for the rest"
 CPU_PEAK = "weights, momentum, batch, and all other tensors alive at once, without workspaces of kernels"
 HALF = ("bf16", "fp16")
@@ -60,8 +59,8 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """All that is known of one network. Bytes: of the activations of one image, and of a training step at its peak."""
+class Profile:
+    """All measurements of a network; bytes are of the activations of one image, and of a training step at its peak."""
 
     quality: Quality
     cost: Cost
@@ -88,11 +87,11 @@ class Measured:
         }  # fmt: skip
 
 
-def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost, int]:
+def costs_of(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost, int]:
     """Costs of one image, and the bytes of its activations: what convolutions and matrix products write.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
-    >>> counted(net, torch.zeros(1, 3, 8, 8), "bf16")[1] == 2 * (8 * 36 + 2)
+    >>> costs_of(net, torch.zeros(1, 3, 8, 8), "bf16")[1] == 2 * (8 * 36 + 2)
     True
     """
     inputs = of_batch(example_inputs, 1)
@@ -101,16 +100,16 @@ def counted(model: nn.Module, example_inputs: Any, precision: str) -> tuple[Cost
     return found, found.activations * (2 if precision in HALF else 4)
 
 
-def laid_out(values: Any, *, channels_last: bool) -> Any:
-    """The same with images [N, C, H, W] in channels-last memory layout, if that is asked for."""
-    if not channels_last:
-        return values
-    return map_tensors(
-        values, lambda tensor: tensor.to(memory_format=torch.channels_last) if tensor.dim() == IMAGE_DIMS else tensor
-    )
+def in_memory_format(values: Any, *, channels_last: bool) -> Any:
+    """The values with images [N, C, H, W] in channels-last memory layout, if that is asked for."""
+
+    def last(tensor: Tensor) -> Tensor:
+        return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+    return map_tensors(values, last) if channels_last else values
 
 
-def timed(
+def time_forward(
     models: Mapping[str, nn.Module],
     example_inputs: Any,
     batch: int,
@@ -119,14 +118,14 @@ def timed(
     repeats: int = REPEATS,
     seconds: float = SECONDS,
 ) -> dict[str, Timing]:
-    """Forward passes of all networks in eval mode, without gradients, and warm.
+    """The times of forward passes of all networks in eval mode, without gradients, and warm.
 
-    They take turns in a few rounds, so that what disturbs the machine disturbs them all. When time is up, the rest of
-    the repeats is left out; the number of samples tells.
+    They take turns in a few rounds, so that what disturbs the machine disturbs them all. After ``seconds`` the rest of
+    the repeats is left out.
     """
     if batch < 1 or repeats < 1:
-        raise IfsoError(f"{repeats} repeats with batches of {batch}: give whole numbers from 1 up")
-    with explaining(f"a batch of {batch}"):
+        raise IfsoError(f"repeats and batch must be 1 or more, got {repeats} and {batch}")
+    with clear_errors(f"a batch of {batch}"):
         _refuse_too_large(models, example_inputs, batch)
         inputs = of_batch(example_inputs, batch)
     begun = time.perf_counter()
@@ -137,14 +136,14 @@ def timed(
             break
         share = repeats * (number + 1) // rounds - repeats * number // rounds
         for name, model in models.items():
-            with tensor_cores(precision), autocast(precision, device_of(model)), explaining(f"a batch of {batch}"):
+            with tensor_cores(precision), autocast(precision, device_of(model)), clear_errors(f"a batch of {batch}"):
                 warm_up = 1 if number else WARM_UP
                 samples[name] += measure_latency(model, inputs, repeats=share, warm_up=warm_up).samples
     return {name: Timing(batch, Latency(*middle(found), found)) for name, found in samples.items()}
 
 
 def training_peak(model: nn.Module, batch: Any, loss_fn: LossFn, precision: str) -> int:
-    """Bytes that a step of training takes at its peak: forward, backward, and SGD with momentum.
+    """The bytes that a step of training takes at its peak: forward, backward, and SGD with momentum.
 
     Weights, buffers, momentum and the batch are counted, and what a second step adds to them. On a GPU that is what
     the allocator of torch hands out; on the CPU every tensor that is alive, without the workspaces of kernels.
@@ -166,12 +165,9 @@ def training_peak(model: nn.Module, batch: Any, loss_fn: LossFn, precision: str)
         sgd.zero_grad(set_to_none=True)
 
     gpus = [device] if device.type == "cuda" else []
-    with (
-        tensor_cores(precision),
-        torch.random.fork_rng(gpus),
-        _on(device),
-        explaining(f"training on a batch of {size}"),
-    ):
+    on_device = torch.cuda.device(device) if gpus else nullcontext()
+    doing = clear_errors(f"training on a batch of {size}")
+    with tensor_cores(precision), torch.random.fork_rng(gpus), on_device, doing:
         step()
         added = peak_bytes(step, device)
     momentum = [value for state in sgd.state.values() for value in state.values()]
@@ -179,9 +175,14 @@ def training_peak(model: nn.Module, batch: Any, loss_fn: LossFn, precision: str)
 
 
 def hardware(device: torch.device | str) -> dict[str, Any]:
-    """What numbers were measured on."""
+    """The device, processor and threads that numbers were measured on."""
     device = torch.device(device)
-    cpu = _cpu_model()
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = next(iter(names), "") or platform.processor() or platform.machine()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "cpu": cpu,
@@ -190,25 +191,11 @@ def hardware(device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
-    """The name of the processor, as the system tells it."""
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), "") or platform.processor() or platform.machine()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _refuse_too_large(models: Mapping[str, nn.Module], example_inputs: Any, batch: int) -> None:
-    """A batch that would fill main memory, where nobody says so but the system that kills the process.
+    """Raise for a batch that would fill main memory, where the system would kill the process without a word.
 
-    What a network holds at once are its inputs, and what the largest of its modules reads and writes. It is run on one
-    input to find out, unless the batch is far from filling the memory.
+    A network holds at least its inputs, and what the largest of its modules reads and writes. It is run on one input
+    to measure that, unless the batch is far from filling the memory.
     """
     one, free = of_batch(example_inputs, 1), free_memory()
     if free is None or batch * _numbers(one) * 4 * BLOW_UP < free:
@@ -233,6 +220,6 @@ def _numbers(values: Any) -> int:
 
 
 def _bytes(values: Sequence[Any]) -> int:
-    """Of all memory that the tensors among the values lie in, each place counted once."""
+    """The bytes of all storages of the tensors among the values, each counted once."""
     storages = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

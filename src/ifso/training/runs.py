@@ -1,4 +1,4 @@
-"""Trainings in folders of their own, alone or side by side: what they write, and how they go on when interrupted.
+"""Trainings in folders of their own, alone or side by side: the files they write, and how they are resumed.
 
 A folder holds ``config.json``, ``metrics.jsonl`` with a line for every epoch and, until the end, a checkpoint; at the
 end ``recipe.json`` and ``model.safetensors`` for :func:`ifso.load`, and ``summary.json``.
@@ -27,25 +27,49 @@ from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingErr
 from ifso.runs.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
-from ifso.training.evaluation import examination, explained
+from ifso.training.evaluation import make_evaluator, with_clear_errors
 from ifso.training.losses import NamedLosses
-from ifso.training.objective import Tables, lessons
+from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import Padding, padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import SAVE_EVERY, Crew, Epoch, Lane, Measures, Watch, own_random_numbers
+from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
+
+
+class Listener(Protocol):
+    """The interface of those who follow trainings, each by its name."""
+
+    def started(self, name: str, epoch: int, epochs: int) -> None:
+        """A training begins, or goes on after ``epoch`` epochs."""
+
+    def stepped(self, name: str, done: float) -> None:
+        """So many epochs are done, the present one in part."""
+
+    def ended(self, name: str, epoch: Epoch) -> None:
+        """An epoch is over."""
+
+    def said(self, line: str) -> None:
+        """There is a line for a person."""
+
+
+class Silent:
+    """A listener that ignores everything."""
+
+    def started(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    stepped = ended = said = started
 
 
 @dataclass(frozen=True)
 class Training:
-    """A network to train in ``folder``, what it learns from, and how.
+    """A network to train in ``folder``, its data and its settings.
 
     It is evaluated on the validation part of the data if ``validation``, else on the test set, after ``every`` epochs
     and at the end. ``fixed`` must be the same when the training is resumed, ``about`` need not: both go into
     ``config.json``. ``start`` is what the summary calls the network before training, None if it is not evaluated then;
-    ``before`` are accuracies, or the mAP, of others that belong beside it. With ``wide``, a network as ``model`` was
-    before pruning, ``model`` is trained in that shape
-    (:mod:`ifso.training.padded_finetune`), where that makes no difference.
+    ``before`` are accuracies, or the mAP, of other networks beside it. With ``wide``, a network as ``model`` was before
+    pruning, ``model`` is trained in that shape where that makes no difference (:mod:`ifso.training.padded_finetune`).
     """
 
     name: str
@@ -64,14 +88,14 @@ class Training:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What stands in ``config.json``."""
+        """The contents of ``config.json``."""
         return {"settings": {TRAINING: self.settings.as_dict(), **self.fixed}, "about": dict(self.about)}
 
 
 def train_side_by_side(
     trainings: Sequence[Training], listener: Listener, *, resume: bool = False, ranks: int = 1
 ) -> list[dict[str, Any] | IfsoError]:
-    """Train all of them in turns, none waiting for another; the summary of each, or what it failed with.
+    """Train all networks in turns, none waiting for another; return the summary or the error of each.
 
     With ``resume`` they go on where they were interrupted. Under ``torch.distributed`` every process calls this with
     its share of the data; the first one writes.
@@ -79,32 +103,92 @@ def train_side_by_side(
     if not trainings:
         return []
     for training in trainings:
-        _refuse_unfit(training)
+        if training.settings.epochs < 1:
+            raise TrainingError(f"epochs must be 1 or more, got {training.settings.epochs}")
+        for model in (training.model, training.teacher):
+            if model is not None:
+                together(partial(check_fits, model, training.data))
     outcomes: list[dict[str, Any] | IfsoError] = [TrainingError("not trained")] * len(trainings)
-    crew, tables, models = Crew(), Tables(), [training.model for training in trainings]
-    first = trainings[0].settings
-    with ExitStack() as stack, closing(crew), own_random_numbers(models, first.seed):
+    turns, caches = RoundRobin(), TeacherCaches()
+    models, seed = [training.model for training in trainings], trainings[0].settings.seed
+    with ExitStack() as stack, closing(turns), seeded_rng(models, seed):
         for number, training in enumerate(trainings):
-            folder = _opened(training, resume)
+            folder = _open_folder(training, resume)
             if folder is not None:
                 stack.callback(folder.close)
                 stack.push(partial(_discard_after_error, folder))
-            alike = sum(other.teacher is training.teacher for other in trainings)
-            lane = RunningTraining(training, folder, listener, _lesson(training, listener, tables, ranks, alike))
-            crew.add(lane, partial(_end, outcomes, number, lane, crew))
-        while crew.size:
-            crew.turn()
+            networks = sum(other.teacher is training.teacher for other in trainings)
+            material = _batches_and_loss(training, listener, caches, ranks, networks)
+            trainer = RunningTraining(training, folder, listener, material)
+            turns.add(trainer, partial(_on_end, outcomes, number, trainer, turns))
+        while turns.size:
+            turns.turn()
     return outcomes
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a training that has come to its end, else None."""
-    place = folder / SUMMARY
-    if not place.is_file():
+def _open_folder(training: Training, resume: bool) -> RunFolder | None:
+    """The folder, opened by the first process only."""
+
+    def opened() -> RunFolder | None:
+        if rank():
+            return None
+        way = RunFolder.resume if resume else RunFolder.create
+        return way(training.folder, training.config)
+
+    return together(opened)
+
+
+def _batches_and_loss(
+    training: Training, listener: Listener, caches: TeacherCaches, ranks: int, networks: int
+) -> tuple[Any, LossFn]:
+    """Batches, and the loss with clear errors; ``networks`` have the same teacher."""
+    data = training.data
+    batches, loss_fn = batches_and_loss(
+        data, training.settings, training.teacher, ranks=ranks, caches=caches, networks=networks, say=listener.said
+    )
+    if isinstance(loss_fn, NamedLosses):
+        return batches, NamedLosses(with_clear_errors(loss_fn.losses_of, data))
+    return batches, with_clear_errors(loss_fn, data)
+
+
+def _on_end(
+    outcomes: list[dict[str, Any] | IfsoError],
+    number: int,
+    trainer: RunningTraining,
+    turns: RoundRobin,
+    failure: IfsoError | None,
+) -> None:
+    """Keep the outcome. After a failure other networks go on; other ranks cannot, so it is raised at once."""
+    outcomes[number] = trainer.summary if failure is None else failure
+    if failure is None:
+        return
+    if trainer.folder is not None:
+        _discard_if_empty(trainer.folder)
+    if several():
+        raise failure
+    if turns.size:
+        trainer.say(f"failed: {failure}")
+
+
+def _discard_after_error(folder: RunFolder, kind: type[BaseException] | None, *_: object) -> None:
+    """Remove a folder in which nothing could be begun; what was interrupted can go on."""
+    if kind is not None and issubclass(kind, (Exception, SystemExit)):
+        _discard_if_empty(folder)
+
+
+def _discard_if_empty(folder: RunFolder) -> None:
+    if not (folder.path / FILE).exists():
+        folder.discard_if_empty()
+
+
+def finished_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a training that is over, else None."""
+    path = folder / SUMMARY
+    if not path.is_file():
         return None
-    with located(place):
-        refuse_special(place)
-        summary = parsed(place.read_bytes())
+    with located(path):
+        refuse_special(path)
+        summary = parsed(path.read_bytes())
         if summary is not None and "shares" in summary:
             raise RunError(f"of a pruning, not of a training; go on with ifso prune --resume --out {folder}")
         if summary is None or not {"last_top1", "last_map"} & summary.keys():
@@ -113,37 +197,55 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return {name: value for name, value in summary.items() if name != DIGESTS}
 
 
-class RunningTraining(Lane):
-    """A lane that keeps its folder and tells its listener; at its end ``summary`` says what came out."""
+class RunningTraining(Trainer):
+    """A trainer that writes its folder and informs its listener; ``summary`` is there at its end."""
 
     def __init__(
-        self,
-        training: Training,
-        folder: RunFolder | None,
-        listener: Listener,
-        lesson: tuple[Any, LossFn],
+        self, training: Training, folder: RunFolder | None, listener: Listener, material: tuple[Any, LossFn]
     ) -> None:
-        batches, loss_fn = lesson
+        batches, loss_fn = material
         self._training, self.folder, self._listener = training, folder, listener
         self._headline = headline(training.data)
-        self._measures = _measures_of(training, listener)
+        self._evaluate = self._evaluator()
         self._length = len(batches) if hasattr(batches, "__len__") else 0
         self._steps_done, self._before = 0, dict(training.before)
         self.summary: dict[str, Any] = {}
-        watch = Watch(self._measures, training.every, 1, self._ended, training.folder, SAVE_EVERY)
-        self._padding = _padded(training, listener)
-        network = training.model if self._padding is None or training.wide is None else training.wide
-        super().__init__(network, batches, training.settings, loss_fn=loss_fn, watch=watch)
+        hooks = TrainerHooks(
+            self._evaluate, training.every, on_epoch=self._ended, folder=training.folder, save_every=SAVE_EVERY
+        )
+        self._padding, network = self._padded()
+        super().__init__(network, batches, training.settings, loss_fn=loss_fn, hooks=hooks)
+
+    def _evaluator(self) -> Callable[[nn.Module], Measures] | None:
+        """None, and a line about it, where a user's data has no test set."""
+        training = self._training
+        try:
+            return make_evaluator(training.model, training.data, training.settings, validation=training.validation)
+        except DataError as error:
+            if training.validation:
+                raise
+            self.say(f"no accuracy will be known, because {error}")
+            return None
+
+    def _padded(self) -> tuple[Padding | None, nn.Module]:
+        """The network to train, and its padding unless it is trained in its own shape."""
+        training = self._training
+        if training.wide is not None:
+            try:
+                return padded_(training.wide, training.model, training.data), training.wide
+            except RecipeError as error:
+                self.say(f"trained in its own shape, because {error}")
+        return None, training.model
 
     def run(self) -> Generator[bool]:
-        """As a lane's; the network is evaluated before and saved afterwards."""
-        if self._training.start is not None and self._measures is not None:
-            found = self._measures(self.model)
-            self._before |= {self._training.start: found[self._headline]} if self._headline in found else {}
+        """As a trainer's, but the network is evaluated before and saved afterwards."""
+        if self._training.start is not None and self._evaluate is not None:
+            measures = self._evaluate(self.model)
+            self._before |= {self._training.start: measures[self._headline]} if self._headline in measures else {}
         try:
             for stepped in super().run():
                 if stepped:
-                    self._tell_step()
+                    self._on_step()
                 yield stepped
         except (RuntimeError, MemoryError, TrainingError) as error:
             if not out_of_memory(error):
@@ -157,18 +259,18 @@ class RunningTraining(Lane):
         self._finish()
 
     def say(self, line: str) -> None:
-        """The line for a person, with the name of the training."""
+        """Pass on the line with the name of the training."""
         self._listener.said(f"{self._training.name}: {line}")
 
     def _resumed(self) -> int:
-        """What was written beyond the checkpoint goes."""
+        """As a trainer's; lines beyond the checkpoint are removed."""
         begun = super()._resumed()
         if self.folder is not None:
             self.folder.rewrite(map(_line, self.done))
         self._listener.started(self._training.name, begun, self.settings.epochs)
         return begun
 
-    def _tell_step(self) -> None:
+    def _on_step(self) -> None:
         self._steps_done += 1
         if self._length:
             done = len(self.done) + min(self._steps_done / self._length, 1.0)
@@ -190,20 +292,19 @@ class RunningTraining(Lane):
             remove_checkpoint(self.folder.path)
 
     def _summary(self) -> dict[str, Any]:
-        training = self._training
-        name = self._headline
-        found = [epoch.measures[name] for epoch in self.done if name in epoch.measures]
+        training, name, last = self._training, self._headline, self.done[-1]
+        values = [epoch.measures[name] for epoch in self.done if name in epoch.measures]
         return {
             "folder": str(training.folder),
             "data": training.data.name,
             "split": "validation" if training.validation else "test",
             "before": self._before,
-            f"last_{name}": found[-1] if found else None,
-            f"best_{name}": max(found, default=None),
-            "last": self.done[-1].measures,
-            **({"losses": self.done[-1].losses} if self.done[-1].losses else {}),
+            f"last_{name}": values[-1] if values else None,
+            f"best_{name}": max(values, default=None),
+            "last": last.measures,
+            **({"losses": last.losses} if last.losses else {}),
             "epochs": len(self.done),
-            "loss": self.done[-1].loss,
+            "loss": last.loss,
             "seconds": sum(epoch.seconds for epoch in self.done),
             "settings": self.settings.as_dict(),
             "padded": self._padding is not None,
@@ -215,7 +316,7 @@ class RunningTraining(Lane):
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """A training that is over needs none."""
+    """Delete the checkpoint of a training that is over."""
     with located(folder / FILE):
         (folder / FILE).unlink(missing_ok=True)
 
@@ -232,118 +333,3 @@ def _line(epoch: Epoch) -> dict[str, Any]:
     measures, losses = plain.pop("measures"), plain.pop("losses")
     named = {f"loss_{name.removeprefix('loss_')}": loss for name, loss in losses.items()}
     return {"epoch": plain.pop("number"), **plain, **named, **measures}
-
-
-def _refuse_unfit(training: Training) -> None:
-    if training.settings.epochs < 1:
-        raise TrainingError(f"{training.settings.epochs} epochs train nothing; give 1 or more")
-    for model in (training.model, training.teacher):
-        if model is not None:
-            together(partial(check_fits, model, training.data))
-
-
-def _opened(training: Training, resume: bool) -> RunFolder | None:
-    """The folder, of the first process only."""
-
-    def opened() -> RunFolder | None:
-        if rank():
-            return None
-        way = RunFolder.resume if resume else RunFolder.create
-        return way(training.folder, training.config)
-
-    return together(opened)
-
-
-def _discard_after_error(folder: RunFolder, kind: type[BaseException] | None, *_: object) -> None:
-    """What could not be begun leaves nothing behind; what was interrupted can go on."""
-    if kind is not None and issubclass(kind, (Exception, SystemExit)):
-        _discard_if_empty(folder)
-
-
-def _discard_if_empty(folder: RunFolder) -> None:
-    if not (folder.path / FILE).exists():
-        folder.discard_if_empty()
-
-
-def _lesson(training: Training, listener: Listener, tables: Tables, ranks: int, networks: int) -> tuple[Any, LossFn]:
-    """Batches, and the loss; ``networks`` have the same teacher."""
-    data, settings, teacher = training.data, training.settings, training.teacher
-    batches, loss_fn = lessons(
-        data, settings, teacher, ranks=ranks, tables=tables, networks=networks, say=listener.said
-    )
-    if isinstance(loss_fn, NamedLosses):
-        return batches, NamedLosses(explained(loss_fn.losses_of, data))
-    return batches, explained(loss_fn, data)
-
-
-def _padded(training: Training, listener: Listener) -> Padding | None:
-    """None where the network is trained as it is, and a word about it if that was not asked for."""
-    if training.wide is None:
-        return None
-    try:
-        return padded_(training.wide, training.model, training.data)
-    except RecipeError as error:
-        listener.said(f"{training.name}: trained in its own shape, because {error}")
-        return None
-
-
-def _measures_of(training: Training, listener: Listener) -> Callable[[nn.Module], Measures] | None:
-    """None, and a word about it, where a user's data has no test set."""
-    try:
-        return examination(training.model, training.data, training.settings, validation=training.validation)
-    except DataError as error:
-        if training.validation:
-            raise
-        listener.said(f"{training.name}: no accuracy will be known, because {error}")
-        return None
-
-
-def _end(
-    outcomes: list[dict[str, Any] | IfsoError],
-    number: int,
-    lane: RunningTraining,
-    crew: Crew,
-    failure: IfsoError | None,
-) -> None:
-    """Other networks go on, and a failure is told at once; other ranks cannot, and wait for this one until it goes."""
-    outcomes[number] = lane.summary if failure is None else failure
-    if failure is None:
-        return
-    if lane.folder is not None:
-        _discard_if_empty(lane.folder)
-    if several():
-        raise failure
-    if crew.size:
-        lane.say(f"failed: {failure}")
-
-
-class Listener(Protocol):
-    """Somebody who wants to see trainings go on, each under its name."""
-
-    def started(self, name: str, epoch: int, epochs: int) -> None:
-        """It begins, or goes on after ``epoch`` epochs."""
-
-    def stepped(self, name: str, done: float) -> None:
-        """So many epochs are done, the present one in part."""
-
-    def ended(self, name: str, epoch: Epoch) -> None:
-        """An epoch is over."""
-
-    def said(self, line: str) -> None:
-        """One line for a person."""
-
-
-class Silent:
-    """Tells nobody."""
-
-    def started(self, name: str, epoch: int, epochs: int) -> None:
-        """Nothing."""
-
-    def stepped(self, name: str, done: float) -> None:
-        """Nothing."""
-
-    def ended(self, name: str, epoch: Epoch) -> None:
-        """Nothing."""
-
-    def said(self, line: str) -> None:
-        """Nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from ifso.training.precision import check_precision
 
 SCHEDULES = ("step", "cosine", "one-cycle", "constant")
 LATER = ("warm_up_steps", "cutmix")
-"""Settings that older files do not have."""
+"""Settings that older files lack."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class TrainSettings:
 
     ``lr`` is the highest rate; ``milestones`` are the shares of the run at which ``schedule="step"`` multiplies it by
     ``factor``, ``warm_up`` the epochs in which it rises to ``lr`` first, or ``warm_up_steps`` the steps (not with
-    ``"one-cycle"``, which rises by itself). ``decay_all=False`` spares norms and biases the weight decay. ``ema`` is
-    the decay of a moving average of the weights (0: none), which is then what is evaluated and kept. ``accumulate``
-    micro-batches make a batch. ``distill`` is the weight of what the teacher says (0: labels only), at ``temperature``.
-    ``cutmix`` is the share of images that a rectangle of another one is pasted into (:mod:`ifso.training.cutmix`).
+    ``"one-cycle"``, which rises by itself). With ``decay_all=False`` norms and biases have no weight decay. ``ema`` is
+    the decay of a moving average of the weights (0: none), which is then evaluated and kept. ``accumulate``
+    micro-batches make a batch. ``distill`` is the weight of the teacher (0: labels only), at ``temperature``.
+    ``cutmix`` is the share of images with a rectangle of another one (:mod:`ifso.training.objective`).
     """
 
     epochs: int = 200
@@ -53,27 +54,32 @@ class TrainSettings:
     cutmix: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Raise a TrainingError for values out of range, or that do not go together."""
         check_precision(self.precision)
         if self.schedule not in SCHEDULES:
             raise TrainingError(f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
-        for name, (least, most) in _WHOLE.items():
+        for name, (kinds, least, most, words) in _ALLOWED.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise TrainingError(f"{name}={value!r} will not do; give a whole number from {least} to {most}")
-        for name, (low, high, words) in _RANGES.items():
-            if not _is_number(getattr(self, name)) or not low <= getattr(self, name) < high:
-                raise TrainingError(f"{name}={getattr(self, name)!r} will not do; give {words}")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+                raise TrainingError(
+                    f"{name} must be {words or f'a whole number from {least} to {most}'}, got {value!r}"
+                )
         for name in ("nesterov", "decay_all", "channels_last", "compile"):
             if not isinstance(getattr(self, name), bool):
-                raise TrainingError(f"{name}={getattr(self, name)!r} will not do; give true or false")
+                raise TrainingError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self._check_schedule()
-        self._check_together()
+        if self.nesterov and not self.momentum:
+            raise TrainingError("nesterov needs a momentum; give one, such as 0.9, or no nesterov")
+        if self.batch % self.accumulate:
+            raise TrainingError(
+                f"a batch of {self.batch} cannot be cut into {self.accumulate} equal micro-batches; "
+                "let accumulate divide batch"
+            )
 
     def _check_schedule(self) -> None:
         if not _are_rising_shares(self.milestones):
             raise TrainingError(
-                f"milestones={self.milestones!r} will not do; give rising shares of the run, such as 0.6, 0.8"
+                f"milestones must be rising shares of the run, such as 0.6, 0.8, got {self.milestones!r}"
             )
         object.__setattr__(self, "milestones", tuple(self.milestones))
         if self.warm_up and self.warm_up_steps:
@@ -86,51 +92,40 @@ class TrainSettings:
         if self.warm_up and self.warm_up >= self.epochs:
             raise TrainingError(f"{self.warm_up:g} epochs of warm-up leave nothing of {self.epochs}; give fewer")
 
-    def _check_together(self) -> None:
-        if self.nesterov and not self.momentum:
-            raise TrainingError("nesterov without momentum will not do; give a momentum, such as 0.9, or no nesterov")
-        if self.batch % self.accumulate:
-            raise TrainingError(
-                f"a batch of {self.batch} cannot be cut into {self.accumulate} equal micro-batches; "
-                "let accumulate divide batch"
-            )
-
     def as_dict(self) -> dict[str, Any]:
-        """As plain JSON values; without those of :data:`LATER` that are 0, as in files from before they were there."""
+        """As plain JSON values; without those of :data:`LATER` that are 0, as in older files."""
         plain = {**dataclasses.asdict(self), "milestones": list(self.milestones)}
         return {name: value for name, value in plain.items() if value or name not in LATER}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _are_rising_shares(values: object) -> bool:
-    if not isinstance(values, (tuple, list)) or not all(_is_number(value) and 0 < value < 1 for value in values):
+    if not isinstance(values, (tuple, list)):
         return False
-    return list(values) == sorted(set(values))
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    return numbers and all(0 < value < 1 for value in values) and list(values) == sorted(set(values))
 
 
-_WHOLE: Mapping[str, tuple[int, int]] = {
-    "epochs": (0, 10**9),
-    "batch": (1, 10**9),
-    "accumulate": (1, 10**9),
-    "seed": (0, 2**63 - 1),
-    "warm_up_steps": (0, 10**9),
-}
+_FLOAT = (int, float)
+_LARGEST = sys.float_info.max
+_BELOW_ONE = math.nextafter(1.0, 0.0)
 
-_RANGES: Mapping[str, tuple[float, float, str]] = {
-    "lr": (0.0, math.inf, "a rate of 0 or more"),
-    "factor": (0.0, math.inf, "a factor of 0 or more"),
-    "warm_up": (0.0, math.inf, "a number of epochs"),
-    "momentum": (0.0, 1.0, "a number from 0 up to, but not including, 1"),
-    "weight_decay": (0.0, math.inf, "a number of 0 or more"),
-    "label_smoothing": (0.0, 1.0, "a number from 0 up to, but not including, 1"),
-    "ema": (0.0, 1.0, "a decay from 0 (none) up to, but not including, 1"),
-    "clip": (0.0, math.inf, "the largest norm of the gradient, or 0 for none"),
-    "distill": (0.0, math.nextafter(1.0, 2.0), "a weight from 0 to 1"),
-    "temperature": (1e-6, math.inf, "a temperature of 1e-6 or more"),
-    "cutmix": (0.0, math.nextafter(1.0, 2.0), "a share of the images from 0 to 1"),
+_ALLOWED: Mapping[str, tuple[Any, float, float, str]] = {
+    "epochs": (int, 0, 10**9, ""),
+    "batch": (int, 1, 10**9, ""),
+    "accumulate": (int, 1, 10**9, ""),
+    "seed": (int, 0, 2**63 - 1, ""),
+    "warm_up_steps": (int, 0, 10**9, ""),
+    "lr": (_FLOAT, 0, _LARGEST, "a rate of 0 or more"),
+    "factor": (_FLOAT, 0, _LARGEST, "a factor of 0 or more"),
+    "warm_up": (_FLOAT, 0, _LARGEST, "a number of epochs"),
+    "momentum": (_FLOAT, 0, _BELOW_ONE, "a number from 0 up to, but not including, 1"),
+    "weight_decay": (_FLOAT, 0, _LARGEST, "a number of 0 or more"),
+    "label_smoothing": (_FLOAT, 0, _BELOW_ONE, "a number from 0 up to, but not including, 1"),
+    "ema": (_FLOAT, 0, _BELOW_ONE, "a decay from 0 (none) up to, but not including, 1"),
+    "clip": (_FLOAT, 0, _LARGEST, "the largest norm of the gradient, or 0 for none"),
+    "distill": (_FLOAT, 0, 1, "a weight from 0 to 1"),
+    "temperature": (_FLOAT, 1e-6, _LARGEST, "a temperature of 1e-6 or more"),
+    "cutmix": (_FLOAT, 0, 1, "a share of the images from 0 to 1"),
 }
 
 _CYCLE = TrainSettings(batch=256, lr=0.2, schedule="one-cycle", nesterov=True, weight_decay=5e-4, decay_all=False)
@@ -143,13 +138,7 @@ RECIPES: Mapping[str, TrainSettings] = {
     "patient": dataclasses.replace(_CYCLE, epochs=180, distill=0.9, cutmix=0.5),
     "scratch": dataclasses.replace(_CYCLE, epochs=120),
     "detection": TrainSettings(
-        epochs=12,
-        batch=2,
-        lr=0.001,
-        milestones=(8 / 12, 11 / 12),
-        clip=35.0,
-        temperature=1.0,
-        warm_up_steps=500,
+        epochs=12, batch=2, lr=0.001, milestones=(8 / 12, 11 / 12), clip=35.0, temperature=1.0, warm_up_steps=500
     ),
 }
 """``paper``: 200 epochs at 0.1, divided by ten at 60 and 80 % of them. ``ours``: one cycle and a teacher, with the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,21 +17,19 @@ from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
 from ifso.errors import IfsoError, TrainingError
-from ifso.training.ema import Ema
 from ifso.training.losses import NamedLosses
-from ifso.training.optimizers import momenta, set_rate_, sgd
+from ifso.training.optimizers import Ema, momenta, set_rate_, sgd
 from ifso.training.precision import autocast, scaler, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.triton_conv import narrow_layers
 
 
-class Learner:
-    """A network with all that a step of training needs and changes.
+class TrainStep:
+    """A step of training: ``train_step(batch)``, with all that it needs and changes.
 
-    ``narrow`` layers have kernels of their own where they can be had
-    (:mod:`ifso.training.triton_conv`), unless it is False
-    or batches are lists of images, whose sizes may differ.
-    Under ``torch.distributed`` gradients are averaged over the processes, and statistics of norms are the first one's.
+    With ``narrow``, narrow layers have kernels of their own where they can be had (:mod:`ifso.training.triton_conv`),
+    unless batches are lists of images, whose sizes may differ. Under ``torch.distributed`` gradients are averaged over
+    the processes, and statistics of norms are the first one's.
     """
 
     def __init__(self, model: nn.Module, settings: TrainSettings, loss_fn: LossFn) -> None:
@@ -43,90 +41,79 @@ class Learner:
         self.lr: float | Tensor = torch.tensor(settings.lr, device=self.device) if on_gpu else settings.lr
         self.optimizer = sgd(model, settings, lr=self.lr)
         self.ema = Ema(model, settings.ema) if settings.ema else None
+        self.scaler = scaler(settings.precision, self.device)
         self.total = torch.zeros((), device=self.device)
-        self._scaler = scaler(settings.precision, self.device)
-        self._net = None if several() else _compiled(model, settings)
         self.narrow = True
+        self._net = None if several() else _compiled(model, settings)
 
     @property
     def capturable(self) -> bool:
-        """May a CUDA graph hold the step? Not if it asks other processes or looks at its own result."""
-        return captures_go_to(self.device) and not several() and not self._scaler.is_enabled()
+        """Whether a CUDA graph may hold the step: not if it asks other processes or looks at its own result."""
+        return captures_go_to(self.device) and not several() and not self.scaler.is_enabled()
 
-    def learn(self, batch: Any) -> None:
-        """A step on ``batch``, whose loss is added to ``total``."""
+    def __call__(self, batch: Any) -> None:
+        """Take a step on ``batch`` and add its loss to ``total``."""
         self.optimizer.zero_grad()
         with tensor_cores(self.settings.precision), among_ranks():
             if self._net is None:
                 self._net = _compiled(_exchanging(self.model, self._has_spare(batch)), self.settings)
             self._differentiate(batch)
         if self.settings.clip:
-            self._scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         if self.ema is not None:
             self.ema.update()
 
     def _differentiate(self, batch: Any) -> None:
-        """Gradients of the mean loss over all micro-batches of ``batch``."""
+        """Compute gradients of the mean loss over all micro-batches of ``batch``."""
         parts, precision = self.settings.accumulate, self.settings.precision
         net = self.model if self._net is None else self._net
         for number in range(parts):
             part = part_of(batch, number, parts)
+            unsynced = several() and number < parts - 1
             with (
                 autocast(precision, self.device),
                 narrow_layers(precision, self.device) if self.narrow and not is_listed(part) else nullcontext(),
-                self._in_step(number == parts - 1),
+                net.no_sync() if unsynced else nullcontext(),  # type: ignore[operator]
             ):
                 loss = checked(self._loss_fn(net, part)) / parts
             with _differentiating():
-                self._scaler.scale(loss).backward()
+                self.scaler.scale(loss).backward()
             self.total += loss.detach()
 
     def _has_spare(self, batch: Any) -> bool:
-        """Has a parameter no part in the loss, on any rank? Processes must know. It is tried, and leaves no trace."""
+        """Return whether a parameter has no part in the loss of any rank, which DDP must know. It leaves no trace."""
         wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with undisturbed(self.model), autocast(self.settings.precision, self.device):
             loss = checked(self._loss_fn(self.model, part_of(batch, 0, self.settings.accumulate)))
             with _differentiating():
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
         if isinstance(self._loss_fn, NamedLosses):
-            self._loss_fn.taken()
+            self._loss_fn.pop_means()
         return any(number_of_each(any(gradient is None for gradient in found)))
 
     def set_rate(self, lr: float) -> None:
-        """The learning rate of the next step."""
+        """Set the learning rate of the next step."""
         set_rate_(self.optimizer, lr)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name: the tensors themselves."""
-        found = {f"model.{name}": value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-        found |= {f"momentum.{name}": value for name, value in momenta(self.model, self.optimizer).items()}
+        state = {f"model.{name}": value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        state |= {f"momentum.{name}": value for name, value in momenta(self.model, self.optimizer).items()}
         if self.ema is not None:
-            found |= {f"ema.{name}": value for name, value in self.ema.state_dict().items()}
-        return found
+            state |= {f"ema.{name}": value for name, value in self.ema.state_dict().items()}
+        return state
 
-    def scaling(self) -> dict[str, float]:
-        """How float16 scales the loss at present; empty for other precisions."""
-        return self._scaler.state_dict()
-
-    def set_scaling(self, scaling: Mapping[str, float]) -> None:
-        """Go on as :meth:`scaling` said."""
-        self._scaler.load_state_dict(dict(scaling))
-
-    def kept(self) -> AbstractContextManager[None]:
-        """Within it the model holds what is evaluated and kept: the average, where there is one."""
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model hold what is evaluated and kept for a while: the average, where there is one."""
         return nullcontext() if self.ema is None else self.ema.applied()
-
-    def _in_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Processes exchange gradients once a step, with the last micro-batch."""
-        return nullcontext() if last or not several() else self._net.no_sync()  # type: ignore[operator,union-attr]
 
 
 @contextmanager
 def _differentiating() -> Iterator[None]:
-    """One clear line where a loss cannot be differentiated; memory that has run out is told of as it is."""
+    """Explain why a loss cannot be differentiated; errors of memory that has run out pass."""
     try:
         yield
     except Exception as error:
@@ -140,11 +127,11 @@ def _differentiating() -> Iterator[None]:
 
 
 def _exchanging(model: nn.Module, spare: bool) -> nn.Module:
-    """The model, which averages gradients over the processes; with ``spare``, some parameters get none."""
-    places = [next(model.parameters()).device.index] if next(model.parameters()).is_cuda else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=places, find_unused_parameters=spare)
+    """The model with gradients averaged over the processes; with ``spare``, some parameters get none."""
+    device = next(model.parameters()).device
+    ids = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, find_unused_parameters=spare)
 
 
 def _compiled(model: nn.Module, settings: TrainSettings) -> nn.Module:
-    """What the loss is given to call."""
     return torch.compile(model) if settings.compile else model  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A network trained step by step, alone or in turns with others that share the GPU."""
+"""Train a network step by step, alone or in turns with others that share the GPU."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ifso.pruning.recovery import first_bad, refuse_spoilt_weights
 from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import (
     RNG,
-    Origin,
-    about_model,
-    fill_,
+    InputDigests,
+    check_same_model,
+    check_same_settings,
+    copy_tensors_,
+    describe_model,
     load_checkpoint,
-    refuse_other_model,
-    refuse_other_settings,
     restore_rng,
     rng_states,
     save_checkpoint,
 )
-from ifso.training.cutmix import MixedBatches
-from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, capturable
+from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, can_capture
 from ifso.training.losses import NamedLosses, classification
-from ifso.training.optimizers import refuse_long_warm_up
+from ifso.training.objective import MixedBatches
+from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import Learner
+from ifso.training.train_step import TrainStep
 
 Measures = dict[str, float]
 
@@ -51,8 +51,8 @@ SAVE_EVERY = 15.0
 class Epoch:
     """An epoch that is over: its number from 1, the mean loss of its batches, the rate it ended with, its seconds.
 
-    ``measures`` are what the network was worth then, such as ``top1``; none where it was not evaluated. ``losses`` are
-    the means of what ``loss`` is the sum of, where that has names.
+    ``measures`` such as ``top1`` are of the evaluation after it, if there was one; ``losses`` are the means of the
+    named parts of ``loss``, if it has any.
     """
 
     number: int
@@ -64,11 +64,11 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """How a run is watched: ``evaluate(model)`` after every ``every`` epochs and in each of the last ``final`` ones.
+class TrainerHooks:
+    """What is called and stored during a run.
 
-    ``on_epoch`` is told of every epoch; ``folder`` is where the run can go on after an interruption, if ``origin`` is
-    not another than it began with.
+    ``evaluate(model)`` is called after every ``every`` epochs and each of the last ``final`` ones, ``on_epoch`` after
+    every epoch. Checkpoints are kept in ``folder``; only a run with the same ``origin`` is resumed from them.
     """
 
     evaluate: Callable[[nn.Module], Measures] | None = None
@@ -77,15 +77,15 @@ class Watch:
     on_epoch: Callable[[Epoch], None] | None = None
     folder: Path | None = None
     save_every: float = SAVE_EVERY
-    origin: Origin = field(default_factory=Origin)
+    origin: InputDigests = field(default_factory=InputDigests)
 
     def due(self, number: int, epochs: int) -> bool:
-        """Is the network evaluated after epoch ``number``, from 1?"""
+        """Return whether the network is evaluated after epoch ``number``, from 1."""
         return self.evaluate is not None and (number % self.every == 0 or number > epochs - self.final)
 
 
-class Lane:
-    """``for _ in lane.run(): …`` trains ``model`` in place; ``done`` are its epochs, ``notes`` what went otherwise."""
+class Trainer:
+    """``for _ in trainer.run(): …`` trains ``model`` in place; ``done`` are its epochs, ``notes`` lines to show."""
 
     def __init__(
         self,
@@ -94,170 +94,162 @@ class Lane:
         settings: TrainSettings,
         *,
         loss_fn: LossFn = cross_entropy,
-        watch: Watch | None = None,
+        hooks: TrainerHooks | None = None,
     ) -> None:
-        refuse_long_warm_up(settings, len(batches) if hasattr(batches, "__len__") else None)
+        check_warm_up(settings, len(batches) if hasattr(batches, "__len__") else None)
         self.model, self.settings = model, settings
         self.done: list[Epoch] = []
         self.notes: list[str] = []
-        self._batches, self._watch = batches, watch or Watch()
-        self._learner = Learner(model, settings, loss_fn)
+        self._batches, self._hooks = batches, hooks or TrainerHooks()
+        self._train_step = TrainStep(model, settings, loss_fn)
         self._named = loss_fn if isinstance(loss_fn, NamedLosses) else None
         self._saved = time.monotonic()
         self._modes = [(module, module.training) for module in model.modules()]
 
     def run(self) -> Generator[bool]:
-        """All epochs that are left. Yields True after a step and False where it waits for the GPU."""
+        """Train for all epochs that are left. Yields True after a step and False where it waits for the GPU."""
         refuse_spoilt_weights(self.model)
         begun = self._resumed()
-        self._refuse_apart(begun)
-        if begun >= self.settings.epochs:
-            self._keep()
-            return
-        try:
-            self.model.train()
-            steps = self._steps()
-            for number in range(begun, self.settings.epochs):
-                yield from self._epoch(steps, number)
-        finally:
-            for module, training in self._modes:
-                module.training = training
-        self._keep()
+        self._check_same_start(begun)
+        if begun < self.settings.epochs:
+            try:
+                self.model.train()
+                steps = self._steps()
+                for number in range(begun, self.settings.epochs):
+                    yield from self._epoch(steps, number)
+            finally:
+                for module, training in self._modes:
+                    module.training = training
+        if self._train_step.ema is not None:
+            self._train_step.ema.keep_()
+        copy_from_first_(self.model.buffers())
 
     def _epoch(self, steps: Steps, number: int) -> Iterator[bool]:
         started = time.perf_counter()
-        self._learner.total.zero_()
+        self._train_step.total.zero_()
         yield from steps.epoch(number)
         if not steps.count:
             raise DataError("there is nothing to train on: the batches ran out before the first one")
-        loss = float(mean_over_ranks(self._learner.total, steps.count))
+        loss = float(mean_over_ranks(self._train_step.total, steps.count))
         if not math.isfinite(loss):
             raise self._diverged(loss, number + 1)
         seconds = time.perf_counter() - started
-        lr = float(self._learner.optimizer.param_groups[0]["lr"])
-        losses = {} if self._named is None else self._named.taken()
+        lr = float(self._train_step.optimizer.param_groups[0]["lr"])
+        losses = {} if self._named is None else self._named.pop_means()
         self.done.append(Epoch(number + 1, loss, lr, seconds, self._measured(number + 1), losses))
         self._save()
-        if self._watch.on_epoch is not None:
-            self._watch.on_epoch(self.done[-1])
+        if self._hooks.on_epoch is not None:
+            self._hooks.on_epoch(self.done[-1])
 
     def _diverged(self, loss: float, epoch: int) -> DivergedError:
-        """What is to blame: a batch, or the rate."""
+        """The error for a loss that is not finite, which blames a batch or the rate."""
         bad, was = first_bad(self._batches), f"the loss was {loss} in epoch {epoch} of training"
         if bad is not None:
             return DivergedError(f"{was}: batch {bad} of them, from 0, holds NaN or infinity; mend the data")
         return DivergedError(f"{was}; lower the learning rate ({self.settings.lr})")
 
     def _steps(self) -> Steps:
-        if capturable(self._learner, self._batches):
+        if can_capture(self._train_step, self._batches):
             try:
-                return CapturedSteps(self._learner, self._batches, torch.cuda.Stream())
+                return CapturedSteps(self._train_step, self._batches, torch.cuda.Stream())
             except TrainingError as error:
                 self.notes.append(f"{error}; it runs without")
-        return PlainSteps(self._learner, self._batches)
+        return PlainSteps(self._train_step, self._batches)
 
     def _measured(self, number: int) -> Measures:
-        if self._watch.evaluate is None or not self._watch.due(number, self.settings.epochs):
+        if self._hooks.evaluate is None or not self._hooks.due(number, self.settings.epochs):
             return {}
-        with same_modes(self.model), self._learner.kept():
+        with same_modes(self.model), self._train_step.averaged():
             copy_from_first_(self.model.buffers())
-            return self._watch.evaluate(self.model)
-
-    def _keep(self) -> None:
-        """The average of the weights, where there is one, is what remains, with the first process's statistics."""
-        if self._learner.ema is not None:
-            self._learner.ema.keep_()
-        copy_from_first_(self.model.buffers())
-
-    # ------------------------------------------------------------------------------------------------- checkpoints
+            return self._hooks.evaluate(self.model)
 
     def _save(self) -> None:
-        folder, now = self._watch.folder, time.monotonic()
+        folder, now = self._hooks.folder, time.monotonic()
         last = len(self.done) == self.settings.epochs
-        if folder is None or rank() or not (last or now - self._saved >= self._watch.save_every):
+        if folder is None or rank() or not (last or now - self._saved >= self._hooks.save_every):
             return
         facts = {
             "settings": self.settings.as_dict(),
-            "model": about_model(self.model),
+            "model": describe_model(self.model),
             "epochs": [asdict(epoch) for epoch in self.done],
-            "scaling": self._learner.scaling(),
-            **self._watch.origin.facts(),
+            "scaling": self._train_step.scaler.state_dict(),
+            **self._hooks.origin.facts(),
         }
-        save_checkpoint(folder, {**self._learner.state(), **rng_states(self._learner.device)}, facts)
+        save_checkpoint(folder, {**self._train_step.state(), **rng_states(self._train_step.device)}, facts)
         self._saved = now
 
-    def _refuse_apart(self, begun: int) -> None:
-        """All ranks go on from the same checkpoint, which all have read before the first one may remove it."""
-        found = number_of_each(begun)
-        if len(set(found)) > 1:
-            raise RunError(
-                f"{self._watch.folder}: ranks read that {', '.join(map(str, found))} epochs are done; "
-                "give a folder that all of them see"
-            )
-
     def _resumed(self) -> int:
-        """How many epochs the checkpoint has behind it."""
-        folder = self._watch.folder
-        found = None if folder is None else load_checkpoint(folder, self._learner.device)
-        if found is None or folder is None:
+        """Restore the checkpoint, if there is one, and return how many epochs are done."""
+        folder, origin, step = self._hooks.folder, self._hooks.origin, self._train_step
+        stored = None if folder is None else load_checkpoint(folder, step.device)
+        if stored is None or folder is None:
             return 0
-        (tensors, facts), origin = found, self._watch.origin
+        tensors, facts = stored
         origin.refuse_other(facts.get("origin", {}), folder)
-        refuse_other_model(self.model, facts["model"], folder, origin.advice)
-        refuse_other_settings(self.settings, facts["settings"], folder, origin.advice)
-        fill_(self._learner.state(), {name: value for name, value in tensors.items() if not name.startswith(RNG)})
-        self._learner.set_scaling(facts["scaling"])
-        restore_rng(tensors, self._learner.device)
+        check_same_model(self.model, facts["model"], folder, origin.advice)
+        check_same_settings(self.settings, facts["settings"], folder, origin.advice)
+        copy_tensors_(step.state(), {name: value for name, value in tensors.items() if not name.startswith(RNG)})
+        step.scaler.load_state_dict(dict(facts["scaling"]))
+        restore_rng(tensors, step.device)
         self.done = [Epoch(**epoch) for epoch in facts["epochs"]]
         return len(self.done)
 
+    def _check_same_start(self, begun: int) -> None:
+        """Raise unless all ranks resume from one epoch; then all have read the checkpoint before it is replaced."""
+        starts = number_of_each(begun)
+        if len(set(starts)) > 1:
+            raise RunError(
+                f"{self._hooks.folder}: ranks read that {', '.join(map(str, starts))} epochs are done; "
+                "give a folder that all of them see"
+            )
 
-Ending = Callable[[IfsoError | None], None]
-"""Told when a network is trained, or with what it failed."""
+
+OnEnd = Callable[[IfsoError | None], None]
+"""Called when a training is over, with its error or None."""
 
 PAUSE = 5e-5
 """Seconds to sleep when the GPU has enough to do for all networks."""
 
 
-class Crew:
-    """``add`` lanes and call ``turn`` until ``size`` is 0. On a GPU each lane has a stream of its own."""
+class RoundRobin:
+    """``add`` trainers and call ``turn`` until ``size`` is 0. On a GPU each trainer has a stream of its own."""
 
     def __init__(self) -> None:
-        self._running: list[tuple[Generator[bool], Ending]] = []
+        self._running: list[tuple[Generator[bool], OnEnd]] = []
 
     @property
     def size(self) -> int:
-        """Networks in training."""
+        """The number of networks in training."""
         return len(self._running)
 
-    def add(self, lane: Lane, ending: Ending) -> None:
-        """One more network; ``ending`` is told when it is done."""
-        self._running.append((lane.run(), ending))
+    def add(self, trainer: Trainer, on_end: OnEnd) -> None:
+        """Add a network; ``on_end`` is called when it is done."""
+        self._running.append((trainer.run(), on_end))
 
     def turn(self) -> None:
-        """A step of every network that does not wait for the GPU."""
+        """Take a step of every network that does not wait for the GPU."""
         waiting = True
-        for steps, ending in list(self._running):
+        for steps, on_end in list(self._running):
             try:
                 waiting &= not next(steps)
             except StopIteration:
-                self._end(steps, ending, None)
+                self._end(steps, on_end, None)
             except IfsoError as error:
-                self._end(steps, ending, error)
+                self._end(steps, on_end, error)
         if waiting:
             time.sleep(PAUSE)
 
     def close(self) -> None:
-        """Stop all that are left where they are; modes of their modules are as before."""
+        """Stop all trainings that are left; modes of their modules are as before."""
         for steps, _ in self._running:
             steps.close()
         self._running.clear()
 
-    def _end(self, steps: Generator[bool], ending: Ending, failure: IfsoError | None) -> None:
-        """What failed must not keep the memory that the others could use."""
-        self._running.remove((steps, ending))
+    def _end(self, steps: Generator[bool], on_end: OnEnd, failure: IfsoError | None) -> None:
+        """Remove a training, without keeping the memory of one that failed."""
+        self._running.remove((steps, on_end))
         let_go_of(failure)
-        ending(failure)
+        on_end(failure)
 
 
 def fit(
@@ -266,16 +258,16 @@ def fit(
     settings: TrainSettings,
     *,
     loss_fn: LossFn | None = None,
-    watch: Watch | None = None,
+    hooks: TrainerHooks | None = None,
 ) -> list[Epoch]:
-    """Train ``model`` in place and in train mode for ``settings.epochs`` rounds over ``batches``.
+    """Train ``model`` in place and in train mode for ``settings.epochs`` rounds over ``batches``; return the epochs.
 
     Afterwards modes are as before. The rate changes at every step if ``batches`` have a length, else once an epoch.
-    Batches with ``set_epoch`` are told 0, 1, …, and dropout and what is random in batches follow ``settings.seed``, so
-    that the same call gives the same weights; the global random states are left alone. On a GPU, batches held there
-    (see :mod:`ifso.data`) are learned from in one CUDA graph a step. The loss is the cross entropy with the settings'
-    label smoothing unless given; for distillation give ``loss_fn=distillation(teacher)``. With ``cutmix`` the batches
-    must be mixed ones, as :func:`ifso.training.objective.lessons` makes them.
+    ``set_epoch`` of batches is called with 0, 1, …, and dropout and what is random in batches follow
+    ``settings.seed``, so that the same call gives the same weights; the global random states are left alone. On a GPU,
+    batches held there (see :mod:`ifso.data`) are learned from in one CUDA graph a step. The loss is the cross entropy
+    with the settings' label smoothing unless given; for distillation give ``loss_fn=distillation(teacher)``. With
+    ``cutmix`` the batches must be those of :func:`ifso.training.objective.batches_and_loss`.
     """
     if loss_fn is None and settings.distill:
         raise TrainingError(
@@ -283,37 +275,37 @@ def fit(
         )
     if settings.cutmix and not isinstance(batches, MixedBatches):
         raise TrainingError(
-            f"cutmix={settings.cutmix:g} needs MixedBatches and a loss for them; give those of lessons()"
+            f"cutmix={settings.cutmix:g} needs MixedBatches and a loss for them; give those of batches_and_loss()"
         )
     loss_fn = classification(settings.label_smoothing, mixed=settings.cutmix > 0) if loss_fn is None else loss_fn
-    lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
-    failure = fit_side_by_side([lane])[0]
+    trainer = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=hooks)
+    failure = fit_side_by_side([trainer])[0]
     if failure is not None:
         raise failure
-    return lane.done
+    return trainer.done
 
 
-def fit_side_by_side(lanes: Sequence[Lane]) -> list[IfsoError | None]:
-    """Run all lanes in turns, none waiting for another. What each failed with, or None.
+def fit_side_by_side(trainers: Sequence[Trainer]) -> list[IfsoError | None]:
+    """Run all trainers in turns, none waiting for another, and return the error of each, or None.
 
     With dropout the numbers drawn by one network depend on the others.
     """
-    failures: list[IfsoError | None] = [None] * len(lanes)
-    crew = Crew()
-    with own_random_numbers([lane.model for lane in lanes], lanes[0].settings.seed if lanes else 0):
-        for number, lane in enumerate(lanes):
-            crew.add(lane, partial(failures.__setitem__, number))
+    failures: list[IfsoError | None] = [None] * len(trainers)
+    turns = RoundRobin()
+    with seeded_rng([trainer.model for trainer in trainers], trainers[0].settings.seed if trainers else 0):
+        for number, trainer in enumerate(trainers):
+            turns.add(trainer, partial(failures.__setitem__, number))
         try:
-            while crew.size:
-                crew.turn()
+            while turns.size:
+                turns.turn()
         finally:
-            crew.close()
+            turns.close()
     return failures
 
 
 @contextmanager
-def own_random_numbers(models: Sequence[nn.Module], seed: int) -> Iterator[None]:
-    """Within it torch's random numbers follow ``seed``; then the global states, also numpy's and Python's, are back."""
+def seeded_rng(models: Sequence[nn.Module], seed: int) -> Iterator[None]:
+    """Seed torch's random numbers for a while; then restore the global states, also numpy's and Python's."""
     devices = sorted({p.device for model in models for p in model.parameters() if p.is_cuda}, key=str)
     with same_random_numbers(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

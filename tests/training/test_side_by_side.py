@@ -12,7 +12,7 @@ from ifso.errors import DataError, DivergedError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Crew, Lane, Watch, fit, fit_side_by_side
+from ifso.training.trainer import RoundRobin, Trainer, TrainerHooks, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,7 +45,7 @@ def alone(width):
 
 
 def test_side_by_side_is_one_after_another():
-    lanes = [Lane(network(width), *kind) for width, kind in KINDS.items()]
+    lanes = [Trainer(network(width), *kind) for width, kind in KINDS.items()]
     assert fit_side_by_side(lanes) == [None, None, None]
     for lane, width in zip(lanes, KINDS, strict=True):
         model, epochs = alone(width)
@@ -71,7 +71,7 @@ def test_what_failed_holds_no_memory_that_others_could_use():
         except ValueError as error:
             raise DataError("the batch will not do") from error
 
-    lane = Lane(network(5), batches(2, 0), TrainSettings(epochs=1), loss_fn=failed)
+    lane = Trainer(network(5), batches(2, 0), TrainSettings(epochs=1), loss_fn=failed)
     (failure,) = fit_side_by_side([lane])
     assert str(failure) == "the batch will not do"
     assert [each() for each in kept] == [None]
@@ -88,7 +88,7 @@ def test_they_take_turns():
         return loss_fn
 
     settings = TrainSettings(epochs=1)
-    lanes = [Lane(network(5), batches(count, 0), settings, loss_fn=named(count)) for count in (1, 3, 2)]
+    lanes = [Trainer(network(5), batches(count, 0), settings, loss_fn=named(count)) for count in (1, 3, 2)]
     fit_side_by_side(lanes)
     assert steps == [1, 3, 2, 3, 2, 3]
 
@@ -97,10 +97,10 @@ def test_one_that_fails_does_not_stop_the_others():
     nothing = torch.full((4, 4), torch.nan), torch.zeros(4, dtype=torch.long)
     settings = TrainSettings(epochs=3)
     lanes = [
-        Lane(network(8), *KINDS[8]),
-        Lane(network(5).eval(), [nothing], settings),
-        Lane(network(5), [], settings),
-        Lane(network(6), *KINDS[6]),
+        Trainer(network(8), *KINDS[8]),
+        Trainer(network(5).eval(), [nothing], settings),
+        Trainer(network(5), [], settings),
+        Trainer(network(6), *KINDS[6]),
     ]
     failures = fit_side_by_side(lanes)
     assert [type(failure) for failure in failures] == [type(None), DivergedError, DataError, type(None)]
@@ -115,7 +115,7 @@ def test_an_interruption_stops_all_and_gives_their_modes_back():
     def interrupt(epoch):
         raise KeyboardInterrupt
 
-    lanes = [Lane(models[0], *KINDS[8]), Lane(models[1], *KINDS[5], watch=Watch(on_epoch=interrupt))]
+    lanes = [Trainer(models[0], *KINDS[8]), Trainer(models[1], *KINDS[5], hooks=TrainerHooks(on_epoch=interrupt))]
     state = torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt) as caught:
         fit_side_by_side(lanes)
@@ -129,9 +129,9 @@ def test_nobody_to_train():
 
 
 def test_a_crew_takes_more_on_while_it_works():
-    crew, ended = Crew(), []
-    crew.add(Lane(network(5), *KINDS[5]), lambda failure: ended.append(("first", failure)))
-    late = Lane(network(6), *KINDS[6])
+    crew, ended = RoundRobin(), []
+    crew.add(Trainer(network(5), *KINDS[5]), lambda failure: ended.append(("first", failure)))
+    late = Trainer(network(6), *KINDS[6])
     while crew.size:
         crew.turn()
         if ended == [("first", None)] and late.done == []:
@@ -157,7 +157,8 @@ def test_side_by_side_on_a_gpu_is_one_after_another():
     torch.manual_seed(0)
     start = create_model("ifso:resnet8-digits").double().cuda()
     lanes = [
-        Lane(copy.deepcopy(start), data.train_batches(settings.batch), settings, loss_fn=double) for settings in choices
+        Trainer(copy.deepcopy(start), data.train_batches(settings.batch), settings, loss_fn=double)
+        for settings in choices
     ]
     assert fit_side_by_side(lanes) == [None, None, None]
     assert [lane.notes for lane in lanes] == [[], [], []]

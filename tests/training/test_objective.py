@@ -12,9 +12,9 @@ from ifso.data.batches import TrainBatches
 from ifso.errors import TrainingError
 from ifso.tasks.classification import cross_entropy
 from ifso.training.losses import distillation
-from ifso.training.objective import Tables, lessons
+from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.settings import TrainSettings
-from ifso.training.teacher_cache import TaughtBatches
+from ifso.training.teachers import BatchesWithLogits
 from ifso.training.trainer import fit
 
 
@@ -50,52 +50,52 @@ TAUGHT = TrainSettings(epochs=9, batch=103, distill=0.7, temperature=2.0)
 
 class TestWithoutATeacher:
     def test_labels_only(self):
-        batches, loss_fn = lessons(DATA, TrainSettings(batch=100))
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings(batch=100))
         assert isinstance(batches, TrainBatches)
         assert (batches.batch_size, loss_fn) == (100, cross_entropy)
 
     def test_a_teacher_that_is_not_wanted_is_not_asked(self):
         teacher = Counting()
-        assert lessons(DATA, TrainSettings(), teacher)[1] is cross_entropy
+        assert batches_and_loss(DATA, TrainSettings(), teacher)[1] is cross_entropy
         assert teacher.asked == 0
 
     def test_smoothed_labels(self):
-        batches, loss_fn = lessons(DATA, TrainSettings(label_smoothing=0.1))
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings(label_smoothing=0.1))
         x, y = next(iter(batches))
         model = Counting()
         wanted = nn.functional.cross_entropy(model(x), y, label_smoothing=0.1)
         assert torch.equal(loss_fn(model, (x, y)), wanted)
 
     def test_processes_share_a_batch(self):
-        assert lessons(DATA, TrainSettings(batch=96), ranks=3)[0].batch_size == 32
+        assert batches_and_loss(DATA, TrainSettings(batch=96), ranks=3)[0].batch_size == 32
         with pytest.raises(TrainingError, match="a batch of 100 cannot be shared by 3 processes; give a multiple"):
-            lessons(DATA, TrainSettings(batch=100), ranks=3)
+            batches_and_loss(DATA, TrainSettings(batch=100), ranks=3)
 
     def test_a_loss_of_the_users(self):
         data = own(DATA)
-        assert lessons(data, TrainSettings())[1] is data.loss_fn
+        assert batches_and_loss(data, TrainSettings())[1] is data.loss_fn
         for settings in (TrainSettings(distill=0.5), TrainSettings(label_smoothing=0.1)):
             with pytest.raises(TrainingError, match=r"mine\.py:data has a loss of its own; distillation and label"):
-                lessons(data, settings, Counting())
+                batches_and_loss(data, settings, Counting())
 
 
 class TestWithATeacher:
     def test_a_long_run_asks_it_once_about_every_variant(self):
-        teacher, said, tables = Counting(), [], Tables()
+        teacher, said, tables = Counting(), [], TeacherCaches()
         for _ in range(2):
-            batches, loss_fn = lessons(DATA, TAUGHT, teacher, tables=tables, say=said.append)
-        assert isinstance(batches, TaughtBatches)
+            batches, loss_fn = batches_and_loss(DATA, TAUGHT, teacher, caches=tables, say=said.append)
+        assert isinstance(batches, BatchesWithLogits)
         assert teacher.asked == 9 * IMAGES
         assert said == ["asking the teacher about every variant of every image"]
         fit(Counting(), batches, TAUGHT, loss_fn=loss_fn)
         assert teacher.asked == 9 * IMAGES
         other = Counting()
-        lessons(DATA, TAUGHT, other, tables=tables)
+        batches_and_loss(DATA, TAUGHT, other, caches=tables)
         assert other.asked == 9 * IMAGES
 
     def test_a_short_run_asks_it_in_every_step(self):
         teacher, settings = Counting(), TrainSettings(epochs=8, batch=103, distill=0.7)
-        batches, loss_fn = lessons(DATA, settings, teacher)
+        batches, loss_fn = batches_and_loss(DATA, settings, teacher)
         assert isinstance(batches, TrainBatches)
         assert teacher.asked == 0
         fit(Counting(), batches, settings, loss_fn=loss_fn)
@@ -106,7 +106,7 @@ class TestWithATeacher:
         teacher, start = Counting(), nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         asked, told = copy.deepcopy(start), copy.deepcopy(start)
         fit(asked, DATA.train_batches(103), TAUGHT, loss_fn=distillation(teacher, temperature=2.0, weight=0.7))
-        batches, loss_fn = lessons(DATA, TAUGHT, teacher)
+        batches, loss_fn = batches_and_loss(DATA, TAUGHT, teacher)
         fit(told, batches, TAUGHT, loss_fn=loss_fn)
         moved = float((asked[1].weight - start[1].weight).detach().norm())
         apart = float((asked[1].weight - told[1].weight).detach().norm())
@@ -116,21 +116,21 @@ class TestWithATeacher:
         teacher, model = Counting(), Counting(10)
         settings = TrainSettings(epochs=9, batch=103, distill=0.6, temperature=3.0, label_smoothing=0.2)
         options = {"temperature": 3.0, "weight": 0.6, "label_smoothing": 0.2}
-        batches, loss_fn = lessons(DATA, settings, teacher)
+        batches, loss_fn = batches_and_loss(DATA, settings, teacher)
         batch = next(iter(batches))
         nn.init.zeros_(model[1].weight)
         wanted = distillation(teacher, **options)(model, batch[:2])
         torch.testing.assert_close(loss_fn(model, batch), wanted, rtol=1e-3, atol=1e-4)
-        live = lessons(DATA, TrainSettings(**{**settings.as_dict(), "epochs": 3}), teacher)[1]
+        live = batches_and_loss(DATA, TrainSettings(**{**settings.as_dict(), "epochs": 3}), teacher)[1]
         assert torch.equal(live(model, batch[:2]), wanted)
 
     def test_none_given(self):
         with pytest.raises(TrainingError, match="distillation needs a teacher, the network before pruning"):
-            lessons(DATA, TAUGHT)
+            batches_and_loss(DATA, TAUGHT)
 
     @pytest.mark.parametrize("epochs", [1, 9])
     def test_of_other_classes(self, epochs):
         settings = TrainSettings(epochs=epochs, batch=103, distill=0.7)
-        batches, loss_fn = lessons(DATA, settings, Counting(7))
+        batches, loss_fn = batches_and_loss(DATA, settings, Counting(7))
         with pytest.raises(TrainingError, match="the teacher knows 7 classes and the network 10"):
             fit(Counting(), batches, settings, loss_fn=loss_fn)

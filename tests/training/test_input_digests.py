@@ -7,23 +7,23 @@ import torch
 from torch import nn
 
 from ifso.errors import RunError
-from ifso.training.checkpoint import Origin, load_checkpoint
+from ifso.training.checkpoint import InputDigests, load_checkpoint
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Watch, fit
+from ifso.training.trainer import TrainerHooks, fit
 
 BATCHES = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))]
 SHORT = TrainSettings(epochs=1, lr=0.1, schedule="cosine")
-BEGUN = Origin({"start": "a", "teacher": "b", "data": "c"})
+BEGUN = InputDigests({"start": "a", "teacher": "b", "data": "c"})
 
 
 def trained(folder, origin=None, settings=SHORT, model=None):
     more = {} if origin is None else {"origin": origin}
-    return fit(model or nn.Linear(3, 2), BATCHES, settings, watch=Watch(folder=folder, **more))
+    return fit(model or nn.Linear(3, 2), BATCHES, settings, hooks=TrainerHooks(folder=folder, **more))
 
 
 def test_the_same_or_one_that_tells_less_goes_on(tmp_path):
     trained(tmp_path, BEGUN)
-    for origin in (BEGUN, Origin({"data": "c"}), None):
+    for origin in (BEGUN, InputDigests({"data": "c"}), None):
         trained(tmp_path, origin)
     assert load_checkpoint(tmp_path, "cpu")[1]["origin"] == BEGUN.digests
 
@@ -48,14 +48,14 @@ def test_another_is_refused_and_leaves_the_network_alone(tmp_path, changes, word
     model, advice = nn.Linear(3, 2), "do something else"
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RunError) as caught:
-        trained(tmp_path, Origin({**BEGUN.digests, **changes}, advice), model=model)
+        trained(tmp_path, InputDigests({**BEGUN.digests, **changes}, advice), model=model)
     assert str(caught.value) == f"the training in {tmp_path} began with {words}; {advice}"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_its_advice_goes_with_other_settings_and_networks_too(tmp_path):
     trained(tmp_path, BEGUN)
-    advised = Origin(BEGUN.digests, "do something else")
+    advised = InputDigests(BEGUN.digests, "do something else")
     with pytest.raises(RunError, match=r"other settings: lr is 0\.2 and was 0\.1; do something else$"):
         trained(tmp_path, advised, TrainSettings(epochs=1, lr=0.2, schedule="cosine"))
     with pytest.raises(RunError, match=r"of another network: .*; do something else$"):

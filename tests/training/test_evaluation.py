@@ -9,7 +9,7 @@ from torch import nn
 from ifso.data import open_data
 from ifso.errors import DataError
 from ifso.models import create_model
-from ifso.training.evaluation import Examiner, evaluate
+from ifso.training.evaluation import Evaluator, evaluate
 from ifso.training.precision import autocast, tensor_cores
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,7 +28,7 @@ def move(model):
 
 def test_it_is_evaluate():
     batches, model = open_data("digits").test_batches(100), network().train()
-    examiner = Examiner(batches)
+    examiner = Evaluator(batches)
     first = examiner(model)
     assert first == evaluate(model, batches)
     assert model.training
@@ -43,16 +43,16 @@ def test_in_half_precision():
     )  # fmt: skip
     with autocast("bf16", "cpu"):
         wanted = evaluate(model, batches)
-    assert Examiner(batches, "bf16")(model) == wanted
-    assert Examiner(batches)(model) == evaluate(model, batches) != wanted
+    assert Evaluator(batches, "bf16")(model) == wanted
+    assert Evaluator(batches)(model) == evaluate(model, batches) != wanted
 
 
 def test_bad_input():
     model = nn.Linear(4, 3)
     with pytest.raises(DataError, match="nothing to evaluate on"):
-        Examiner([])(model)
+        Evaluator([])(model)
     with pytest.raises(DataError, match="label 7 is none of the 3 classes"):
-        Examiner([(torch.ones(2, 4), torch.tensor([0, 7]))])(model)
+        Evaluator([(torch.ones(2, 4), torch.tensor([0, 7]))])(model)
 
 
 @gpu
@@ -61,7 +61,7 @@ def test_on_a_gpu_it_is_evaluate(precision):
     """The last of the batches is smaller; weights change in place; a second network is another graph."""
     data = open_data("digits", device="cuda")
     batches, model = data.test_batches(100), network().cuda().train()
-    examiner = Examiner(batches, precision)
+    examiner = Evaluator(batches, precision)
 
     def compare(model):
         found = examiner(model)
@@ -90,7 +90,7 @@ def test_on_a_gpu_labels_are_checked_first():
     data = open_data("digits", device="cuda")
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 7)).cuda()
     with pytest.raises(DataError, match="label 9 is none of the 7 classes"):
-        Examiner(data.test_batches())(model)
+        Evaluator(data.test_batches())(model)
 
 
 class Waits(nn.Module):
@@ -106,7 +106,7 @@ class Waits(nn.Module):
 def test_on_a_gpu_a_network_that_cannot_be_captured_is_evaluated_as_it_comes():
     data = open_data("digits", device="cuda")
     model = Waits(network()).cuda().eval()
-    examiner = Examiner(data.test_batches(100))
+    examiner = Evaluator(data.test_batches(100))
     with tensor_cores("float32"):
         wanted = evaluate(model, data.test_batches(100))
     for _ in range(2):

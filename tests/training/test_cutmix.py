@@ -19,14 +19,13 @@ from ifso.data.sharding import Share
 from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
-from ifso.training.checkpoint import refuse_other_settings
-from ifso.training.cutmix import MixedBatches, pasted, rectangles
-from ifso.training.epoch_steps import capturable
+from ifso.training.checkpoint import check_same_settings
+from ifso.training.epoch_steps import can_capture
 from ifso.training.losses import classification, distillation
-from ifso.training.objective import lessons
+from ifso.training.objective import MixedBatches, batches_and_loss, pasted, rectangles
 from ifso.training.settings import RECIPES, TrainSettings, recipe_of
-from ifso.training.train_step import Learner
-from ifso.training.trainer import Lane, Watch, fit, fit_side_by_side
+from ifso.training.train_step import TrainStep
+from ifso.training.trainer import Trainer, TrainerHooks, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZE = (6, 9)
@@ -227,16 +226,16 @@ def hard(logits, labels, others, share, smoothing):
     return total / len(logits)
 
 
-class TestLessons:
+class TestBatchesAndLoss:
     def test_without_it_all_is_as_before(self):
-        batches, loss_fn = lessons(DATA, TrainSettings())
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings())
         assert type(batches) is TrainBatches
         assert loss_fn is cross_entropy
-        batches, _ = lessons(DATA, TrainSettings(distill=0.5, epochs=3), Seeing())
+        batches, _ = batches_and_loss(DATA, TrainSettings(distill=0.5, epochs=3), Seeing())
         assert type(batches) is TrainBatches
 
     def test_mixed_images_and_two_labels(self):
-        batches, loss_fn = lessons(DATA, TrainSettings(batch=50, cutmix=0.5, label_smoothing=0.1))
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings(batch=50, cutmix=0.5, label_smoothing=0.1))
         assert isinstance(batches, MixedBatches)
         model, batch = Seeing().eval(), next(iter(batches))
         wanted = hard(*(tensor.detach().double() if tensor.is_floating_point() else tensor
@@ -244,9 +243,9 @@ class TestLessons:
         torch.testing.assert_close(loss_fn(model, batch).double(), wanted, rtol=1e-6, atol=1e-6)
 
     def test_a_teacher_is_asked_about_the_mixed_pixels_however_long_the_run(self, monkeypatch):
-        monkeypatch.setattr("ifso.training.objective.pays", lambda *_: True)
+        monkeypatch.setattr("ifso.training.objective.cache_pays_off", lambda *_: True)
         teacher, model, tables = Seeing(1), Seeing(2), {}
-        batches, loss_fn = lessons(DATA, TrainSettings(**TAUGHT, epochs=1000), teacher, tables=tables)
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings(**TAUGHT, epochs=1000), teacher, caches=tables)
         assert isinstance(batches, MixedBatches)
         assert not tables
         batch, model = next(iter(batches)), model.eval()
@@ -259,19 +258,19 @@ class TestLessons:
     def test_a_teacher_is_asked_in_the_precision_of_the_network(self, precision):
         teacher, model = Seeing(1), Seeing(2).train()
         settings = TrainSettings(**TAUGHT, precision=precision)
-        batches, loss_fn = lessons(DATA, settings, teacher)
-        Learner(model, settings, loss_fn).learn(next(iter(batches)))
+        batches, loss_fn = batches_and_loss(DATA, settings, teacher)
+        TrainStep(model, settings, loss_fn)(next(iter(batches)))
         assert teacher.how == (False, False, model.answer.dtype)
         assert model.answer.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
         assert teacher.training
 
     def test_micro_batches_are_parts_of_the_mixed_batch(self):
-        batches, loss_fn = lessons(DATA, TrainSettings(batch=200, cutmix=1.0))
+        batches, loss_fn = batches_and_loss(DATA, TrainSettings(batch=200, cutmix=1.0))
         batch, totals = next(iter(batches)), []
         for parts in (1, 4):
-            learner = Learner(Seeing().eval(), TrainSettings(batch=200, accumulate=parts, cutmix=1.0), loss_fn)
-            learner.learn(batch)
-            totals.append(float(learner.total))
+            train_step = TrainStep(Seeing().eval(), TrainSettings(batch=200, accumulate=parts, cutmix=1.0), loss_fn)
+            train_step(batch)
+            totals.append(float(train_step.total))
         assert totals[0] == pytest.approx(totals[1], rel=1e-6)
 
     def test_what_cannot_be_mixed_is_refused_in_one_line(self):
@@ -283,7 +282,7 @@ class TestLessons:
             (FromFiles(**parts), "digits is not held in memory, which cutmix needs; give 0"),
         ):
             with pytest.raises(TrainingError, match=message) as caught:
-                lessons(data, settings)
+                batches_and_loss(data, settings)
             assert "\n" not in str(caught.value)
 
 
@@ -305,7 +304,7 @@ class Stopped(Exception):
 def test_a_run_with_a_teacher_learns_and_resumes_to_the_same_bits(tmp_path):
     settings = TrainSettings(**TAUGHT, epochs=4)
     teacher, start = Seeing(1), Seeing(2)
-    batches, loss_fn = lessons(DATA, settings, teacher)
+    batches, loss_fn = batches_and_loss(DATA, settings, teacher)
     whole = copy.deepcopy(start)
     wanted = fit(whole, batches, settings, loss_fn=loss_fn)
     assert wanted[-1].loss < wanted[0].loss
@@ -314,17 +313,17 @@ def test_a_run_with_a_teacher_learns_and_resumes_to_the_same_bits(tmp_path):
         if epoch.number == 2:
             raise Stopped
 
-    batches, loss_fn = lessons(DATA, settings, teacher)
+    batches, loss_fn = batches_and_loss(DATA, settings, teacher)
     with pytest.raises(Stopped):
         fit(copy.deepcopy(start), batches, settings, loss_fn=loss_fn,
-            watch=Watch(on_epoch=stop, folder=tmp_path, save_every=0.0))  # fmt: skip
-    model, (batches, loss_fn) = Seeing(3), lessons(DATA, settings, teacher)
-    found = fit(model, batches, settings, loss_fn=loss_fn, watch=Watch(folder=tmp_path))
+            hooks=TrainerHooks(on_epoch=stop, folder=tmp_path, save_every=0.0))  # fmt: skip
+    model, (batches, loss_fn) = Seeing(3), batches_and_loss(DATA, settings, teacher)
+    found = fit(model, batches, settings, loss_fn=loss_fn, hooks=TrainerHooks(folder=tmp_path))
     assert [epoch.loss for epoch in found] == [epoch.loss for epoch in wanted]
     assert torch.equal(model[2].weight, whole[2].weight)
-    other, watch = dataclasses.replace(settings, cutmix=0.0), Watch(folder=tmp_path)
+    other, hooks = dataclasses.replace(settings, cutmix=0.0), TrainerHooks(folder=tmp_path)
     with pytest.raises(RunError, match=r"has other settings: cutmix is not set and was 0\.5"):
-        fit(Seeing(3), DATA.train_batches(200), other, loss_fn=loss_fn, watch=watch)
+        fit(Seeing(3), DATA.train_batches(200), other, loss_fn=loss_fn, hooks=hooks)
 
 
 def test_batches_that_are_not_mixed_are_not_passed_over_in_silence():
@@ -332,7 +331,7 @@ def test_batches_that_are_not_mixed_are_not_passed_over_in_silence():
     for loss_fn in (None, cross_entropy):
         with pytest.raises(TrainingError, match=r"cutmix=0\.5 needs MixedBatches"):
             fit(Seeing(), DATA.train_batches(200), settings, loss_fn=loss_fn)
-    (batches, loss_fn), models = lessons(DATA, settings), [Seeing(), Seeing()]
+    (batches, loss_fn), models = batches_and_loss(DATA, settings), [Seeing(), Seeing()]
     found = [
         fit(model, batches, settings, loss_fn=each)[0].loss for model, each in zip(models, (None, loss_fn), strict=True)
     ]
@@ -343,11 +342,11 @@ class TestSettings:
     def test_files_from_before_are_those_of_today(self):
         old = json.loads(json.dumps(TrainSettings().as_dict()))
         assert not {"cutmix", "warm_up_steps"} & old.keys()
-        refuse_other_settings(TrainSettings(cutmix=0), old, "runs/x")
+        check_same_settings(TrainSettings(cutmix=0), old, "runs/x")
         assert TrainSettings(**old) == TrainSettings()
         assert TrainSettings(cutmix=1).as_dict()["cutmix"] == 1
         with pytest.raises(RunError, match=r"cutmix is 0\.5 and was"):
-            refuse_other_settings(TrainSettings(cutmix=0.5), old, "runs/x")
+            check_same_settings(TrainSettings(cutmix=0.5), old, "runs/x")
 
     def test_the_patient_recipe(self):
         patient = RECIPES["patient"]
@@ -370,7 +369,7 @@ class TestSettings:
         assert json.loads((tmp_path / "a" / "config.json").read_text())["about"]["arguments"]["cutmix"] == 0.5
         capsys.readouterr()
         assert main([*command, "--out", str(tmp_path / "b"), "--cutmix", "1.5"]) == 2
-        assert "cutmix=1.5 will not do; give a share of the images from 0 to 1" in capsys.readouterr().err
+        assert "cutmix must be a share of the images from 0 to 1, got 1.5" in capsys.readouterr().err
         assert not (tmp_path / "b").exists()
 
 
@@ -398,14 +397,14 @@ def test_captured_steps_are_plain_steps(distill):
     settings = TrainSettings(**{**TAUGHT, "distill": distill}, epochs=3, schedule="one-cycle", accumulate=2, ema=0.9)
     torch.manual_seed(0)
     teacher, start = (create_model("ifso:resnet8-digits").double().cuda() for _ in range(2))
-    batches, loss_fn = lessons(data, settings, teacher)
+    batches, loss_fn = batches_and_loss(data, settings, teacher)
 
     def double(model, batch):
         return loss_fn(model, (batch[0].double(), *batch[1:]))
 
     ways = batches, Walked(MixedBatches(data.train_batches(200), settings.cutmix))
-    assert [capturable(Learner(start, settings, double), each) for each in ways] == [True, False]
-    lanes = [Lane(copy.deepcopy(start), each, settings, loss_fn=double) for each in ways]
+    assert [can_capture(TrainStep(start, settings, double), each) for each in ways] == [True, False]
+    lanes = [Trainer(copy.deepcopy(start), each, settings, loss_fn=double) for each in ways]
     for lane in lanes:
         assert fit_side_by_side([lane]) == [None]
         assert lane.notes == []
@@ -422,11 +421,11 @@ def test_a_captured_step_with_a_teacher_in_bfloat16_takes_no_more_memory_from_ep
     torch.manual_seed(0)
     teacher, model = (create_model("ifso:resnet8-digits").cuda() for _ in range(2))
     teacher.to(memory_format=torch.channels_last)
-    batches, loss_fn = lessons(data, settings, teacher)
+    batches, loss_fn = batches_and_loss(data, settings, teacher)
     statistics = teacher.bn1.running_mean.clone()
     taken = []
-    lane = Lane(model, batches, settings, loss_fn=loss_fn,
-                watch=Watch(on_epoch=lambda _: taken.append(torch.cuda.memory_allocated())))  # fmt: skip
+    lane = Trainer(model, batches, settings, loss_fn=loss_fn,
+                hooks=TrainerHooks(on_epoch=lambda _: taken.append(torch.cuda.memory_allocated())))  # fmt: skip
     assert fit_side_by_side([lane]) == [None]
     assert lane.notes == []
     assert len(set(taken[1:])) == 1

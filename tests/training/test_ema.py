@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ifso.errors import RunError, TrainingError
-from ifso.training.ema import Ema
+from ifso.training.optimizers import Ema
 
 
 class Net(nn.Sequential):

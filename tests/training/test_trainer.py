@@ -12,7 +12,7 @@ from ifso.errors import DataError, DivergedError, RunError
 from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import FILE, load_checkpoint
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import Lane, Watch, fit, fit_side_by_side
+from ifso.training.trainer import Trainer, TrainerHooks, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -56,9 +56,9 @@ def steep(model, batch):
 
 
 def interrupted(model, data, settings, number, folder, save_every=0.0, loss_fn=cross_entropy):
-    watch = Watch(on_epoch=stop_after(number), folder=folder, save_every=save_every)
+    hooks = TrainerHooks(on_epoch=stop_after(number), folder=folder, save_every=save_every)
     with pytest.raises(Stopped):
-        fit(model, data, settings, watch=watch, loss_fn=loss_fn)
+        fit(model, data, settings, hooks=hooks, loss_fn=loss_fn)
 
 
 def same(first, second):
@@ -87,7 +87,7 @@ class TestResume:
             interrupted(copy.deepcopy(start), data, settings, number, folder, loss_fn=loss_fn)
             torch.manual_seed(number)
             model = Tied()
-            found = fit(model, data, settings, watch=Watch(folder=folder), loss_fn=loss_fn)
+            found = fit(model, data, settings, hooks=TrainerHooks(folder=folder), loss_fn=loss_fn)
             assert same(model, whole)
             assert [(epoch.number, epoch.loss, epoch.lr) for epoch in found] == [
                 (epoch.number, epoch.loss, epoch.lr) for epoch in wanted
@@ -108,18 +108,18 @@ class TestResume:
         for number in (1, 2):
             interrupted(copy.deepcopy(start), data.train_batches(200), settings, number, tmp_path)
         model = copy.deepcopy(start)
-        fit(model, data.train_batches(200), settings, watch=Watch(folder=tmp_path))
+        fit(model, data.train_batches(200), settings, hooks=TrainerHooks(folder=tmp_path))
         assert same(model, whole)
 
     def test_of_a_run_that_is_over_trains_no_more(self, tmp_path):
         torch.manual_seed(0)
         trained, again = Tied(), Tied()
-        epochs = fit(trained, batches(), short(ema=0.9), watch=Watch(folder=tmp_path))
+        epochs = fit(trained, batches(), short(ema=0.9), hooks=TrainerHooks(folder=tmp_path))
 
         def never(model, batch):
             raise AssertionError("there was nothing left to train")
 
-        found = fit(again.eval(), batches(), short(ema=0.9), loss_fn=never, watch=Watch(folder=tmp_path))
+        found = fit(again.eval(), batches(), short(ema=0.9), loss_fn=never, hooks=TrainerHooks(folder=tmp_path))
         assert found == epochs
         assert same(again, trained)
         assert not again.training
@@ -127,12 +127,12 @@ class TestResume:
     def test_leaves_the_global_random_numbers_alone(self, tmp_path):
         interrupted(Tied(), batches(), short(), 2, tmp_path)
         model, state = Tied(), torch.get_rng_state()
-        fit(model, batches(), short(), watch=Watch(folder=tmp_path))
+        fit(model, batches(), short(), hooks=TrainerHooks(folder=tmp_path))
         assert torch.equal(torch.get_rng_state(), state)
 
     def test_of_something_else_is_refused_in_one_line(self, tmp_path):
         interrupted(Tied(), batches(), short(), 2, tmp_path)
-        watch = Watch(folder=tmp_path)
+        hooks = TrainerHooks(folder=tmp_path)
         for model, settings, message in (
             (nn.Linear(4, 3), short(), f"{tmp_path} is of another network: weight is float32"),
             (Tied().double(), short(), "0.weight is float64 .4, 4. and was float32"),
@@ -140,14 +140,14 @@ class TestResume:
         ):
             before = copy.deepcopy(model)
             with pytest.raises(RunError, match=message) as caught:
-                fit(model, batches(), settings, watch=watch)
+                fit(model, batches(), settings, hooks=hooks)
             assert "\n" not in str(caught.value)
             assert same(model, before)
 
     def test_checkpoints_are_written_when_it_is_time_and_at_the_end(self, tmp_path):
         interrupted(Tied(), batches(), short(), 3, tmp_path, save_every=60.0)
         assert not (tmp_path / FILE).exists()
-        fit(Tied(), batches(), short(), watch=Watch(folder=tmp_path, save_every=60.0))
+        fit(Tied(), batches(), short(), hooks=TrainerHooks(folder=tmp_path, save_every=60.0))
         assert len(load_checkpoint(tmp_path, "cpu")[1]["epochs"]) == 4
 
     def test_a_run_that_diverged_stays_at_its_last_good_epoch(self, tmp_path):
@@ -168,17 +168,17 @@ class TestResume:
                 return iter(good if self.epoch < 2 else bad)
 
         with pytest.raises(DivergedError, match="in epoch 3 of training"):
-            fit(Tied(), Worse(), short(), watch=Watch(folder=tmp_path, save_every=0.0))
+            fit(Tied(), Worse(), short(), hooks=TrainerHooks(folder=tmp_path, save_every=0.0))
         tensors, facts = load_checkpoint(tmp_path, "cpu")
         assert len(facts["epochs"]) == 2
         assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
 
 
-class TestWatch:
+class TestHooks:
     def test_when_a_network_is_evaluated(self):
         seen = []
-        watch = Watch(lambda model: {"top1": 50.0}, every=3, final=2, on_epoch=seen.append)
-        fit(Tied(), batches(), short(epochs=8), watch=watch)
+        hooks = TrainerHooks(lambda model: {"top1": 50.0}, every=3, final=2, on_epoch=seen.append)
+        fit(Tied(), batches(), short(epochs=8), hooks=hooks)
         assert [epoch.number for epoch in seen if epoch.measures == {"top1": 50.0}] == [3, 6, 7, 8]
         assert all(epoch.measures in ({}, {"top1": 50.0}) for epoch in seen)
 
@@ -191,7 +191,7 @@ class TestWatch:
             return {}
 
         unseen = copy.deepcopy(model)
-        fit(model, batches(), short(ema=0.9), watch=Watch(look))
+        fit(model, batches(), short(ema=0.9), hooks=TrainerHooks(look))
         assert torch.equal(weights[-1], model[4].weight)
         fit(unseen, batches(), short(ema=0.9))
         assert same(model, unseen)
@@ -210,7 +210,7 @@ class TestWatch:
 class TestLane:
     def test_it_goes_on_step_by_step(self):
         model, seen = Tied().eval(), []
-        lane = Lane(model, batches(), short(epochs=2), watch=Watch(on_epoch=seen.append))
+        lane = Trainer(model, batches(), short(epochs=2), hooks=TrainerHooks(on_epoch=seen.append))
         run, before = lane.run(), copy.deepcopy(model)
         assert same(model, before)
         weights = [model[0].weight.detach().clone() for _ in itertools.islice(run, 3)]
@@ -221,7 +221,7 @@ class TestLane:
 
     def test_closed_early_it_gives_modes_back(self):
         model = Tied().eval()
-        run = Lane(model, batches(), short()).run()
+        run = Trainer(model, batches(), short()).run()
         next(run)
         assert model.training
         run.close()
@@ -229,7 +229,7 @@ class TestLane:
 
     def test_without_batches(self):
         with pytest.raises(DataError, match="ran out before the first one"):
-            list(Lane(Tied(), iter(()), short()).run())
+            list(Trainer(Tied(), iter(()), short()).run())
 
 
 @gpu
@@ -240,10 +240,10 @@ def test_resumed_on_a_gpu_it_draws_the_same_numbers(tmp_path, name):
     torch.manual_seed(0)
     start = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 10)).cuda()
     whole, model = copy.deepcopy(start), copy.deepcopy(start)
-    lane = Lane(whole, data.train_batches(200), settings)
+    lane = Trainer(whole, data.train_batches(200), settings)
     assert fit_side_by_side([lane]) == [None]
     assert lane.notes == []
     interrupted(copy.deepcopy(start), data.train_batches(200), settings, 2, tmp_path)
-    fit(model, data.train_batches(200), settings, watch=Watch(folder=tmp_path))
+    fit(model, data.train_batches(200), settings, hooks=TrainerHooks(folder=tmp_path))
     for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

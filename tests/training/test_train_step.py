@@ -12,11 +12,11 @@ from ifso.data import open_data
 from ifso.errors import DataError, ScoreError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
-from ifso.training.epoch_steps import NO_GRAPH, PlainSteps, capturable
+from ifso.training.epoch_steps import NO_GRAPH, PlainSteps, can_capture
 from ifso.training.optimizers import rates
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import Learner
-from ifso.training.trainer import Lane, fit_side_by_side
+from ifso.training.train_step import TrainStep
+from ifso.training.trainer import Trainer, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,7 +38,7 @@ class Told:
 
 
 class Notebook:
-    """Stands for a learner and writes down what it is told."""
+    """A stand-in for a TrainStep that writes down its calls."""
 
     def __init__(self, settings):
         self.settings, self.rates, self.batches = settings, [], []
@@ -46,7 +46,7 @@ class Notebook:
     def set_rate(self, lr):
         self.rates.append(lr)
 
-    def learn(self, batch):
+    def __call__(self, batch):
         self.batches.append(batch)
 
 
@@ -68,19 +68,19 @@ class Numbered:
 class TestPlainSteps:
     def test_every_step_has_its_rate_and_batch(self):
         settings = TrainSettings(epochs=2, lr=0.5, schedule="cosine")
-        learner = Notebook(settings)
-        steps = PlainSteps(learner, Numbered())
+        notebook = Notebook(settings)
+        steps = PlainSteps(notebook, Numbered())
         for number in range(2):
             assert list(steps.epoch(number)) == [True] * 3
             assert steps.count == 3
-        assert learner.batches == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
-        assert learner.rates == pytest.approx(rates(settings, 3), rel=1e-14)
+        assert notebook.batches == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+        assert notebook.rates == pytest.approx(rates(settings, 3), rel=1e-14)
 
     def test_without_a_length_the_rate_changes_once_an_epoch(self):
-        learner = Notebook(TrainSettings(epochs=4, lr=1.0, schedule="cosine"))
-        list(PlainSteps(learner, (name for name in "abc")).epoch(2))
-        assert learner.batches == ["a", "b", "c"]
-        assert learner.rates == pytest.approx([0.5 + 0.5 * math.cos(math.pi * 2.5 / 4)] * 3)
+        notebook = Notebook(TrainSettings(epochs=4, lr=1.0, schedule="cosine"))
+        list(PlainSteps(notebook, (name for name in "abc")).epoch(2))
+        assert notebook.batches == ["a", "b", "c"]
+        assert notebook.rates == pytest.approx([0.5 + 0.5 * math.cos(math.pi * 2.5 / 4)] * 3)
 
     @pytest.mark.parametrize(
         ("settings", "wanted"),
@@ -97,42 +97,42 @@ class TestPlainSteps:
         ],
     )
     def test_without_a_length_no_epoch_is_lost(self, settings, wanted):
-        learner = Notebook(TrainSettings(lr=1.0, **settings))
+        notebook = Notebook(TrainSettings(lr=1.0, **settings))
         for number in range(settings["epochs"]):
-            list(PlainSteps(learner, iter("ab")).epoch(number))
-        assert learner.rates == pytest.approx([lr for lr in wanted for _ in "ab"])
+            list(PlainSteps(notebook, iter("ab")).epoch(number))
+        assert notebook.rates == pytest.approx([lr for lr in wanted for _ in "ab"])
 
     def test_batches_beyond_their_length_have_the_last_rate(self):
         class Short(Numbered):
             def __len__(self):
                 return 2
 
-        learner = Notebook(TrainSettings(epochs=1, lr=1.0, schedule="cosine"))
-        list(PlainSteps(learner, Short()).epoch(0))
-        assert learner.rates == pytest.approx([1.0, 0.5, 0.5])
+        notebook = Notebook(TrainSettings(epochs=1, lr=1.0, schedule="cosine"))
+        list(PlainSteps(notebook, Short()).epoch(0))
+        assert notebook.rates == pytest.approx([1.0, 0.5, 0.5])
 
     def test_a_step_is_taken_only_when_it_is_asked_for(self):
-        learner = Notebook(TrainSettings(epochs=1))
-        run = PlainSteps(learner, Numbered()).epoch(0)
-        assert learner.batches == []
+        notebook = Notebook(TrainSettings(epochs=1))
+        run = PlainSteps(notebook, Numbered()).epoch(0)
+        assert notebook.batches == []
         next(run)
-        assert learner.batches == ["0.0"]
+        assert notebook.batches == ["0.0"]
 
 
 class TestCapturable:
     def test_batches_held_in_memory_and_of_one_size(self):
         data, able, unable = open_data("digits"), SimpleNamespace(capturable=True), SimpleNamespace(capturable=False)
-        assert capturable(able, data.train_batches(100))
-        assert not capturable(able, data.train_batches(100, drop_last=False))
-        assert not capturable(able, Told(data.train_batches(100)))
-        assert not capturable(able, [next(iter(data.train_batches(100)))])
-        assert not capturable(unable, data.train_batches(100))
+        assert can_capture(able, data.train_batches(100))
+        assert not can_capture(able, data.train_batches(100, drop_last=False))
+        assert not can_capture(able, Told(data.train_batches(100)))
+        assert not can_capture(able, [next(iter(data.train_batches(100)))])
+        assert not can_capture(unable, data.train_batches(100))
 
     def test_not_on_a_cpu(self):
-        assert not Learner(nn.Linear(2, 2), TrainSettings(), cross_entropy).capturable
+        assert not TrainStep(nn.Linear(2, 2), TrainSettings(), cross_entropy).capturable
 
 
-class TestLearner:
+class TestTrainStep:
     def test_a_loss_that_cannot_be_learned_from(self):
         model = nn.Linear(4, 3)
         for loss_fn, message in (
@@ -140,7 +140,7 @@ class TestLearner:
             (lambda model, batch: model(batch), r"tensor of shape \(2, 3\); it must return a scalar"),
         ):
             with pytest.raises(ScoreError, match=message):
-                Learner(model, TrainSettings(), loss_fn).learn(torch.ones(2, 4))
+                TrainStep(model, TrainSettings(), loss_fn)(torch.ones(2, 4))
 
     def test_parts_of_nested_batches(self):
         seen = []
@@ -151,12 +151,12 @@ class TestLearner:
 
         x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
         batch = {"x": x, "more": [torch.arange(4)], "name": "a", "scale": torch.tensor(2.0)}
-        learner = Learner(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
-        learner.learn(batch)
+        train_step = TrainStep(nn.Linear(1, 1), TrainSettings(accumulate=2), loss_fn)
+        train_step(batch)
         assert seen == [([[1.0], [2.0]], [0, 1], "a", 2.0), ([[3.0], [4.0]], [2, 3], "a", 2.0)]
         batch["x"] = torch.ones(3, 1)
         with pytest.raises(TrainingError, match="a batch of 3 cannot be cut into 2 equal micro-batches"):
-            learner.learn(batch)
+            train_step(batch)
 
     def test_a_loss_that_cannot_be_differentiated(self):
         class Backward(torch.autograd.Function):
@@ -179,19 +179,19 @@ class TestLearner:
 
         model, x = nn.Linear(4, 3), torch.ones(2, 4)
         with pytest.raises(TrainingError, match=r"by an inplace operation.*\); let the network and") as caught:
-            Learner(model, TrainSettings(), in_place).learn(x)
+            TrainStep(model, TrainSettings(), in_place)(x)
         assert "\n" not in str(caught.value)
         with pytest.raises(TrainingError, match=r"differentiated \(KeyError: 'of a user'\); check that backward"):
-            Learner(model, TrainSettings(), failing(KeyError("of a user"))).learn(x)
+            TrainStep(model, TrainSettings(), failing(KeyError("of a user")))(x)
         for error in (torch.OutOfMemoryError("CUDA out of memory"), DataError("a line of ours")):
             with pytest.raises(type(error), match=str(error)):
-                Learner(model, TrainSettings(), failing(error)).learn(x)
+                TrainStep(model, TrainSettings(), failing(error))(x)
 
     def test_channels_last(self):
         model = nn.Conv2d(3, 4, 3)
-        learner = Learner(model, TrainSettings(channels_last=True), cross_entropy)
+        train_step = TrainStep(model, TrainSettings(channels_last=True), cross_entropy)
         assert model.weight.is_contiguous(memory_format=torch.channels_last)
-        assert learner.state()["momentum.weight"].is_contiguous(memory_format=torch.channels_last)
+        assert train_step.state()["momentum.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
 # ----------------------------------------------------------------------------------------------------- on a GPU
@@ -218,8 +218,8 @@ def test_captured_steps_are_plain_steps(name):
     start = create_model("ifso:resnet8-digits").double().cuda()
     models = copy.deepcopy(start), copy.deepcopy(start)
     batches = data.train_batches(128), Told(data.train_batches(128))
-    lanes = [Lane(model, each, settings, loss_fn=double) for model, each in zip(models, batches, strict=True)]
-    assert [capturable(Learner(start, settings, double), each) for each in batches] == [True, False]
+    lanes = [Trainer(model, each, settings, loss_fn=double) for model, each in zip(models, batches, strict=True)]
+    assert [can_capture(TrainStep(start, settings, double), each) for each in batches] == [True, False]
     for lane in lanes:
         assert fit_side_by_side([lane]) == [None]
         assert lane.notes == []
@@ -242,8 +242,8 @@ def test_a_step_that_looks_at_its_result_runs_uncaptured_and_says_so():
         loss = cross_entropy(model, batch)
         return loss if loss.item() < 1e9 else 0 * loss
 
-    looked = Lane(copy.deepcopy(start), data.train_batches(200), settings, loss_fn=looking)
-    plain = Lane(copy.deepcopy(start), Told(data.train_batches(200)), settings)
+    looked = Trainer(copy.deepcopy(start), data.train_batches(200), settings, loss_fn=looking)
+    plain = Trainer(copy.deepcopy(start), Told(data.train_batches(200)), settings)
     assert fit_side_by_side([looked]) == fit_side_by_side([plain]) == [None]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert len(looked.notes) == 1
@@ -260,7 +260,7 @@ def test_a_step_that_draws_on_the_cpu_runs_uncaptured_and_says_so():
     def at_random(model, batch):
         return cross_entropy(model, batch) * (1.0 + float(torch.rand(1)))
 
-    lane = Lane(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).cuda(), data.train_batches(200),
+    lane = Trainer(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).cuda(), data.train_batches(200),
                 TrainSettings(epochs=1, lr=0.05, batch=200), loss_fn=at_random)  # fmt: skip
     assert fit_side_by_side([lane]) == [None]
     assert lane.notes == [f"{NO_GRAPH} (the network or its loss draws random numbers on the CPU); it runs without"]
@@ -276,7 +276,7 @@ def test_bfloat16_steps_with_narrow_layers_learn_like_full_ones():
         settings = TrainSettings(
             epochs=4, lr=0.1, batch=64, schedule="one-cycle", precision=precision, channels_last=True
         )
-        lane = Lane(model, data.train_batches(64), settings)
+        lane = Trainer(model, data.train_batches(64), settings)
         assert fit_side_by_side([lane]) == [None]
         losses[precision] = lane.done[-1].loss
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.3)

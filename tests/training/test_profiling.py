@@ -16,7 +16,7 @@ from ifso.errors import DataError, IfsoError
 from ifso.tasks.classification import cross_entropy
 from ifso.training import profiling as measuring
 from ifso.training.evaluation import evaluate, quality
-from ifso.training.profiling import Timing, counted, hardware, laid_out, timed, training_peak
+from ifso.training.profiling import Timing, costs_of, hardware, in_memory_format, time_forward, training_peak
 
 WIDTH, DEPTH = 64, 10
 ROW = 4 * WIDTH
@@ -92,7 +92,7 @@ class TestTimed:
     def test_networks_take_turns_and_are_warm(self):
         calls = []
         models = {name: Noted(name, calls) for name in "ab"}
-        found = timed(models, torch.zeros(1, 3), 6, "float32", repeats=7)
+        found = time_forward(models, torch.zeros(1, 3), 6, "float32", repeats=7)
         assert [len(found[name].latency.samples) for name in "ab"] == [7, 7]
         assert set(calls) == {(name, 6, False, False) for name in "ab"}
         order = "".join(name for name, *_ in calls)
@@ -101,7 +101,7 @@ class TestTimed:
         assert all(min(f.latency.samples) <= f.latency.median <= max(f.latency.samples) for f in found.values())
 
     def test_stops_when_time_is_up(self):
-        found = timed({"a": Noted("a", [])}, torch.zeros(1, 3), 2, "float32", repeats=7, seconds=0.0)
+        found = time_forward({"a": Noted("a", [])}, torch.zeros(1, 3), 2, "float32", repeats=7, seconds=0.0)
         assert len(found["a"].latency.samples) == 2
 
     def test_the_layout_and_precision_that_are_asked_for(self):
@@ -113,16 +113,16 @@ class TestTimed:
                 seen.put((x.is_contiguous(memory_format=torch.channels_last), found.dtype))
                 return found
 
-        inputs = laid_out(torch.zeros(1, 3, 4, 4), channels_last=True)
-        timed({"a": Conv(3, 2, 1)}, inputs, 2, "bf16", repeats=1)
+        inputs = in_memory_format(torch.zeros(1, 3, 4, 4), channels_last=True)
+        time_forward({"a": Conv(3, 2, 1)}, inputs, 2, "bf16", repeats=1)
         assert {seen.get() for _ in range(seen.qsize())} == {(True, torch.bfloat16)}
 
     def test_throughput(self):
         assert Timing(32, Latency(0.5, 0.0, (0.5,))).throughput == 64
 
     def test_refused(self):
-        with pytest.raises(IfsoError, match="0 repeats with batches of 4"):
-            timed({}, torch.zeros(1, 3), 4, "float32", repeats=0)
+        with pytest.raises(IfsoError, match="repeats and batch must be 1 or more, got 0 and 4"):
+            time_forward({}, torch.zeros(1, 3), 4, "float32", repeats=0)
 
     def test_a_batch_that_memory_cannot_hold_is_one_line(self, monkeypatch):
         def full(tensors):
@@ -130,20 +130,20 @@ class TestTimed:
 
         monkeypatch.setattr(torch, "cat", full)
         with pytest.raises(IfsoError, match="not enough memory for a batch of 4; give smaller batches"):
-            timed({"a": Noted("a", [])}, torch.zeros(1, 3), 4, "float32")
+            time_forward({"a": Noted("a", [])}, torch.zeros(1, 3), 4, "float32")
 
 
 class TestCounted:
     def test_costs_are_of_one_image(self):
         model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 36, 5))
         for precision, size in (("float32", 4), ("fp16", 2)):
-            found, memory = counted(model, torch.zeros(7, 1, 8, 8), precision)
+            found, memory = costs_of(model, torch.zeros(7, 1, 8, 8), precision)
             assert (found.macs, found.params) == (36 * 27 + 3 * 36 * 5, 27 + 3 + 3 * 36 * 5 + 5)
             assert memory == size * (36 * 3 + 5)
 
     def test_a_batch_norm_on_one_value_in_train_mode(self):
         model = nn.Sequential(nn.Conv2d(1, 3, 8), nn.BatchNorm2d(3), nn.Flatten()).train()
-        assert counted(model, torch.zeros(1, 1, 8, 8), "float32")[0].macs == 3 * 64
+        assert costs_of(model, torch.zeros(1, 1, 8, 8), "float32")[0].macs == 3 * 64
         assert all(module.training for module in model.modules())
 
 

@@ -9,8 +9,8 @@ from ifso.data import open_data
 from ifso.data.batches import Augmentation, TrainBatches
 from ifso.errors import TrainingError
 from ifso.models import create_model
-from ifso.training import teacher_cache as module
-from ifso.training.teacher_cache import Answers, TaughtBatches, pays, variants
+from ifso.training import teachers as module
+from ifso.training.teachers import BatchesWithLogits, TeacherCache, cache_pays_off, variants_per_image
 
 COUNT = 40
 
@@ -36,7 +36,7 @@ def moved(pixels, row, column, mirrored, shift):
 def test_the_table_holds_every_answer(mirror, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 17)
     net, taught = teacher().train(), batches(Augmentation(shift=1, mirror=mirror))
-    answers = Answers.of(net, taught)
+    answers = TeacherCache.of(net, taught)
     assert net.training
     places, images, seen = torch.arange(COUNT), taught.images, []
     for row in range(3):
@@ -48,7 +48,7 @@ def test_the_table_holds_every_answer(mirror, monkeypatch):
                 assert found.dtype == torch.float16
                 torch.testing.assert_close(found.float(), wanted, rtol=1e-3, atol=1e-3)
                 seen.append(wanted)
-    assert len(seen) == variants(taught) == (18 if mirror else 9)
+    assert len(seen) == variants_per_image(taught) == (18 if mirror else 9)
     apart = torch.pdist(torch.stack(seen).flatten(1))
     assert apart.min() > 0.1
 
@@ -56,11 +56,11 @@ def test_the_table_holds_every_answer(mirror, monkeypatch):
 def test_without_augmentation():
     net, plain = teacher(), batches(None)
     order = torch.tensor([5, 0, 39])
-    found = Answers.of(net, plain)(order, None)
+    found = TeacherCache.of(net, plain)(order, None)
     with torch.no_grad():
         wanted = net.eval()(plain.images.normalized(plain.images.pixels[order]))
     torch.testing.assert_close(found.float(), wanted, rtol=1e-3, atol=1e-3)
-    assert variants(plain) == 1
+    assert variants_per_image(plain) == 1
 
 
 @pytest.mark.parametrize("augmentation", [None, Augmentation(shift=1, mirror=True)])
@@ -68,7 +68,7 @@ def test_without_augmentation():
 def test_taught_batches_are_the_training_batches_with_answers(augmentation, drop_last):
     net = teacher().eval()
     plain, held = batches(augmentation, drop_last=drop_last), batches(augmentation, drop_last=drop_last)
-    taught = TaughtBatches(held, Answers.of(net, held))
+    taught = BatchesWithLogits(held, TeacherCache.of(net, held))
     assert len(taught) == len(plain) == (2 if drop_last else 3)
     assert taught.drop_last is drop_last
     for _ in range(2):
@@ -91,26 +91,26 @@ def compare(net, taught, plain):
 class TestPays:
     def test_when_there_are_more_epochs_than_variants(self):
         taught = batches(Augmentation(shift=1, mirror=True))
-        assert [pays(taught, epochs, 10) for epochs in (17, 18)] == [False, True]
-        assert pays(batches(None), 1, 10)
+        assert [cache_pays_off(taught, epochs, 10) for epochs in (17, 18)] == [False, True]
+        assert cache_pays_off(batches(None), 1, 10)
 
     def test_only_where_variants_are_known(self):
-        assert variants(list(batches(None))) is None
-        assert not pays(list(batches(None)), 10**6, 10)
+        assert variants_per_image(list(batches(None))) is None
+        assert not cache_pays_off(list(batches(None)), 10**6, 10)
 
     def test_only_where_there_is_room(self, monkeypatch):
         taught = batches(Augmentation(shift=1, mirror=False))
         size = 2 * COUNT * 9 * 10
         for free, wanted in ((size, True), (size - 1, False)):
             monkeypatch.setattr(module, "SHARE", free / (4 * 2**30))
-            assert pays(taught, 100, 10) is wanted
+            assert cache_pays_off(taught, 100, 10) is wanted
 
 
 def test_a_teacher_that_gives_no_logits():
     taught = batches(None)
     for net, message in (
-        (nn.Identity(), r"the teacher answers with \(40, 1, 8, 8\); distillation takes logits"),
-        (nn.Sequential(nn.Flatten(), nn.RNN(64, 4)), "the teacher answers with tuple"),
+        (nn.Identity(), r"the teacher returns \(40, 1, 8, 8\); distillation takes logits"),
+        (nn.Sequential(nn.Flatten(), nn.RNN(64, 4)), "the teacher returns tuple"),
     ):
         with pytest.raises(TrainingError, match=message):
-            Answers.of(net, taught)
+            TeacherCache.of(net, taught)
