@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ifso.errors import ModelNotFound, TraceError, WeightsError
 from ifso.models import create_model, default_inputs, load_weights
 from ifso.models.cifar import PaddedShortcut
-from ifso.models.providers import OWN
+from ifso.models.registry import OWN
 
 
 def weights_of(model):

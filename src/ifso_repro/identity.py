@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import Images
-from ifso.data.coco_samples import BoxSamples
+from ifso.data.coco_batches import BoxSamples
 from ifso.data.image_folder import ImageFiles
 
 DIGITS = 16

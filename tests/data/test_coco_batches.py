@@ -7,7 +7,7 @@ import torch
 from coco_folders import SIZES, pixels_of, write_folder, write_images, write_json
 
 from ifso.data import open_data
-from ifso.data.coco_samples import to_device
+from ifso.data.coco_batches import to_device
 from ifso.data.generated import generated_boxes
 from ifso.errors import DataError
 from ifso.tasks.detection import detection_loss

@@ -9,7 +9,7 @@ import torch
 
 from ifso.data import open_data
 from ifso.data.compatibility import check_fits
-from ifso.data.decoding import Decoded, Loading, TestFiles, workers_for
+from ifso.data.decoding import DecodedDataset, Loading, TestFiles, workers_for
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")
@@ -221,7 +221,7 @@ class TestBadInput:
 
     def test_a_worker_that_dies(self, root):
         batches = TestFiles(
-            Decoded(opened(root).test, killed, 0), batch_size=5, loading=Loading(torch.device("cpu"), 0)
+            DecodedDataset(opened(root).test, killed, 0), batch_size=5, loading=Loading(torch.device("cpu"), 0)
         )
         with pytest.raises(DataError, match=r"failed: DataLoader worker .* killed .*; give fewer workers") as caught:
             list(batches)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ifso.data import open_data
-from ifso.data.jpegs import every_second
+from ifso.data.image_folder import every_second
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")

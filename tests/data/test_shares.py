@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ifso.data import open_data
-from ifso.data.sharding import Share, in_turn
+from ifso.data.batches import Shard, in_turn
 from ifso.errors import DataError
 
 
@@ -22,7 +22,7 @@ class TestPlaces:
             each = len(joint) // ranks
             for rank in range(ranks):
                 expected[rank] += joint[rank * each : (rank + 1) * each]
-        assert [Share(rank, ranks).places(count, batch, drop_last).tolist() for rank in range(ranks)] == expected
+        assert [Shard(rank, ranks).places(count, batch, drop_last).tolist() for rank in range(ranks)] == expected
 
     @pytest.mark.parametrize(("rank", "ranks"), [(1, 1), (-1, 2), (0, 0), (0.0, 1), (True, 2), ("0", 1)])
     def test_ranks_that_are_none(self, rank, ranks):
@@ -117,9 +117,9 @@ def test_ranks_work_in_turn(monkeypatch, rank):
     events = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: events.append("wait"))
-    assert in_turn(Share(rank, 3), lambda: events.append("work") or 5) == 5
+    assert in_turn(Shard(rank, 3), lambda: events.append("work") or 5) == 5
     assert events == ["wait"] * rank + ["work"] + ["wait"] * (3 - rank)
 
 
 def test_without_a_group_nobody_waits():
-    assert in_turn(Share(1, 3), lambda: 5) == 5
+    assert in_turn(Shard(1, 3), lambda: 5) == 5

@@ -22,9 +22,9 @@ from seeds import coco, detection_result, result
 from ifso.data.cifar import open_cifar
 from ifso.data.coco import CocoData, CocoOptions, read_options
 from ifso.data.coco_format import Instances, categories_of, find_splits, image_files, read_document, read_instances
-from ifso.data.image_folder import Found, ImageFiles, find_images
+from ifso.data.image_folder import ImageFiles, ImageFolders, find_image_folders
 from ifso.data.registry import open_data
-from ifso.models.providers import ModelName, read_name
+from ifso.models.registry import ModelName, read_name
 from ifso_repro.config import config_folder, read_row, read_study
 from ifso_repro.results import read_file
 from ifso_repro.schema import Row, Study
@@ -176,7 +176,7 @@ def _name_readers(root: Path) -> Iterator[Reader]:
     yield Reader(
         "class folders",
         lambda random: _class_folders(folder, random),
-        find_images,
+        find_image_folders,
         _check_classes,
         "classes",
         share=0.1,
@@ -219,7 +219,7 @@ def _check_name(found: ModelName) -> None:
     assert all(key.isidentifier() for key in found.options)
 
 
-def _check_classes(found: Found) -> None:
+def _check_classes(found: ImageFolders) -> None:
     classes, train, test = found.classes, found.train, found.test
     assert all(note.isprintable() for note in found.notes)
     assert all(0 <= int(files.labels.min()) <= int(files.labels.max()) < len(classes) for files in (train, test))

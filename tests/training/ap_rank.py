@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ifso.data.batches import WHOLE, Shard
 from ifso.data.generated import generated_boxes
-from ifso.data.sharding import ALONE, Share
 from ifso.errors import IfsoError
 from ifso.training.average_precision import evaluate_detector
 
@@ -41,7 +41,7 @@ class Wobbly(nn.Module):
 
 def outcome(scenario: str, rank: int, ranks: int) -> object:
     """Average precision, or the words of the error."""
-    share = Share(rank, ranks) if ranks > 1 and scenario != "the same on both" else ALONE
+    share = Shard(rank, ranks) if ranks > 1 and scenario != "the same on both" else WHOLE
     data = generated_boxes(train=1, test=7, share=share)
     batches = data.test_batches(2)
     if scenario == "targets alone":

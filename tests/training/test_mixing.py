@@ -14,8 +14,7 @@ from ifso.cli.main import _parser, main
 from ifso.cli.train_options import gather, settings_of
 from ifso.data import open_data
 from ifso.data.base import ImageData
-from ifso.data.batches import Augmentation, Images, TrainBatches, generator
-from ifso.data.sharding import Share
+from ifso.data.batches import Augmentation, Images, Shard, TrainBatches, generator
 from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
@@ -41,7 +40,7 @@ def held(count=23, size=5, augmentation=MOVED, drop_last=False, share=None, seed
     mean, deviation = torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0)
     return TrainBatches(
         Images(pixels, torch.arange(count), mean, deviation), batch_size=size, augmentation=augmentation,
-        drop_last=drop_last, seed=seed, share=share or Share(),
+        drop_last=drop_last, seed=seed, share=share or Shard(),
     )  # fmt: skip
 
 
@@ -147,7 +146,7 @@ class TestBatches:
     @pytest.mark.parametrize("drop_last", [True, False])
     def test_ranks_together_have_the_plan_of_one_process(self, drop_last):
         alone = MixedBatches(held(size=6, drop_last=drop_last), 0.6).plan(1)
-        parts = [MixedBatches(held(size=3, drop_last=drop_last, share=Share(rank, 2)), 0.6) for rank in (0, 1)]
+        parts = [MixedBatches(held(size=3, drop_last=drop_last, share=Shard(rank, 2)), 0.6) for rank in (0, 1)]
         plans = [part.plan(1) for part in parts]
         places = torch.cat([part.base._places for part in parts])
         for number in (0, 1):

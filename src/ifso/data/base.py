@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ifso.common.loss_fn import LossFn
-from ifso.data.batches import Augmentation, Batch, Images, TestBatches, TrainBatches, generator
-from ifso.data.sharding import ALONE, Share
+from ifso.data.batches import WHOLE, Augmentation, Batch, Images, Shard, TestBatches, TrainBatches, generator
 from ifso.errors import DataError
 from ifso.tasks.classification import cross_entropy
 
@@ -62,7 +61,7 @@ class ImageData(Data):
     test: Images
     augmentation: Augmentation
     seed: int
-    share: Share = ALONE
+    share: Shard = WHOLE
 
     @property
     def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -1,24 +1,91 @@
-"""Batches out of tensors that lie on the device: shuffled and augmented for training, in order for a test.
-
-The order and the augmentation of an epoch depend on the seed and the number of the epoch alone, so that a run that was
-interrupted sees the same batches again. No global random state is read or changed.
-"""
+"""Batches out of tensors that lie on the device: shuffled and augmented for training, in order for a test."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of process ``rank`` out of ``ranks``. A batch size is that of one process.
+
+    In training, the joint batch of all processes is what one process with ``ranks`` times the batch size would see in
+    that step; each process takes its slice of it. For a test, the samples are dealt out like cards.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a rank that is none."""
+        numbers = (self.rank, self.ranks)
+        if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not 0 <= self.rank < self.ranks:
+            raise DataError(f"rank={self.rank!r} of ranks={self.ranks!r} will not do; give a rank from 0 to ranks − 1")
+
+    def places(self, count: int, batch_size: int, drop_last: bool) -> Tensor:
+        """Which places of an epoch's order of ``count`` samples are for this process, batch after batch.
+
+        All processes have equally many. Without ``drop_last``, what is left after the last full joint batch makes a
+        smaller one, without the last ``count`` mod ``ranks`` samples where it cannot be divided evenly.
+
+        >>> [Shard(rank, 2).places(11, batch_size=2, drop_last=False).tolist() for rank in (0, 1)]
+        [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]
+        >>> Shard().places(5, batch_size=2, drop_last=True).tolist()
+        [0, 1, 2, 3]
+        """
+        joint = self.ranks * batch_size
+        whole = count - count % joint
+        own = torch.arange(whole).view(-1, self.ranks, batch_size)[:, self.rank].flatten()
+        left = 0 if drop_last else (count - whole) // self.ranks
+        return torch.cat([own, whole + self.rank * left + torch.arange(left)])
+
+    def refuse_too_few(self, count: int, batch_size: int, drop_last: bool) -> None:
+        """One clear line if not a single batch comes out of ``count`` training samples."""
+        if count >= self.ranks * (batch_size if drop_last else 1):
+            return
+        each = "" if self.ranks == 1 else f" on each of {self.ranks} ranks"
+        remedy = "a smaller batch size" if drop_last else "more images or fewer ranks"
+        raise DataError(f"batches of {batch_size}{each} cannot be filled by {count} training images; give {remedy}")
+
+    def deal(self) -> slice:
+        """The samples of a test set that are for this process.
+
+        >>> list(range(7))[Shard(1, 3).deal()]
+        [1, 4]
+        """
+        return slice(self.rank, None, self.ranks)
+
+
+WHOLE = Shard()
+"""One process, which sees everything."""
+
+
+def in_turn(share: Shard, work: Callable[[], Result]) -> Result:
+    """``work()`` of one process after the other, if they have a process group: the later ones find its files."""
+    import torch.distributed as dist
+
+    if share.ranks == 1 or not (dist.is_available() and dist.is_initialized()):
+        return work()
+    for _ in range(share.rank):
+        dist.barrier()
+    done = work()
+    for _ in range(share.rank, share.ranks):
+        dist.barrier()
+    return done
+
 
 Batch = tuple[Tensor, Tensor]
 """Images [N, C, H, W] in float32 and labels [N] in int64."""
@@ -155,7 +222,7 @@ class TrainBatches(PlannedEpochs):
         augmentation: Augmentation | None,
         drop_last: bool,
         seed: int,
-        share: Share = ALONE,
+        share: Shard = WHOLE,
     ) -> None:
         check_batch_size(batch_size)
         share.refuse_too_few(len(images), batch_size, drop_last)
@@ -198,7 +265,7 @@ class TestBatches:
 
     __test__ = False
 
-    def __init__(self, images: Images, *, batch_size: int, share: Share = ALONE) -> None:
+    def __init__(self, images: Images, *, batch_size: int, share: Shard = WHOLE) -> None:
         check_batch_size(batch_size)
         self.images, self.batch_size = images.part(share.deal()), batch_size
 

@@ -13,7 +13,19 @@ from torch import Tensor
 
 from ifso.common.text import one_line
 from ifso.data.base import Data, split
-from ifso.data.coco_batches import Batch, BoxLoading, Drawing, HeldTest, HeldTraining, few, testing, training
+from ifso.data.batches import WHOLE, Shard
+from ifso.data.coco_batches import (
+    Batch,
+    BoxLoading,
+    BoxSamples,
+    HeldTest,
+    HeldTraining,
+    Resizing,
+    Shuffling,
+    few,
+    testing,
+    training,
+)
 from ifso.data.coco_format import (
     SplitFiles,
     categories_of,
@@ -23,9 +35,7 @@ from ifso.data.coco_format import (
     read_instances,
     refuse_others,
 )
-from ifso.data.coco_samples import BoxSamples, Resizing
 from ifso.data.decoding import TestFiles, TrainFiles, need_torchvision, workers_for
-from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError
 from ifso.tasks.detection import detection_loss
 
@@ -51,7 +61,7 @@ class CocoData(Data):
     test: BoxSamples
     seed: int
     loading: BoxLoading
-    share: Share = ALONE
+    share: Shard = WHOLE
     notes: tuple[str, ...] = ()
 
     task = "detection"
@@ -72,7 +82,7 @@ class CocoData(Data):
         self, batch_size: int = 2, augment: bool = True, drop_last: bool = True
     ) -> HeldTraining | TrainFiles:
         """Shuffled batches of (images, targets), mirrored in half of all cases unless told otherwise."""
-        return training(self.train, Drawing(batch_size, drop_last, augment, self.seed), self.share, self.loading)
+        return training(self.train, Shuffling(batch_size, drop_last, augment, self.seed), self.share, self.loading)
 
     def validation_batches(self, batch_size: int = 8) -> HeldTest | TestFiles:
         """What was set apart, in a fixed order; ``truth`` is what is to be found in it."""
@@ -99,7 +109,7 @@ def open_coco(
     device: torch.device,
     seed: int,
     validation: float | int,
-    share: Share,
+    share: Shard,
     workers: int | None,
     options: Mapping[str, Any],
 ) -> CocoData:

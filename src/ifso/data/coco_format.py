@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ifso.common.text import one_line
-from ifso.data.coco_samples import Annotations
+from ifso.data.coco_batches import Annotations
 from ifso.data.image_folder import ImageFiles
 from ifso.errors import DataError
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ifso.data.batches import Batch, Epochs, check_batch_size, generator
-from ifso.data.sharding import ALONE, Share
+from ifso.data.batches import WHOLE, Batch, Epochs, Shard, check_batch_size, generator
 from ifso.errors import DataError
 
 MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -29,7 +28,7 @@ Key = tuple[int, list[int]]
 """The epoch, and the numbers of a batch's images."""
 
 
-class Pictures(Protocol):
+class ImageSource(Protocol):
     """Images that are decoded when they are asked for."""
 
     @property
@@ -91,14 +90,14 @@ class Loading:
         return images, labels.to(self.device, non_blocking=True)
 
 
-class Decoded(Dataset[Any]):
+class DecodedDataset(Dataset[Any]):
     """Item (epoch, [i, j, …]) is the batch of these images, pixels [N, 3, H, W] in uint8 and labels [N].
 
     ``cut`` makes images of one size out of them; what is random in it follows from seed, epoch and image. Where a file
     is damaged the item is the line that says so, because errors of workers come back with their whole traceback.
     """
 
-    def __init__(self, files: Pictures, cut: Callable[[Tensor], Tensor], seed: int) -> None:
+    def __init__(self, files: ImageSource, cut: Callable[[Tensor], Tensor], seed: int) -> None:
         self.files, self.cut, self.seed = files, cut, seed
 
     def __getitem__(self, key: Key) -> Batch | str:
@@ -135,7 +134,7 @@ class _Plan:
 class DecodedBatches:
     """The images of ``source`` in the order of ``_order(epoch)``; workers stay alive from one epoch to the next."""
 
-    def __init__(self, source: Decoded, *, batch_size: int, loading: Loading, share: Share = ALONE) -> None:
+    def __init__(self, source: DecodedDataset, *, batch_size: int, loading: Loading, share: Shard = WHOLE) -> None:
         check_batch_size(batch_size)
         self.source, self.batch_size, self.loading, self.share = source, batch_size, loading, share
         self._idle: DataLoader[Any] | None = None
@@ -178,7 +177,7 @@ class DecodedBatches:
 class TrainFiles(DecodedBatches, Epochs):
     """Batches of images in files, an epoch in each ``iter()``."""
 
-    def __init__(self, source: Decoded, *, drop_last: bool, **options: Any) -> None:
+    def __init__(self, source: DecodedDataset, *, drop_last: bool, **options: Any) -> None:
         super().__init__(source, **options)
         self.share.refuse_too_few(len(source.files), self.batch_size, drop_last)
         self._places = self.share.places(len(source.files), self.batch_size, drop_last)

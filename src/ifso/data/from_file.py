@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ifso.common.text import describe_error
 from ifso.data.base import Data
-from ifso.data.sharding import ALONE, Share
+from ifso.data.batches import WHOLE, Shard
 from ifso.errors import DataError, IfsoError
 from ifso.models.from_file import blamed, find_in_file
 from ifso.tasks.detection import detection_loss
@@ -34,7 +34,7 @@ class FileData(Data):
     several processes it makes batches for; otherwise all have the same.
     """
 
-    def __init__(self, path: str, factory: str, device: torch.device | str, share: Share = ALONE) -> None:
+    def __init__(self, path: str, factory: str, device: torch.device | str, share: Shard = WHOLE) -> None:
         self.name, self._device, self._ranks = f"{path}:{factory}", device, share.ranks
         source = _made(path, factory, share)
         with blamed(self.name, DataError):
@@ -57,15 +57,15 @@ class FileData(Data):
                 raise DataError(f"{self.name}: loss_fn is {type(loss_fn).__name__}; give a function (model, batch)")
             self.loss_fn = loss_fn
 
-    def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> Moved:  # noqa: ARG002
+    def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> DeviceBatches:  # noqa: ARG002
         """The file's own training batches, on the device."""
         return self._part("train_batches")
 
-    def validation_batches(self, batch_size: int = 500) -> Moved:  # noqa: ARG002
+    def validation_batches(self, batch_size: int = 500) -> DeviceBatches:  # noqa: ARG002
         """The file's own validation batches, on the device."""
         return self._part("validation_batches")
 
-    def test_batches(self, batch_size: int = 500) -> Moved:  # noqa: ARG002
+    def test_batches(self, batch_size: int = 500) -> DeviceBatches:  # noqa: ARG002
         """The file's own test batches, on the device."""
         return self._part("test_batches")
 
@@ -81,11 +81,11 @@ class FileData(Data):
             return batch[0][:1]
         raise DataError(f"{self.name} says no input_shape, and its batches are not (images, labels); give input_shape")
 
-    def _part(self, name: str) -> Moved:
+    def _part(self, name: str) -> DeviceBatches:
         batches = self._parts[name]
         if batches is None:
             raise DataError(f"{self.name} has no {name}; let the object it returns have it")
-        moved = Counted if _has_length(batches, f"{self.name}: {name}") else Moved
+        moved = SizedDeviceBatches if _has_length(batches, f"{self.name}: {name}") else DeviceBatches
         return moved(batches, self._device, f"{self.name}: {name}", self._ranks > 1 and name != PARTS[0])
 
     def _checked(self, name: str, batches: Any) -> Any:
@@ -122,7 +122,7 @@ class FileData(Data):
         return tuple(shape)
 
 
-def _made(path: str, factory: str, share: Share) -> Any:
+def _made(path: str, factory: str, share: Shard) -> Any:
     """What the factory returns, called with as much of ``rank`` and ``ranks`` as it takes."""
     make = find_in_file(path, factory, DataError)
     offered = {"rank": share.rank, "ranks": share.ranks}
@@ -139,7 +139,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
 
-class Moved:
+class DeviceBatches:
     """The same batches with all their tensors on a device; the first one of each epoch is looked at.
 
     They may not be empty, except for a rank that has nothing to test while others have.
@@ -188,7 +188,7 @@ def _has_length(batches: Any, where: str) -> bool:
             return False
 
 
-class Counted(Moved):
+class SizedDeviceBatches(DeviceBatches):
     """Batches whose number is known."""
 
     def __len__(self) -> int:

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from ifso.common.devices import usable_device
 from ifso.data.base import ImageData
-from ifso.data.batches import Augmentation, Images, generator
+from ifso.data.batches import WHOLE, Augmentation, Images, Shard, generator
 from ifso.data.coco import CocoData
-from ifso.data.coco_batches import BoxLoading
-from ifso.data.coco_samples import Annotations, BoxSamples, Size
-from ifso.data.sharding import ALONE, Share
+from ifso.data.coco_batches import Annotations, BoxLoading, BoxSamples, Size
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000}
 
@@ -63,7 +61,7 @@ def generated_boxes(
     size: Size = (96, 128),
     device: torch.device | str = "cpu",
     seed: int = 0,
-    share: Share = ALONE,
+    share: Shard = WHOLE,
 ) -> CocoData:
     """Squares, discs and crosses on noise, one to three in an image of ``size`` (height, width), each with its box.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,9 +17,17 @@ from torch import Tensor
 from ifso.common.files import is_file
 from ifso.common.text import one_line
 from ifso.data.base import Data, split
-from ifso.data.batches import Batch
-from ifso.data.decoding import Decoded, Loading, Pictures, TestFiles, TrainFiles, need_torchvision, workers_for
-from ifso.data.sharding import Share
+from ifso.data.batches import Batch, Shard
+from ifso.data.cifar import as_labels, read_npz
+from ifso.data.decoding import (
+    DecodedDataset,
+    ImageSource,
+    Loading,
+    TestFiles,
+    TrainFiles,
+    need_torchvision,
+    workers_for,
+)
 from ifso.errors import DataError
 
 Read = TypeVar("Read")
@@ -122,7 +131,7 @@ def _with_pillow(image: Any) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ImageFolders:
     """The names of the classes, the files for training and for the test, and ``notes`` on what was left out."""
 
     classes: tuple[str, ...]
@@ -131,7 +140,7 @@ class Found:
     notes: tuple[str, ...]
 
 
-def find_images(root: Path) -> Found:
+def find_image_folders(root: Path) -> ImageFolders:
     """What is in the folders of ``root``.
 
     Classes are the folders of ``train`` in the order of their names, which for ImageNet is that of published weights.
@@ -151,7 +160,7 @@ def find_images(root: Path) -> Found:
         raise DataError(f"{root} cannot be read: {one_line(error)}; make all its folders readable") from error
 
 
-def _found(root: Path) -> Found:
+def _found(root: Path) -> ImageFolders:
     classes, tested = _classes(root / "train"), _classes(root / "val")
     strange = sorted(set(tested) - set(classes))
     if strange:
@@ -161,7 +170,7 @@ def _found(root: Path) -> Found:
         )
     notes: list[str] = []
     train = _files(root / "train", classes, classes, notes)
-    return Found(classes, train, _files(root / "val", tested, classes, notes), tuple(notes))
+    return ImageFolders(classes, train, _files(root / "val", tested, classes, notes), tuple(notes))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
@@ -221,16 +230,16 @@ CROP, EDGE = 224, 256
 
 
 @dataclass(frozen=True, eq=False)
-class ImageNet(Data):
+class ImageFolderData(Data):
     """Images in folders. ``train`` is without ``validation``, which is None if none was asked for."""
 
     name: str
     classes: tuple[str, ...]
-    train: Pictures
-    validation: Pictures | None
-    test: Pictures
+    train: ImageSource
+    validation: ImageSource | None
+    test: ImageSource
     seed: int
-    share: Share
+    share: Shard
     loading: Loading
     notes: tuple[str, ...] = ()
 
@@ -243,7 +252,7 @@ class ImageNet(Data):
 
     def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> TrainFiles:
         """Shuffled batches of (images [N, 3, 224, 224], labels [N]); a random window of each image, mirrored or not."""
-        source = Decoded(self.train, _augmented() if augment else self._whole(), self.seed)
+        source = DecodedDataset(self.train, _augmented() if augment else self._whole(), self.seed)
         return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, share=self.share, loading=self.loading)
 
     def validation_batches(self, batch_size: int = 500) -> TestFiles:
@@ -268,26 +277,26 @@ class ImageNet(Data):
         """How an image is cut to size where nothing is left to chance."""
         return _middle()
 
-    def _few(self, files: Pictures, count: int) -> Batch:
+    def _few(self, files: ImageSource, count: int) -> Batch:
         cut, files = self._whole(), files.part(slice(count))
         pixels = torch.stack([cut(files.read(place)) for place in range(len(files))])
         return self.loading.to_device(pixels, files.labels)
 
-    def _tested(self, files: Pictures, batch_size: int) -> TestFiles:
-        source = Decoded(files, self._whole(), self.seed)
+    def _tested(self, files: ImageSource, batch_size: int) -> TestFiles:
+        source = DecodedDataset(files, self._whole(), self.seed)
         return TestFiles(source, batch_size=batch_size, share=self.share, loading=self.loading)
 
 
 def open_imagenet(
-    path: str, *, device: torch.device, seed: int, validation: float | int, share: Share, workers: int | None
-) -> ImageNet:
+    path: str, *, device: torch.device, seed: int, validation: float | int, share: Shard, workers: int | None
+) -> ImageFolderData:
     """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
     name = f"imagenet:{path}"
     need_torchvision(name, "vision")
-    found = find_images(Path(path))
+    found = find_image_folders(Path(path))
     train, held_out = split(found.train, validation, seed)
     loading = Loading(device, workers_for(workers))
-    return ImageNet(name, found.classes, train, held_out, found.test, seed, share, loading, found.notes)
+    return ImageFolderData(name, found.classes, train, held_out, found.test, seed, share, loading, found.notes)
 
 
 def _augmented() -> Callable[[Tensor], Tensor]:
@@ -302,3 +311,112 @@ def _middle() -> Callable[[Tensor], Tensor]:
     from torchvision.transforms import v2
 
     return v2.Compose([v2.Resize(EDGE, antialias=True), v2.CenterCrop(CROP)])
+
+
+MOST_CLASSES = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class JpegBytes:
+    """Image i is ``data[starts[i]:ends[i]]``; ``numbers`` [N] are the places in the file, ``labels`` [N] in int64."""
+
+    path: Path
+    data: Tensor
+    starts: Tensor
+    ends: Tensor
+    numbers: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, places: Tensor | slice) -> JpegBytes:
+        """The images at ``places``; the bytes are shared."""
+        some = (tensor[places] for tensor in (self.starts, self.ends, self.numbers, self.labels))
+        return JpegBytes(self.path, self.data, *some)
+
+    def read(self, place: int) -> Tensor:
+        """One image [3, 224, 224] in uint8."""
+        try:
+            return _decoded_jpeg(self.data[int(self.starts[place]) : int(self.ends[place])])
+        except Exception as error:
+            said = one_line(error) or type(error).__name__
+            raise DataError(f"{self.path}: image {int(self.numbers[place])} cannot be used: {said}") from error
+
+
+def _decoded_jpeg(data: Tensor) -> Tensor:
+    """The size is looked at before anything is decoded."""
+    from PIL import Image, UnidentifiedImageError
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    try:
+        with Image.open(io.BytesIO(data.numpy().tobytes()), formats=("JPEG",)) as image:
+            width, height = image.size
+    except UnidentifiedImageError:
+        raise DataError("it is no JPEG") from None
+    if (width, height) != (CROP, CROP):
+        raise DataError(f"it has {width}×{height} pixels; give {CROP}×{CROP}")
+    return decode_jpeg(data.clone(), ImageReadMode.RGB)
+
+
+@dataclass(frozen=True, eq=False)
+class JpegData(ImageFolderData):
+    """Images that are cut already: without augmentation they are taken as they are."""
+
+    def _whole(self) -> Callable[[Tensor], Tensor]:
+        return _unchanged
+
+
+def _unchanged(image: Tensor) -> Tensor:
+    return image
+
+
+def open_jpegs(
+    path: str, *, device: torch.device, seed: int, validation: float | int, share: Shard, workers: int | None
+) -> JpegData:
+    """The images of an .npz with ``data`` (the bytes of all files), ``offsets`` [N + 1] and ``labels`` [N].
+
+    Of each class, in the order of the file, every second image is for the test and the others are for training.
+    """
+    name = f"jpegs:{path}"
+    need_torchvision(name, "vision")
+    images = _read_jpegs(Path(path))
+    tested = every_second(images.labels)
+    train, held_out = split(images.part(~tested), validation, seed)
+    if not bool(tested.any()):
+        raise DataError(f"{path} has one image of each class; give two at least, one of them to measure on")
+    classes = tuple(map(str, range(int(images.labels.max()) + 1)))
+    loading = Loading(device, workers_for(workers))
+    return JpegData(name, classes, train, held_out, images.part(tested), seed, share, loading)
+
+
+def every_second(labels: Tensor) -> Tensor:
+    """Which samples [N] are the second, fourth … of their class.
+
+    >>> every_second(torch.tensor([3, 7, 3, 7, 7, 3])).tolist()
+    [False, False, True, True, False, False]
+    """
+    order = labels.argsort(stable=True)
+    ordered = labels[order]
+    within = torch.arange(len(labels)) - torch.searchsorted(ordered, ordered)
+    found = torch.empty(len(labels), dtype=torch.bool)
+    found[order] = within % 2 == 1
+    return found
+
+
+def _read_jpegs(path: Path) -> JpegBytes:
+    data, offsets, labels = read_npz(path, ("data", "offsets", "labels"))
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise DataError(f"{path}: data is {_kind(data)}; give the bytes of all JPEG files as one row of uint8")
+    if offsets.dtype.kind not in "ui" or offsets.ndim != 1 or len(offsets) < 2:
+        raise DataError(f"{path}: offsets is {_kind(offsets)}; give where each image begins, and the end of the last")
+    places = torch.from_numpy(offsets.astype(np.int64))
+    if int(places[0]) < 0 or int(places[-1]) > len(data) or not bool((places.diff() > 0).all()):
+        raise DataError(f"{path}: offsets do not grow from 0 to {len(data)}, the number of bytes in data")
+    count = len(offsets) - 1
+    answers = as_labels(labels, count, MOST_CLASSES, f"{path}: labels")
+    return JpegBytes(path, torch.from_numpy(data), places[:-1], places[1:], torch.arange(count), answers)
+
+
+def _kind(array: Any) -> str:
+    return f"{one_line(array.dtype.name)} of shape {array.shape}"

@@ -10,14 +10,12 @@ import torch
 
 from ifso.common.devices import usable_device
 from ifso.data.base import Data, ImageData, split
-from ifso.data.batches import Augmentation, Images
+from ifso.data.batches import Augmentation, Images, Shard, in_turn
 from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.coco import open_coco
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
-from ifso.data.image_folder import open_imagenet
-from ifso.data.jpegs import open_jpegs
-from ifso.data.sharding import Share, in_turn
+from ifso.data.image_folder import open_imagenet, open_jpegs
 from ifso.errors import DataError
 
 FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
@@ -43,7 +41,7 @@ def open_data(
     ``seed`` fixes the order and the augmentation of every epoch, and which training images are set apart:
     ``validation`` is their share (a float) or their number (an int). The test set is never touched for that.
 
-    Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see :class:`Share`); give
+    Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see :class:`Shard`); give
     all of them the same seed. ``download`` allows CIFAR to be fetched; ``workers`` processes decode images in files.
     Further ``options`` are those of ``coco:PATH`` (:class:`~ifso.data.coco.CocoOptions`). They may also stand
     in the name, as in ``coco:PATH,size=480x640``.
@@ -55,7 +53,7 @@ def open_data(
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([64, 1, 8, 8]), torch.float32, torch.Size([64]))
     """
-    device, share = usable_device(device), Share(rank, ranks)
+    device, share = usable_device(device), Shard(rank, ranks)
     kind, _, path = name.partition(":")
     own = name.rpartition(":")[0].endswith(".py")
     if options and (own or kind != "coco"):
@@ -78,7 +76,7 @@ class _About(NamedTuple):
     augmentation: Augmentation
 
 
-def _images(name: str, share: Share, download: bool) -> tuple[Images, Images, _About]:
+def _images(name: str, share: Shard, download: bool) -> tuple[Images, Images, _About]:
     """Training and test images of a set that is held in memory, on the CPU."""
     kind, _, path = name.partition(":")
     if name == "digits":
@@ -98,7 +96,7 @@ def _digit_images() -> tuple[Images, Images]:
     return Images(data.x_train, data.y_train, middle, one), Images(data.x_test, data.y_test, middle, one)
 
 
-def _from_file(name: str, device: torch.device, validation: float | int, share: Share) -> FileData:
+def _from_file(name: str, device: torch.device, validation: float | int, share: Shard) -> FileData:
     if validation:
         raise DataError(
             f"{name}: validation={validation} cannot be cut from a file of yours; leave it out, let the file have "
