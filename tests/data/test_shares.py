@@ -8,7 +8,7 @@ from ifso.data.batches import Shard, in_turn
 from ifso.errors import DataError
 
 
-class TestPlaces:
+class TestIndices:
     @pytest.mark.parametrize("count", [0, 1, 5, 12, 13, 17, 23, 24, 29])
     @pytest.mark.parametrize("ranks", [1, 2, 3])
     @pytest.mark.parametrize("drop_last", [True, False])
@@ -22,11 +22,17 @@ class TestPlaces:
             each = len(joint) // ranks
             for rank in range(ranks):
                 expected[rank] += joint[rank * each : (rank + 1) * each]
-        assert [Shard(rank, ranks).places(count, batch, drop_last).tolist() for rank in range(ranks)] == expected
+        shards = [Shard(rank, ranks) for rank in range(ranks)]
+        if not expected[0]:
+            for shard in shards:
+                with pytest.raises(DataError, match="cannot be filled"):
+                    shard.indices(count, batch, drop_last)
+        else:
+            assert [shard.indices(count, batch, drop_last).tolist() for shard in shards] == expected
 
     @pytest.mark.parametrize(("rank", "ranks"), [(1, 1), (-1, 2), (0, 0), (0.0, 1), (True, 2), ("0", 1)])
     def test_ranks_that_are_none(self, rank, ranks):
-        with pytest.raises(DataError, match=f"rank={rank!r} of ranks={ranks!r} will not do"):
+        with pytest.raises(DataError, match=f"got rank={rank!r} of ranks={ranks!r}"):
             open_data("digits", rank=rank, ranks=ranks)
 
 

@@ -19,8 +19,10 @@ from mutating import TEXTS, mutated_bytes, mutated_json
 from PIL import Image
 from seeds import coco, detection_result, result
 
+from ifso.data.base import CocoOptions, read_options
 from ifso.data.cifar import open_cifar
-from ifso.data.coco import CocoData, CocoOptions, read_options
+from ifso.data.coco import CocoData
+from ifso.data.coco_batches import Resizing
 from ifso.data.coco_format import Instances, categories_of, find_splits, image_files, read_document, read_instances
 from ifso.data.image_folder import ImageFiles, ImageFolders, find_image_folders
 from ifso.data.registry import open_data
@@ -171,7 +173,9 @@ def _name_readers(root: Path) -> Iterator[Reader]:
         keys = (random.choice(("depth", "min_size", *TEXTS)) for _ in range(random.randint(0, 3)))
         return ",".join([source, *(f"{key}={random.choice((*LITERALS, *TEXTS))}" for key in keys)])
 
-    yield Reader("options of coco:PATH", options, lambda text: read_options(text, {}), _check_options, share=8)
+    yield Reader(
+        "options of coco:PATH", options, lambda text: read_options(CocoOptions, text, {}), _check_options, share=8
+    )
     yield Reader("name of a MODEL", model, read_name, _check_name, share=8)
     yield Reader(
         "class folders",
@@ -212,7 +216,7 @@ def _entry(path: Path, random: Random) -> None:
 
 def _check_options(found: tuple[str, CocoOptions]) -> None:
     assert isinstance(found[0], str)
-    assert found[1].resizing is None or found[1].resizing.size(6, 8)
+    assert not found[1].sides or Resizing(*found[1].sides).size(6, 8)
 
 
 def _check_name(found: ModelName) -> None:

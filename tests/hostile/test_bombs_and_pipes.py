@@ -58,12 +58,12 @@ class TestArrays:
     @pytest.mark.parametrize(
         ("member", "said"),
         [
-            (npy("'|u1'", "(10000000000000,)"), "does not hold the numbers"),
-            (npy("'|V2147483647'", "(1000,)"), "does not hold the numbers"),
-            (npy("'|O'", "()", pickle.dumps(1)), "does not hold the numbers"),
+            (npy("'|u1'", "(10000000000000,)"), "cannot be read as .npz"),
+            (npy("'|V2147483647'", "(1000,)"), "cannot be read as .npz"),
+            (npy("'|O'", "()", pickle.dumps(1)), "cannot be read as .npz"),
             (npy("'|u1'", "-" * 5000 + "1"), "cannot be read as .npz"),
             (npy("'|u1'", "(" * 5000), "cannot be read as .npz"),
-            (npy("'|u1'", f"({10**400},)"), "does not hold the numbers"),
+            (npy("'|u1'", f"({10**400},)"), "cannot be read as .npz"),
         ],
     )
     def test_headers_that_lie(self, member, said, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 from torch import Tensor
 
 from ifso.common.text import describe_error, one_line
@@ -21,45 +19,33 @@ from ifso.errors import DataError
 MOST_BYTES = 2**31
 """Of all arrays in a file, unpacked; CIFAR takes a tenth of it."""
 
-HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-
 
 def read_npz(path: Path, names: Sequence[str]) -> tuple[Any, ...]:
-    """The arrays of those names in an .npz; nothing that needs pickle is read, and no more than the file holds."""
+    """The arrays of those names in an .npz; nothing that needs pickle is read."""
     if not path.is_file():
         raise DataError(f"there is no file {path}; give the path of an .npz")
     try:
-        with zipfile.ZipFile(path) as archive:
-            inside = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
-            missing = [name for name in names if name not in inside]
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [name for name in names if name not in archive.files]
             if missing:
+                inside = one_line(", ".join(archive.files)) or "nothing"
                 raise DataError(
-                    f"{path} holds no {' and no '.join(missing)}; it has {one_line(', '.join(inside)) or 'nothing'}; "
-                    f"give a file with {', '.join(names)}"
+                    f"{path} holds no {' and no '.join(missing)}; it has {inside}; give a file with {', '.join(names)}"
                 )
-            if sum(inside[name].file_size for name in names) > MOST_BYTES:
+            entries = archive.zip.infolist()
+            if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+                raise DataError(f"{path} is compressed in a way that numpy does not write; write it with numpy.savez")
+            if sum(entry.file_size for entry in entries) > MOST_BYTES:
                 raise DataError(f"{path} holds more than {MOST_BYTES} bytes of arrays; give fewer images")
-            return tuple(_array(archive, inside[name]) for name in names)
+            arrays = tuple(archive[name] for name in names)
+            if not all(isinstance(array, np.ndarray) for array in arrays):
+                raise ValueError("an entry is no array")
+            return arrays
     except DataError:
         raise
     except Exception as error:
-        said = one_line(error) or type(error).__name__
-        raise DataError(f"{path} cannot be read as .npz: {said}; write it with numpy.savez") from error
-
-
-def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:
-    """One array, of which the header is read first: it must promise as many bytes as are there."""
-    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{entry.filename} is compressed in a way that numpy does not write")
-    with archive.open(entry) as file:
-        version = npy.read_magic(file)
-        if version not in HEADERS:
-            raise ValueError(f"{entry.filename} has an unknown version")
-        shape, _, dtype = HEADERS[version](file)
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize != entry.file_size - file.tell():
-            raise ValueError(f"{entry.filename} does not hold the numbers that its header tells of")
-    with archive.open(entry) as file:
-        return npy.read_array(file, allow_pickle=False)
+        reason = one_line(error) or type(error).__name__
+        raise DataError(f"{path} cannot be read as .npz: {reason}; write it with numpy.savez") from error
 
 
 def as_images(array: Any, where: str) -> Tensor:
@@ -76,16 +62,6 @@ def as_images(array: Any, where: str) -> Tensor:
     if images.dtype.kind not in "uif":
         raise DataError(f"{where} has dtype {one_line(array.dtype.name)}; give numbers, e.g. uint8 from 0 to 255")
     return torch.from_numpy(np.ascontiguousarray(images))
-
-
-def as_pixels(array: Any, where: str) -> Tensor:
-    """CIFAR images as :func:`as_images` gives them, if there are any and they are bytes from 0 to 255."""
-    if array.dtype != np.uint8:
-        raise DataError(f"{where} has dtype {one_line(array.dtype.name)}; give uint8 pixels from 0 to 255")
-    images = as_images(array, where)
-    if not len(images):
-        raise DataError(f"{where} is empty; give one image at least")
-    return images
 
 
 def as_labels(array: Any, count: int, num_classes: int, where: str) -> Tensor:
@@ -155,21 +131,21 @@ def open_cifar(kind: str, path: str, download: bool = False) -> tuple[Images, Im
 
 def cifar_part(kind: str, x: Any, y: Any, place: Path, part: str) -> Images:
     """Images and labels of one part (``train`` or ``test``), checked. ``place`` is where they come from."""
-    about = CIFAR[kind]
-    pixels = as_pixels(x, f"{place}: x_{part}")
+    about, where = CIFAR[kind], f"{place}: x_{part}"
+    if x.dtype != np.uint8:
+        raise DataError(f"{where} has dtype {one_line(x.dtype.name)}; give uint8 pixels from 0 to 255")
+    pixels = as_images(x, where)
+    if not len(pixels):
+        raise DataError(f"{where} is empty; give one image at least")
     labels = as_labels(y, len(pixels), about.num_classes, f"{place}: y_{part}")
-    return Images(pixels, labels, _by_colour(about.mean), _by_colour(about.deviation))
+    return Images(pixels, labels, *(torch.tensor(each).view(-1, 1, 1) for each in (about.mean, about.deviation)))
 
 
 def _refuse_smaller_kind(kind: str, train: Images, place: Path) -> None:
-    """CIFAR-10 opened as CIFAR-100 would be learned with ninety classes that never occur."""
+    """DataError if CIFAR-10 is opened as CIFAR-100, of which ninety classes would never occur."""
     classes, smaller = CIFAR[kind].num_classes, CIFAR["cifar10"].num_classes
     if len(train) >= classes**2 > smaller**2 and int(train.labels.max()) < smaller:
         raise DataError(f"{place}: y_train has labels below {smaller} only, as CIFAR-10 has; give cifar10:{place}")
-
-
-def _by_colour(values: tuple[float, ...]) -> torch.Tensor:
-    return torch.tensor(values).view(-1, 1, 1)
 
 
 def _from_folder(about: Cifar, place: Path, download: bool) -> tuple[Any, ...]:

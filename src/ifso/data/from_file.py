@@ -34,9 +34,9 @@ class FileData(Data):
     several processes it makes batches for; otherwise all have the same.
     """
 
-    def __init__(self, path: str, factory: str, device: torch.device | str, share: Shard = WHOLE) -> None:
-        self.name, self._device, self._ranks = f"{path}:{factory}", device, share.ranks
-        source = _made(path, factory, share)
+    def __init__(self, path: str, factory: str, device: torch.device | str, shard: Shard = WHOLE) -> None:
+        self.name, self._device, self._ranks = f"{path}:{factory}", device, shard.ranks
+        source = _made(path, factory, shard)
         with blamed(self.name, DataError):
             self._take(source)
 
@@ -122,10 +122,10 @@ class FileData(Data):
         return tuple(shape)
 
 
-def _made(path: str, factory: str, share: Shard) -> Any:
+def _made(path: str, factory: str, shard: Shard) -> Any:
     """What the factory returns, called with as much of ``rank`` and ``ranks`` as it takes."""
     make = find_in_file(path, factory, DataError)
-    offered = {"rank": share.rank, "ranks": share.ranks}
+    offered = {"rank": shard.rank, "ranks": shard.ranks}
     with blamed(f"{path}:{factory} failed", DataError):
         return make(**{name: value for name, value in offered.items() if _takes(make, name)})
 

@@ -61,7 +61,7 @@ def generated_boxes(
     size: Size = (96, 128),
     device: torch.device | str = "cpu",
     seed: int = 0,
-    share: Shard = WHOLE,
+    shard: Shard = WHOLE,
 ) -> CocoData:
     """Squares, discs and crosses on noise, one to three in an image of ``size`` (height, width), each with its box.
 
@@ -76,7 +76,7 @@ def generated_boxes(
     """
     device = usable_device(device)
     learned, tested = (_samples(name, count, size, device) for name, count in (("train", train), ("test", test)))
-    return CocoData("generated boxes", CATEGORIES, learned, None, tested, seed, BoxLoading(device, 0), share)
+    return CocoData("generated boxes", CATEGORIES, learned, None, tested, seed, BoxLoading(device, 0), shard)
 
 
 def _samples(name: str, count: int, size: Size, device: torch.device) -> BoxSamples:

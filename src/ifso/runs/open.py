@@ -350,7 +350,7 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
         return "", path, value.removeprefix(path)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
-        path, behind = _before_options(path) if kind == "coco" else (path, "")
+        path, behind = _before_options(kind, path)
         return f"{kind}{colon}", path, behind
     return "", None, value
 
@@ -370,10 +370,10 @@ def _program(option: str, value: str) -> str | None:
     return path if path.endswith(".py") else None
 
 
-def _before_options(path: str) -> tuple[str, str]:
-    from ifso.data.coco import path_and_options
+def _before_options(kind: str, path: str) -> tuple[str, str]:
+    from ifso.data.base import path_and_options
 
-    return path_and_options(path)
+    return path_and_options(kind, path)
 
 
 LARGEST = 2**63 - 1
