@@ -6,16 +6,15 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, ModelNotFound, TraceError
@@ -32,9 +31,7 @@ from ifso.models.detectors import (
 from ifso.models.from_file import build_from_file
 from ifso.models.weights import load_weights
 
-if TYPE_CHECKING:
-    import torch
-
+FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 
 Builder = Callable[..., nn.Module]
 
@@ -48,9 +45,25 @@ OWN: dict[str, Builder] = {
 OWN_IMAGES = {"resnet8-digits": (1, 8, 8)}
 """The image (C, H, W) that a network of ours is made for, where it is not one of CIFAR."""
 
+OF_DETECTORS = ("norms", "backbone")
 
-@dataclass(frozen=True)
-class Provider:
+LOADING = (
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path", "cache_dir",
+    "weights", "weights_backbone",
+)  # fmt: skip
+"""Options with which torchvision and timm load files or download."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
+"""By provider: the option that asks for published weights."""
+
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+FRAMES = 16
+
+DEFAULT_SIZE = 224
+
+
+class Provider(NamedTuple):
     """``names()`` are the networks it has; ``build(name, **options)`` makes one, without pretrained weights."""
 
     names: Callable[[], Sequence[str]]
@@ -58,35 +71,23 @@ class Provider:
 
 
 def _build_own(name: str, **options: Any) -> nn.Module:
-    if name in SMALL:
-        _package("torchvision")
-        model = small_retinanet(name, **options)
-        refuse_unknown(model, f"ifso:{name}", small_retinanet, options)
-        return model
-    return OWN[name](**options)
-
-
-def _torchvision_names() -> Sequence[str]:
-    return _package("torchvision.models").list_models()
+    if name not in SMALL:
+        return OWN[name](**options)
+    _package("torchvision")
+    model = small_retinanet(name, **options)
+    refuse_unknown(model, f"ifso:{name}", small_retinanet, options)
+    return model
 
 
 def _build_torchvision(name: str, **options: Any) -> nn.Module:
     models = _package("torchvision.models")
-    accepted = inspect.signature(models.get_model_builder(name)).parameters
+    builder = models.get_model_builder(name)
+    accepted = inspect.signature(builder).parameters
     no_weights = {key: None for key in ("weights", "weights_backbone") if key in accepted}
     model = models.get_model(name, **{**no_weights, **options})
     if is_detector(model):
-        refuse_unknown(model, f"torchvision:{name}", models.get_model_builder(name), options)
+        refuse_unknown(model, f"torchvision:{name}", builder, options)
     return model
-
-
-def _timm_names() -> Sequence[str]:
-    timm = _package("timm")
-    return [*timm.list_models(), *timm.list_pretrained()]
-
-
-def _build_timm(name: str, **options: Any) -> nn.Module:
-    return _package("timm").create_model(name, **{"pretrained": False, **options})
 
 
 def _package(name: str) -> ModuleType:
@@ -101,17 +102,12 @@ def _package(name: str) -> ModuleType:
 
 PROVIDERS = {
     "ifso": Provider(lambda: [*OWN, *SMALL], _build_own),
-    "torchvision": Provider(_torchvision_names, _build_torchvision),
-    "timm": Provider(_timm_names, _build_timm),
+    "torchvision": Provider(lambda: _package("torchvision.models").list_models(), _build_torchvision),
+    "timm": Provider(
+        lambda: [*_package("timm").list_models(), *_package("timm").list_pretrained()],
+        lambda name, **options: _package("timm").create_model(name, **{"pretrained": False, **options}),
+    ),
 }
-
-LOADING = (
-    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path", "cache_dir",
-    "weights", "weights_backbone",
-)  # fmt: skip
-"""Options with which torchvision and timm load files or download."""
-
-CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 class ModelName(NamedTuple):
@@ -130,17 +126,28 @@ def read_name(text: str) -> ModelName:
     >>> read_name("nets/small.py:make")
     ModelName(source='nets/small.py', inner='make', options={})
     """
-    whole, *given = text.split(",")
-    if ".py:" in text:
-        path, _, rest = text.partition(".py:")
-        whole, *given = rest.split(",")
-        whole = f"{path}.py:{whole}"
+    program, mark, rest = text.partition(".py:")
+    whole, *given = (rest if mark else text).split(",")
+    if mark:
+        whole = f"{program}{mark}{whole}"
     source, _, inner = whole.rpartition(":") if whole.rpartition(":")[0].endswith(".py") else whole.partition(":")
     return ModelName(source, inner, dict(_option(part, text) for part in given))
 
 
+def _option(part: str, text: str) -> tuple[str, Any]:
+    """The name and value of an option: a constant, a literal of Python, or the text itself."""
+    key, equals, value = part.partition("=")
+    if not equals or not key.isidentifier():
+        shown, of = (repr(each if len(each) <= 200 else f"{each[:199]}…") for each in (part, text))
+        raise ModelNotFound(f"{of}: {shown} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
+    try:
+        return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return key, value
+
+
 def is_program(name: str) -> bool:
-    """Is it a function of a Python file?"""
+    """Return whether ``name`` is a function of a Python file."""
     return read_name(name).source.endswith(".py")
 
 
@@ -155,7 +162,7 @@ def loading(name: str) -> list[str]:
 
 
 def without_loading(name: str) -> str:
-    """The same network with weights of nobody.
+    """The same network, randomly initialised.
 
     >>> without_loading("timm:resnet18,pretrained=True,num_classes=3")
     'timm:resnet18,num_classes=3'
@@ -164,25 +171,6 @@ def without_loading(name: str) -> str:
         return name
     whole, *given = name.split(",")
     return ",".join([whole, *(part for part in given if part.partition("=")[0] not in LOADING)])
-
-
-def _option(part: str, text: str) -> tuple[str, Any]:
-    key, equals, value = part.partition("=")
-    if not equals or not key.isidentifier():
-        raise ModelNotFound(f"{_short(text)}: {_short(part)} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
-    try:
-        return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return key, value
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 200 else f"{text[:199]}…")
-
-
-FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
-
-OF_DETECTORS = ("norms", "backbone")
 
 
 def create_model(
@@ -206,14 +194,16 @@ def create_model(
     """
     written = read_name(name)
     if num_classes is not None:
-        said = written.options.get("num_classes", num_classes)
-        if said != num_classes:
+        other = written.options.get("num_classes", num_classes)
+        if other != num_classes:
             raise ModelNotFound(
-                f"{name} says num_classes={said}, but {num_classes} are needed; leave that out of the name"
+                f"{name} says num_classes={other}, but {num_classes} are needed; leave that out of the name"
             )
         options["num_classes"] = num_classes
+    if pretrained and written.source not in PUBLISHED:
+        raise ModelNotFound(f"{name} has no published weights; leave --pretrained out, and give a file with --weights")
     if pretrained:
-        options |= _published(written, name)
+        options |= {} if loading(name) else PUBLISHED[written.source]
     elif loading(name):
         raise ModelNotFound(
             f"{name} would load or download weights ({', '.join(loading(name))}); allow that with --pretrained "
@@ -233,61 +223,35 @@ def create_model(
     return model
 
 
-def _published(written: ModelName, name: str) -> dict[str, Any]:
-    """The option that asks for published weights, if the name does not say which."""
-    asking: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
-    if written.source not in asking:
-        raise ModelNotFound(f"{name} has no published weights; leave --pretrained out, and give a file with --weights")
-    return {} if loading(name) else asking[written.source]
-
-
 def _build(written: ModelName, name: str, options: dict[str, Any]) -> nn.Module:
+    """The network, made by its provider or by the user's file."""
     prefix, inner = written.source, written.inner
-    if prefix in PROVIDERS:
-        provider = PROVIDERS[prefix]
-        names = provider.names()
-        if inner not in names:
-            some = f"; there are {', '.join(names[:3])} and {len(names) - 3} more"
-            raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: names}) or some}")
-        return _built(provider, name, inner, options)
     if prefix.endswith(".py"):
         return build_from_file(prefix, inner, **options)
-    raise ModelNotFound(f"{name!r} is no model name; write {FORMS}{_suggest(inner or prefix, _all_names())}")
-
-
-def _built(provider: Provider, name: str, inner: str, options: dict[str, Any]) -> nn.Module:
+    if prefix not in PROVIDERS:
+        raise ModelNotFound(f"{name!r} is no model name; write {FORMS}{_suggest(inner or prefix, PROVIDERS)}")
+    names = PROVIDERS[prefix].names()
+    if inner not in names:
+        some = f"; there are {', '.join(names[:3])} and {len(names) - 3} more"
+        raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: PROVIDERS[prefix]}) or some}")
     try:
-        return provider.build(inner, **options)
+        return PROVIDERS[prefix].build(inner, **options)
     except IfsoError:
         raise
     except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ModelNotFound(f"{name} cannot be built with {given or 'no options'}: {_said(error)}") from error
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+        kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+        raise ModelNotFound(f"{name} cannot be built with {given}: {kind}{one_line(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-    return f"{kind}{one_line(error)}"
-
-
-def _all_names() -> dict[str, Sequence[str]]:
-    names = {}
-    for prefix, provider in PROVIDERS.items():
-        with suppress(ModelNotFound):
-            names[prefix] = provider.names()
-    return names
-
-
-def _suggest(inner: str, names: Mapping[str, Sequence[str]]) -> str:
+def _suggest(inner: str, providers: Mapping[str, Provider]) -> str:
     """``; did you mean …?`` with the names closest to ``inner``, or nothing."""
-    each = 3 if len(names) == 1 else 1
-    close = [f"{prefix}:{match}" for prefix in names for match in get_close_matches(inner, names[prefix], n=each)]
+    close: list[str] = []
+    for prefix, provider in providers.items():
+        with suppress(ModelNotFound):
+            matches = get_close_matches(inner, provider.names(), n=3 if len(providers) == 1 else 1)
+            close += [f"{prefix}:{match}" for match in matches]
     return f"; did you mean {', '.join(close)}?" if close else ""
-
-
-FRAMES = 16
-
-DEFAULT_SIZE = 224
 
 
 def default_inputs(name: str, model: nn.Module) -> Any:
@@ -295,7 +259,6 @@ def default_inputs(name: str, model: nn.Module) -> Any:
 
     Detection models take one image in a list and have to be in eval mode.
 
-    >>> from ifso.models.registry import create_model
     >>> default_inputs("ifso:resnet20", create_model("ifso:resnet20")).shape
     torch.Size([1, 3, 32, 32])
     """
@@ -305,39 +268,27 @@ def default_inputs(name: str, model: nn.Module) -> Any:
     if prefix == "ifso":
         return torch.randn(1, *OWN_IMAGES.get(inner, (3, 32, 32)))
     if prefix == "timm":
-        return _timm_inputs(model)
+        from timm.data import resolve_model_data_config
+
+        return torch.randn(1, *resolve_model_data_config(model)["input_size"])
     if prefix == "torchvision":
         return _torchvision_inputs(inner, model)
     raise TraceError(f"no example input is known for {name}; give its shape, for example 1,3,224,224")
 
 
-def _timm_inputs(model: nn.Module) -> Tensor:
-    from timm.data import resolve_model_data_config
-
-    return torch.randn(1, *resolve_model_data_config(model)["input_size"])
-
-
 def _torchvision_inputs(inner: str, model: nn.Module) -> Any:
+    """Of the size the model insists on, else of the one its first published weights were trained with."""
     family = type(model).__module__.removeprefix("torchvision.models.").partition(".")[0]
     if family == "optical_flow":
         return torch.randn(1, 3, 128, 128), torch.randn(1, 3, 128, 128)
-    size = _torchvision_size(inner, model)
-    if family == "video":
-        return torch.randn(1, 3, FRAMES, *size)
-    return torch.randn(1, 3, *size)
+    size: Any = getattr(model, "image_size", None)
+    if not isinstance(size, int):
+        from torchvision.models import get_model_weights
 
-
-def _torchvision_size(inner: str, model: nn.Module) -> tuple[int, int]:
-    """The size the model insists on, else the one its first published weights were trained with."""
-    own = getattr(model, "image_size", None)
-    if isinstance(own, int):
-        return own, own
-    from torchvision.models import get_model_weights
-
-    published = next(iter(get_model_weights(inner)), None)
-    crop = getattr(getattr(published, "transforms", None), "keywords", {}).get("crop_size", DEFAULT_SIZE)
-    height, width = (crop, crop) if isinstance(crop, int) else crop
-    return height, width
+        published = next(iter(get_model_weights(inner)), None)
+        size = getattr(getattr(published, "transforms", None), "keywords", {}).get("crop_size", DEFAULT_SIZE)
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.randn(1, 3, *([FRAMES] if family == "video" else []), height, width)
 
 
 def network_for(
