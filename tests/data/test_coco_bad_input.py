@@ -189,7 +189,7 @@ class TestOptions:
         assert "has no option colour; it has size, drop_degenerate, keep_empty" in refused(root, colour=1)
         assert "has no option sise; it has size" in refused(f"{root},sise=3,drop_degenerate")
         assert "labels must be one of contiguous, ids, got labels='names'" in refused(root, labels="names")
-        with pytest.raises(DataError, match="digits has no option size; only coco:PATH has further ones"):
+        with pytest.raises(DataError, match="digits has no option size; only coco:PATH and folder:PATH have"):
             open_data("digits", size=8)
 
     def test_stand_in_the_name(self, root):

@@ -31,7 +31,7 @@ DESCRIPTION = (
     "leaves a network for each share. By default units go in stages and the weights that are left are fitted in closed "
     "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
 )
-DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
+DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 BATCH, BOXES_BATCH = 128, 2
 """Samples in a batch, and images with boxes."""
 BOXES_RATE = 0.001

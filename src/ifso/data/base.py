@@ -252,6 +252,8 @@ def path_and_options(kind: str, text: str) -> tuple[str, str]:
 
     >>> path_and_options("coco", "sets/cells,size=480x640,drop_degenerate"), path_and_options("coco", "a,b/cells")
     (('sets/cells', ',size=480x640,drop_degenerate'), ('a,b/cells', ''))
+    >>> path_and_options("folder", "cats,size=64"), path_and_options("imagenet", "cats,size=64")
+    (('cats', ',size=64'), ('cats,size=64', ''))
     """
     known = [field.name for field in fields(OPTIONS[kind])] if kind in OPTIONS else []
     path, behind = text, ""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from ifso.data.batches import WHOLE, Batch, Epochs, Shard, check_batch_size, generator
 from ifso.errors import DataError
 
-Colours = tuple[float, float, float]
+Colours = tuple[float, ...]
 
 MEAN: Colours = (123.675, 116.28, 103.53)
 DEVIATION: Colours = (58.395, 57.12, 57.375)

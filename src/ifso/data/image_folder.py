@@ -1,11 +1,12 @@
-"""Images in folders of classes, ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG``, and JPEGs in one .npz."""
+"""Images in folders of classes (``imagenet:PATH``, ``folder:PATH``), and JPEGs in one .npz (``jpegs:FILE``)."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ifso.common.files import is_file
 from ifso.common.text import one_line
-from ifso.data.base import Data, split
+from ifso.data.base import Data, FolderOptions, read_options, split
 from ifso.data.batches import Batch, Shard
 from ifso.data.cifar import as_labels, read_npz
 from ifso.data.decoding import DecodedImages, ImageSource, Loading, TestFiles, TrainFiles, need_torchvision, workers_for
@@ -45,8 +46,8 @@ PER_BYTE = {True: 600, False: 8300}
 
 MOST_CLASSES = 2**20
 
-CROP, EDGE = 224, 256
-"""Pixels of an image of ImageNet, and of the shorter edge before a test image's middle is cut out."""
+CROP = 224
+"""Pixels of an image of ImageNet in width and height."""
 
 Cut = Callable[[Tensor], Tensor]
 """Makes an image [3, size, size] out of one of any size."""
@@ -143,8 +144,8 @@ class ImageFolders:
     notes: tuple[str, ...]
 
 
-def find_image_folders(root: Path) -> ImageFolders:
-    """What is in the folders ``train`` and ``val`` of ``root``.
+def find_image_folders(root: Path, tested: str = "val") -> ImageFolders:
+    """What is in the folders ``train`` and ``tested`` of ``root``.
 
     Classes are the folders of ``train`` in the order of their names, which for ImageNet is that of published weights.
     Of the files in them, those that end like an image count (.jpeg, .jpg, .png or .webp).
@@ -154,23 +155,29 @@ def find_image_folders(root: Path) -> ImageFolders:
             f"there is no folder {root}; give the one that holds {LAYOUT} "
             "(ImageNet is not downloaded for you, see https://image-net.org/download)"
         )
-    for part in ("train", "val"):
+    for part in ("train", tested):
         if not (root / part).is_dir():
             raise DataError(f"{root} holds no folder {part}; give the one that holds {LAYOUT}")
     notes: list[str] = []
-    try:
-        classes, tested = _classes(root / "train"), _classes(root / "val")
-        strange = sorted(set(tested) - set(classes))
+    with _readable(root):
+        classes, present = _classes(root / "train"), _classes(root / tested)
+        strange = sorted(set(present) - set(classes))
         if strange:
             raise DataError(
-                f"{one_line(str(root / 'val' / strange[0]))} is of a class that {root / 'train'} lacks"
+                f"{one_line(str(root / tested / strange[0]))} is of a class that {root / 'train'} lacks"
                 f"{f' ({len(strange) - 1} more like it)' if strange[1:] else ''}; both need the same class folders"
             )
         train = _files(root / "train", classes, classes, notes)
-        test = _files(root / "val", tested, classes, notes)
+        return ImageFolders(classes, train, _files(root / tested, present, classes, notes), tuple(notes))
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """DataError where the system does not let a folder be read."""
+    try:
+        yield
     except OSError as error:
         raise DataError(f"{root} cannot be read: {one_line(error)}; make all its folders readable") from error
-    return ImageFolders(classes, train, test, tuple(notes))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
@@ -224,8 +231,12 @@ class ImageFolderData(Data):
     shard: Shard
     loading: Loading
     notes: tuple[str, ...] = ()
+    size: int = CROP
 
-    input_shape = (3, CROP, CROP)
+    @property
+    def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of one image: 3, height, width."""
+        return 3, self.size, self.size
 
     @property
     def num_classes(self) -> int:  # type: ignore[override]
@@ -233,8 +244,8 @@ class ImageFolderData(Data):
         return len(self.classes)
 
     def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> TrainFiles:
-        """Shuffled batches of (images [N, 3, 224, 224], labels [N]); a random window of each image, mirrored or not."""
-        source = DecodedImages(self.train, _augmented() if augment else self._whole(), self.seed)
+        """Shuffled batches of (images [N, 3, H, W], labels [N]); a random window of each image, mirrored or not."""
+        source = DecodedImages(self.train, self._window() if augment else self._whole(), self.seed)
         return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, shard=self.shard, loading=self.loading)
 
     def validation_batches(self, batch_size: int = 500) -> TestFiles:
@@ -246,7 +257,7 @@ class ImageFolderData(Data):
         return self._tested(self.test, batch_size)
 
     def example_inputs(self) -> Tensor:
-        """The first test image [1, 3, 224, 224], normalised."""
+        """The first test image [1, 3, H, W], normalised."""
         return self._first(self.test, 1)[0]
 
     def first_batch(self) -> Batch:
@@ -262,17 +273,16 @@ class ImageFolderData(Data):
         return TestFiles(source, batch_size=batch_size, shard=self.shard, loading=self.loading)
 
     def _whole(self) -> Cut:
-        """How an image is cut to size where nothing is left to chance: its middle, the shorter edge at 256 pixels."""
+        """How an image is cut to size where nothing is left to chance: its middle, of 7/8 of the shorter edge."""
         from torchvision.transforms import v2
 
-        return v2.Compose([v2.Resize(EDGE, antialias=True), v2.CenterCrop(CROP)])
+        return v2.Compose([v2.Resize(self.size * 8 // 7, antialias=True), v2.CenterCrop(self.size)])
 
+    def _window(self) -> Cut:
+        """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
+        from torchvision.transforms import v2
 
-def _augmented() -> Cut:
-    """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.RandomResizedCrop(CROP, antialias=True), v2.RandomHorizontalFlip()])
+        return v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
 
 
 def open_imagenet(
@@ -285,6 +295,58 @@ def open_imagenet(
     train, held_out = split(folders.train, validation, seed)
     loading = Loading(device, workers_for(workers))
     return ImageFolderData(name, folders.classes, train, held_out, folders.test, seed, shard, loading, folders.notes)
+
+
+def open_folder(
+    path: str,
+    *,
+    device: torch.device,
+    seed: int,
+    validation: float | int,
+    shard: Shard,
+    workers: int | None,
+    options: Mapping[str, Any],
+) -> ImageFolderData:
+    """The images in class folders in ``path``, or in its folders ``train`` and ``val`` or ``test``.
+
+    Options of :class:`~ifso.data.base.FolderOptions` may follow the path after commas. Of class folders without
+    ``train``, the share ``test`` is for the test: the same images whatever the ``seed``. Where there are ``val`` and
+    ``test``, the first is for validation, unless ``validation`` asks for a part of the training set.
+    """
+    name = f"folder:{path}"
+    need_torchvision(name, "vision")
+    folder, chosen = read_options(FolderOptions, path, options)
+    root, held_out = Path(folder), None
+    if (root / "train").is_dir() or not root.is_dir():
+        has_test = (root / "test").is_dir()
+        found = find_image_folders(root, "test" if has_test else "val")
+        if has_test and not validation and (root / "val").is_dir():
+            held_out = find_image_folders(root, "val").test
+    else:
+        found = _split_folder(root, chosen.test)
+    train = found.train
+    if validation:
+        train, held_out = split(train, validation, seed)
+    mean, deviation = (tuple(255 * each for each in chosen.colours(name)) for name in ("mean", "deviation"))
+    loading = Loading(device, workers_for(workers), mean, deviation)
+    return ImageFolderData(
+        name, found.classes, train, held_out, found.test, seed, shard, loading, found.notes, chosen.size
+    )
+
+
+def _split_folder(root: Path, share: float) -> ImageFolders:
+    """The class folders in ``root``, of which a share of the images is for the test."""
+    notes: list[str] = []
+    with _readable(root):
+        classes = _classes(root)
+        files = _files(root, classes, classes, notes)
+    train, test = split(files, share, seed=0)
+    if test is None:
+        raise DataError(f"{root} holds {len(files)} image; give two at least, one of them to measure on")
+    notes.append(
+        f"{root} has no folder train: {len(test)} of its {len(files)} images are for the test (test={share:g})"
+    )
+    return ImageFolders(classes, train, test, tuple(notes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""DATA: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
+"""DATA: ``digits``; ``cifar10:PATH``, ``imagenet:``, ``folder:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.coco import open_coco
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
-from ifso.data.image_folder import open_imagenet, open_jpegs
+from ifso.data.image_folder import open_folder, open_imagenet, open_jpegs
 from ifso.errors import DataError
 
-FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
+FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 
-FILES = {"imagenet": open_imagenet, "jpegs": open_jpegs, "coco": open_coco}
+FILES = {"imagenet": open_imagenet, "folder": open_folder, "jpegs": open_jpegs, "coco": open_coco}
 """Images that are decoded when they are needed."""
 
 
@@ -44,7 +44,8 @@ def open_data(
     Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see
     :class:`~ifso.data.batches.Shard`); give all of them the same seed. ``download`` allows CIFAR to be fetched;
     ``workers`` processes decode images in files. Further ``options`` are those of ``coco:PATH``
-    (:class:`~ifso.data.base.CocoOptions`). They may also stand in the name, as in ``coco:PATH,size=480x640``.
+    (:class:`~ifso.data.base.CocoOptions`) and ``folder:PATH`` (:class:`~ifso.data.base.FolderOptions`). They may also
+    stand in the name, as in ``coco:PATH,size=480x640``.
 
     >>> data = open_data("digits", validation=142)
     >>> len(data.x_train), len(data.x_test), data.num_classes, data.input_shape
@@ -58,7 +59,8 @@ def open_data(
     program, _, factory = name.rpartition(":")
     is_program = program.endswith(".py")
     if options and (is_program or kind not in OPTIONS):
-        raise DataError(f"{name} has no option {next(iter(options))}; only coco:PATH has further ones")
+        kinds = " and ".join(f"{each}:PATH" for each in OPTIONS)
+        raise DataError(f"{name} has no option {next(iter(options))}; only {kinds} have further ones")
     if is_program:
         if validation:
             raise DataError(
