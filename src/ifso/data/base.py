@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,6 +124,17 @@ class ImageData(Data):
     def first_batch(self) -> Batch:
         """Two training images and their labels, without augmentation."""
         return self.train.normalized(self.train.pixels[:2]), self.train.labels[:2]
+
+
+class Opening(NamedTuple):
+    """How a data set is opened: the arguments of :func:`ifso.data.open_data`."""
+
+    device: torch.device
+    seed: int
+    validation: float | int
+    shard: Shard
+    workers: int | None
+    options: Mapping[str, Any]
 
 
 class _Divisible(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ifso.data.base import CocoOptions, Data, read_options, split
+from ifso.data.base import CocoOptions, Data, Opening, read_options, split
 from ifso.data.batches import WHOLE, Shard
 from ifso.data.coco_batches import Batch, BoxDataset, BoxLoading, BoxSamples, BoxTestFiles, Resizing
 from ifso.data.coco_format import (
@@ -99,16 +99,7 @@ class CocoData(Data):
         return self.loading if samples.pixels is None else replace(self.loading, workers=0)
 
 
-def open_coco(
-    path: str,
-    *,
-    device: torch.device,
-    seed: int,
-    validation: float | int,
-    shard: Shard,
-    workers: int | None,
-    options: Mapping[str, Any],
-) -> CocoData:
+def open_coco(path: str, opening: Opening) -> CocoData:
     """The images and boxes in ``path``: ``images/`` with ``instances_train.json`` and its like, or COCO's own layout.
 
     Options of :class:`~ifso.data.base.CocoOptions` may follow the path after commas.
@@ -119,32 +110,23 @@ def open_coco(
     """
     name = f"coco:{path}"
     need_torchvision(name, "detection")
-    folder, chosen = read_options(CocoOptions, path, options)
-    loading, splits = BoxLoading(device, workers_for(workers)), find_splits(Path(folder))
-    reader = _Reader(splits["train"], chosen)
-    train, test = reader.train, reader.samples(splits["test" if "test" in splits else "val"])
-    parts = {"train": train, "test": test}
-    if validation:
-        parts["train"], held_out = split(train, validation, seed)
-        parts |= {} if held_out is None else {"validation": held_out}
-    elif "test" in splits and "val" in splits:
-        parts["validation"] = reader.samples(splits["val"])
+    folder, options = read_options(CocoOptions, path, opening.options)
+    loading, splits = BoxLoading(opening.device, workers_for(opening.workers)), find_splits(Path(folder))
+    reader = _Reader(splits["train"], options)
+    test = reader.samples(splits["test" if "test" in splits else "val"])
+    train, held_out = split(reader.train, opening.validation, opening.seed)
+    parts = {"train": _learnable(train, options.keep_empty), "test": test}
     if "test" not in splits:
         reader.notes.append(f"{name} has no instances_test.json: its test set is {test.source}")
-    parts["train"] = _learnable(parts["train"], chosen.keep_empty)
-    if _is_held(parts, device) if chosen.hold is None else chosen.hold:
-        parts = {part: samples.held(device, loading.workers) for part, samples in parts.items()}
-    return CocoData(
-        name,
-        reader.categories,
-        parts["train"],
-        parts.get("validation"),
-        parts["test"],
-        seed,
-        loading,
-        shard,
-        tuple(reader.notes),
-    )
+    if held_out is None and {"test", "val"} <= splits.keys():
+        held_out = reader.samples(splits["val"])
+    if held_out is not None:
+        parts["validation"] = held_out
+    if _is_held(parts, opening.device) if options.hold is None else options.hold:
+        parts = {part: samples.held(opening.device, loading.workers) for part, samples in parts.items()}
+    train, test, held_out = parts["train"], parts["test"], parts.get("validation")
+    notes = tuple(reader.notes)
+    return CocoData(name, reader.categories, train, held_out, test, opening.seed, loading, opening.shard, notes)
 
 
 class _Reader:

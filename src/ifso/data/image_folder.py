@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ifso.common.files import is_file
 from ifso.common.text import one_line
-from ifso.data.base import Data, FolderOptions, read_options, split
+from ifso.data.base import Data, FolderOptions, Opening, read_options, split
 from ifso.data.batches import Batch, Shard
 from ifso.data.cifar import as_labels, read_npz
 from ifso.data.decoding import DecodedImages, ImageSource, Loading, TestFiles, TrainFiles, need_torchvision, workers_for
@@ -71,13 +71,14 @@ class ImageFiles:
 
     def size(self, index: int) -> tuple[int, int]:
         """Height and width that a file says it has."""
-        return self._of(index, _size)
+        return self._apply(_size, index)
 
     def read(self, index: int) -> Tensor:
         """One image [3, H, W] in uint8, whatever its colours were."""
-        return self._of(index, _decoded)
+        return self._apply(_decoded, index)
 
-    def _of(self, index: int, read: Callable[[Path], Read]) -> Read:
+    def _apply(self, read: Callable[[Path], Read], index: int) -> Read:
+        """What ``read`` returns for the file; DataError that names it if that fails."""
         path = self.folder / os.fsdecode(self.names[index])
         named = one_line(str(path))
         if not is_file(path):
@@ -285,53 +286,42 @@ class ImageFolderData(Data):
         return v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
 
 
-def open_imagenet(
-    path: str, *, device: torch.device, seed: int, validation: float | int, shard: Shard, workers: int | None
-) -> ImageFolderData:
+def open_imagenet(path: str, opening: Opening) -> ImageFolderData:
     """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
     name = f"imagenet:{path}"
     need_torchvision(name, "vision")
     folders = find_image_folders(Path(path))
-    train, held_out = split(folders.train, validation, seed)
-    loading = Loading(device, workers_for(workers))
-    return ImageFolderData(name, folders.classes, train, held_out, folders.test, seed, shard, loading, folders.notes)
+    train, held_out = split(folders.train, opening.validation, opening.seed)
+    loading = Loading(opening.device, workers_for(opening.workers))
+    return ImageFolderData(
+        name, folders.classes, train, held_out, folders.test, opening.seed, opening.shard, loading, folders.notes
+    )
 
 
-def open_folder(
-    path: str,
-    *,
-    device: torch.device,
-    seed: int,
-    validation: float | int,
-    shard: Shard,
-    workers: int | None,
-    options: Mapping[str, Any],
-) -> ImageFolderData:
+def open_folder(path: str, opening: Opening) -> ImageFolderData:
     """The images in class folders in ``path``, or in its folders ``train`` and ``val`` or ``test``.
 
     Options of :class:`~ifso.data.base.FolderOptions` may follow the path after commas. Of class folders without
-    ``train``, the share ``test`` is for the test: the same images whatever the ``seed``. Where there are ``val`` and
+    ``train``, the share ``test`` is for the test: the same images whatever the seed. Where there are ``val`` and
     ``test``, the first is for validation, unless ``validation`` asks for a part of the training set.
     """
     name = f"folder:{path}"
     need_torchvision(name, "vision")
-    folder, chosen = read_options(FolderOptions, path, options)
-    root, held_out = Path(folder), None
+    folder, options = read_options(FolderOptions, path, opening.options)
+    root = Path(folder)
+    has_test = (root / "test").is_dir()
     if (root / "train").is_dir() or not root.is_dir():
-        has_test = (root / "test").is_dir()
-        found = find_image_folders(root, "test" if has_test else "val")
-        if has_test and not validation and (root / "val").is_dir():
-            held_out = find_image_folders(root, "val").test
+        folders = find_image_folders(root, "test" if has_test else "val")
     else:
-        found = _split_folder(root, chosen.test)
-    train = found.train
-    if validation:
-        train, held_out = split(train, validation, seed)
-    mean, deviation = (tuple(255 * each for each in chosen.colours(name)) for name in ("mean", "deviation"))
-    loading = Loading(device, workers_for(workers), mean, deviation)
+        folders = _split_folder(root, options.test)
+    train, held_out = split(folders.train, opening.validation, opening.seed)
+    if held_out is None and has_test and (root / "train").is_dir() and (root / "val").is_dir():
+        held_out = find_image_folders(root, "val").test
+    mean, deviation = (tuple(255 * each for each in options.colours(name)) for name in ("mean", "deviation"))
     return ImageFolderData(
-        name, found.classes, train, held_out, found.test, seed, shard, loading, found.notes, chosen.size
-    )
+        name, folders.classes, train, held_out, folders.test, opening.seed, opening.shard,
+        Loading(opening.device, workers_for(opening.workers), mean, deviation), folders.notes, options.size,
+    )  # fmt: skip
 
 
 def _split_folder(root: Path, share: float) -> ImageFolders:
@@ -398,9 +388,7 @@ def _unchanged(image: Tensor) -> Tensor:
     return image
 
 
-def open_jpegs(
-    path: str, *, device: torch.device, seed: int, validation: float | int, shard: Shard, workers: int | None
-) -> JpegData:
+def open_jpegs(path: str, opening: Opening) -> JpegData:
     """The images of an .npz with ``data`` (the bytes of all files), ``offsets`` [N + 1] and ``labels`` [N].
 
     Of each class, in the order of the file, every second image is for the test and the others are for training.
@@ -409,12 +397,12 @@ def open_jpegs(
     need_torchvision(name, "vision")
     images = _read_jpegs(Path(path))
     tested = every_second(images.labels)
-    train, held_out = split(images.part(~tested), validation, seed)
     if not bool(tested.any()):
         raise DataError(f"{path} has one image of each class; give two at least, one of them to measure on")
+    train, held_out = split(images.part(~tested), opening.validation, opening.seed)
     classes = tuple(map(str, range(int(images.labels.max()) + 1)))
-    loading = Loading(device, workers_for(workers))
-    return JpegData(name, classes, train, held_out, images.part(tested), seed, shard, loading)
+    loading = Loading(opening.device, workers_for(opening.workers))
+    return JpegData(name, classes, train, held_out, images.part(tested), opening.seed, opening.shard, loading)
 
 
 def every_second(labels: Tensor) -> Tensor:

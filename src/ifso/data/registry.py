@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from ifso.common.devices import usable_device
-from ifso.data.base import OPTIONS, Data, ImageData, split
+from ifso.data.base import OPTIONS, Data, ImageData, Opening, split
 from ifso.data.batches import Augmentation, Images, Shard, in_turn
 from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.coco import open_coco
@@ -20,7 +21,12 @@ from ifso.errors import DataError
 
 FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 
-FILES = {"imagenet": open_imagenet, "folder": open_folder, "jpegs": open_jpegs, "coco": open_coco}
+FILES: dict[str, Callable[[str, Opening], Data]] = {
+    "imagenet": open_imagenet,
+    "folder": open_folder,
+    "jpegs": open_jpegs,
+    "coco": open_coco,
+}
 """Images that are decoded when they are needed."""
 
 
@@ -69,11 +75,7 @@ def open_data(
             )
         return FileData(program, factory, device, shard)
     if kind in FILES and path:
-        further = {"options": options} if kind in OPTIONS else {}
-        open_files: Any = FILES[kind]
-        return open_files(
-            path, device=device, seed=seed, validation=validation, shard=shard, workers=workers, **further
-        )
+        return FILES[kind](path, Opening(device, seed, validation, shard, workers, options))
     train, test, augmentation, num_classes = _held_images(name, shard, download)
     train, held_out = split(train.to(device), validation, seed)
     return ImageData(name, num_classes, train, held_out, test.to(device), augmentation, seed, shard)
