@@ -313,11 +313,11 @@ class TestImages:
     def test_one_that_is_larger_than_said_is_not_decoded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from PIL import Image
 
-        from ifso.data import image_folder as image_files
+        from ifso.data.decoding import ImageFiles
 
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
         Image.new("1", (13000, 13000)).save(tmp_path / "x.png")
-        files = image_files.ImageFiles(tmp_path, [b"x.png"], torch.zeros(1))
+        files = ImageFiles(tmp_path, [b"x.png"], torch.zeros(1))
         assert files.size(0) == (13000, 13000)
         with pytest.raises(DataError, match="it has 169000000 pixels, and 134217728 are the most"):
             files.read(0)

@@ -24,7 +24,8 @@ from ifso.data.cifar import open_cifar
 from ifso.data.coco import CocoData
 from ifso.data.coco_batches import Resizing
 from ifso.data.coco_format import Instances, categories_of, find_splits, image_files, read_document, read_instances
-from ifso.data.image_folder import ImageFiles, ImageFolders, find_image_folders
+from ifso.data.decoding import ImageFiles
+from ifso.data.image_folder import ImageFolders, find_image_folders
 from ifso.data.registry import open_data
 from ifso.models.registry import ModelName, read_name
 from ifso_repro.config import config_folder, read_row, read_study

@@ -26,7 +26,7 @@ from ifso.common.text import one_line
 from ifso.costs.latency import LatencyModel
 from ifso.data.cifar import open_cifar, read_npz
 from ifso.data.coco_format import read_document
-from ifso.data.image_folder import ImageFiles
+from ifso.data.decoding import ImageFiles
 from ifso.data.registry import open_data
 from ifso.errors import DataError, IfsoError, RunError, WeightsError
 from ifso.models.registry import read_name

@@ -15,8 +15,9 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.common.files import write_tensors
 from ifso.common.serialization import read_tensor_file, write_tensor_file
+from ifso.data.decoding import ImageFiles
 from ifso.data.generated import generated_boxes, generated_images
-from ifso.data.image_folder import ImageFiles, ImageFolderData
+from ifso.data.image_folder import ImageFolderData
 from ifso.training.checkpoint import FILE
 from ifso_repro.identity import identity
 from ifso_repro.jobs import Job

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import generator
-from ifso.data.decoding import DecodedDataset, Loading, TestFiles
-from ifso.data.image_folder import ImageFiles
+from ifso.data.decoding import DecodedDataset, ImageFiles, Loading, TestFiles
 from ifso.errors import DataError
 
 Size = tuple[int, int]

@@ -17,7 +17,7 @@ import torch
 from ifso.common.files import is_file
 from ifso.common.text import one_line
 from ifso.data.coco_batches import Annotations
-from ifso.data.image_folder import ImageFiles
+from ifso.data.decoding import ImageFiles
 from ifso.errors import DataError
 
 LISTS = {"images": "file_name", "annotations": "", "categories": "name"}

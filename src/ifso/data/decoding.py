@@ -9,21 +9,27 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ifso.common.files import is_file
+from ifso.common.text import one_line
 from ifso.data.batches import WHOLE, Batch, Epochs, Shard, check_batch_size, generator
 from ifso.errors import DataError
 
 Colours = tuple[float, ...]
 
 MEAN: Colours = (123.675, 116.28, 103.53)
+
 DEVIATION: Colours = (58.395, 57.12, 57.375)
 """Of ImageNet's pixels from 0 to 255, by colour."""
 
@@ -211,3 +217,103 @@ class TestFiles(DecodedBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         return self._in_order(0, self._order)
+
+
+Read = TypeVar("Read")
+
+JPEG = ("JPEG", "MPO")
+"""Both begin with a JPEG; in the second there are further pictures behind it."""
+
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
+"""What a file may be, whatever its name ends in."""
+
+MOST_PIXELS = 2**27
+"""Of any image: to decode one takes some 9 bytes for each."""
+
+FREE_PIXELS = 2**20
+
+PER_BYTE = {True: 600, False: 8300}
+"""Pixels beyond the free ones that a byte can stand for at most, in a JPEG (a bit for each block) and in other formats
+(packed 1032 times, a bit each)."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """``names`` [N] below ``folder``, as bytes in one array, which worker processes share; ``labels`` [N] in int64."""
+
+    folder: Path
+    names: Any
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, indices: Tensor | slice) -> ImageFiles:
+        """The files at ``indices``."""
+        names = self.names[indices.numpy() if isinstance(indices, Tensor) else indices]
+        return ImageFiles(self.folder, names, self.labels[indices])
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width that a file says it has."""
+        return self._apply(_size, index)
+
+    def read(self, index: int) -> Tensor:
+        """One image [3, H, W] in uint8, whatever its colours were."""
+        return self._apply(_decoded, index)
+
+    def _apply(self, read: Callable[[Path], Read], index: int) -> Read:
+        """What ``read`` returns for the file; DataError that names it if that fails."""
+        path = self.folder / os.fsdecode(self.names[index])
+        named = one_line(str(path))
+        if not is_file(path):
+            raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
+        try:
+            return read(path)
+        except DataError as error:
+            raise DataError(f"{named} {error}") from None
+        except Exception as error:
+            raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
+
+
+def _size(path: Path) -> tuple[int, int]:
+    from PIL import Image
+
+    with Image.open(path, formats=FORMATS) as image:
+        return image.height, image.width
+
+
+def _decoded(path: Path) -> Tensor:
+    """JPEG is decoded by torchvision and the rest by Pillow: torchvision ends the process on some damaged PNG files."""
+    from PIL import Image
+    from torchvision.io import ImageReadMode, decode_image
+
+    with Image.open(path, formats=FORMATS) as image:
+        jpeg, pixels, size = image.format in JPEG, image.width * image.height, path.stat().st_size
+        if pixels > MOST_PIXELS:
+            raise ValueError(f"it has {pixels} pixels, and {MOST_PIXELS} are the most that are decoded")
+        if pixels > FREE_PIXELS + PER_BYTE[jpeg] * size:
+            raise ValueError(f"{size} bytes cannot hold {pixels} pixels")
+        if not jpeg:
+            return _with_pillow(image)
+    return decode_image(str(path), ImageReadMode.RGB)
+
+
+def _with_pillow(image: Any) -> Tensor:
+    """The first picture of a PNG, or the only one of a GIF or WebP; of 16 bits the upper half, transparency is lost."""
+    if image.format != "PNG" and getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"holds {image.n_frames} images; replace it with one that holds a single image")
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.int64) >> 8
+        pixels = np.stack([grey.clip(0, 255).astype(np.uint8)] * 3, 2)
+    else:
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without the place in torchvision's source that may precede it.
+
+    >>> _reason(RuntimeError("decode_jpeg, /src/decode_jpeg.cpp:171, Image is incomplete or truncated"))
+    'Image is incomplete or truncated'
+    """
+    return one_line(re.sub(r"^\w+, \S+\.cpp:\d+, ", "", (str(error).splitlines() or [type(error).__name__])[0]))
