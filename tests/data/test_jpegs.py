@@ -81,6 +81,12 @@ def test_a_validation_part_and_ranks(opened):
     assert dealt == [TEST[::2], TEST[1::2]]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_may_have_nothing_to_test(opened, workers):
+    batches = opened(validation=1, rank=1, ranks=2, workers=workers).validation_batches()
+    assert (len(batches), list(batches)) == (0, [])
+
+
 def test_images_are_as_they_are_in_the_file(opened):
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (7, 7, 3), np.uint8).repeat(32, 0).repeat(32, 1)

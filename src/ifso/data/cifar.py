@@ -114,41 +114,41 @@ def open_cifar(kind: str, path: str, download: bool = False) -> tuple[Images, Im
 
     With ``download``, a folder that is not there or not complete is fetched first.
     """
-    place, about = Path(path), CIFAR[kind]
-    if place.is_dir() or (download and not place.exists() and place.suffix != ".npz"):
-        x_train, y_train, x_test, y_test = _from_folder(about, place, download)
-    elif place.exists():
-        x_train, y_train, x_test, y_test = read_npz(place, ARRAYS)
+    source, about = Path(path), CIFAR[kind]
+    if source.is_dir() or (download and not source.exists() and source.suffix != ".npz"):
+        x_train, y_train, x_test, y_test = _from_folder(about, source, download)
+    elif source.exists():
+        x_train, y_train, x_test, y_test = read_npz(source, ARRAYS)
     else:
         raise DataError(
-            f"there is no file or folder {place}; give an .npz with {', '.join(ARRAYS)}, or the folder that holds "
+            f"there is no file or folder {source}; give an .npz with {', '.join(ARRAYS)}, or the folder that holds "
             f"{about.folder}; to have it downloaded into a folder, {DOWNLOAD}"
         )
-    train, test = cifar_part(kind, x_train, y_train, place, "train"), cifar_part(kind, x_test, y_test, place, "test")
-    _refuse_smaller_kind(kind, train, place)
+    train, test = cifar_part(kind, x_train, y_train, source, "train"), cifar_part(kind, x_test, y_test, source, "test")
+    _refuse_smaller_kind(kind, train, source)
     return train, test
 
 
-def cifar_part(kind: str, x: Any, y: Any, place: Path, part: str) -> Images:
-    """Images and labels of one part (``train`` or ``test``), checked. ``place`` is where they come from."""
-    about, where = CIFAR[kind], f"{place}: x_{part}"
+def cifar_part(kind: str, x: Any, y: Any, path: Path, part: str) -> Images:
+    """Images and labels of one part (``train`` or ``test``), checked. ``path`` is where they come from."""
+    about, where = CIFAR[kind], f"{path}: x_{part}"
     if x.dtype != np.uint8:
         raise DataError(f"{where} has dtype {one_line(x.dtype.name)}; give uint8 pixels from 0 to 255")
     pixels = as_images(x, where)
     if not len(pixels):
         raise DataError(f"{where} is empty; give one image at least")
-    labels = as_labels(y, len(pixels), about.num_classes, f"{place}: y_{part}")
+    labels = as_labels(y, len(pixels), about.num_classes, f"{path}: y_{part}")
     return Images(pixels, labels, *(torch.tensor(each).view(-1, 1, 1) for each in (about.mean, about.deviation)))
 
 
-def _refuse_smaller_kind(kind: str, train: Images, place: Path) -> None:
+def _refuse_smaller_kind(kind: str, train: Images, path: Path) -> None:
     """DataError if CIFAR-10 is opened as CIFAR-100, of which ninety classes would never occur."""
     classes, smaller = CIFAR[kind].num_classes, CIFAR["cifar10"].num_classes
     if len(train) >= classes**2 > smaller**2 and int(train.labels.max()) < smaller:
-        raise DataError(f"{place}: y_train has labels below {smaller} only, as CIFAR-10 has; give cifar10:{place}")
+        raise DataError(f"{path}: y_train has labels below {smaller} only, as CIFAR-10 has; give cifar10:{path}")
 
 
-def _from_folder(about: Cifar, place: Path, download: bool) -> tuple[Any, ...]:
+def _from_folder(about: Cifar, path: Path, download: bool) -> tuple[Any, ...]:
     """The arrays, read by torchvision, which compares the files with their known checksums first."""
     try:
         from torchvision import datasets
@@ -158,23 +158,23 @@ def _from_folder(about: Cifar, place: Path, download: bool) -> tuple[Any, ...]:
             'pip install "ifso[vision]", or give an .npz'
         ) from error
     reader = getattr(datasets, about.reader)
-    if download and _fault(reader, place):
-        _download(reader, place)
+    if download and _fault(reader, path):
+        _download(reader, path)
     try:
-        parts = [reader(place, train=train, download=False) for train in (True, False)]
+        parts = [reader(path, train=train, download=False) for train in (True, False)]
     except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
-        fault = _fault(reader, place) or f"{place / reader.base_folder} cannot be read ({describe_error(error)})"
-        raise DataError(f"{fault}; unpack {reader.url} into {place}, or {DOWNLOAD}") from error
+        fault = _fault(reader, path) or f"{path / reader.base_folder} cannot be read ({describe_error(error)})"
+        raise DataError(f"{fault}; unpack {reader.url} into {path}, or {DOWNLOAD}") from error
     return tuple(array for part in parts for array in (part.data, np.asarray(part.targets, dtype=np.int64)))
 
 
-def _fault(reader: Any, place: Path) -> str:
+def _fault(reader: Any, path: Path) -> str:
     """Which of torchvision's files is missing or differs from the original, if any."""
     from torchvision.datasets.utils import check_integrity
 
-    folder = place / reader.base_folder
+    folder = path / reader.base_folder
     if not folder.is_dir():
-        return f"{place} holds no folder {reader.base_folder}"
+        return f"{path} holds no folder {reader.base_folder}"
     for name, checksum in (*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])):
         if not (folder / name).is_file():
             return f"{folder / name} is missing"
@@ -183,13 +183,13 @@ def _fault(reader: Any, place: Path) -> str:
     return ""
 
 
-def _download(reader: Any, place: Path) -> None:
+def _download(reader: Any, path: Path) -> None:
     from torchvision.datasets.utils import download_and_extract_archive
 
     try:
-        download_and_extract_archive(reader.url, place, filename=reader.filename, md5=reader.tgz_md5)
+        download_and_extract_archive(reader.url, path, filename=reader.filename, md5=reader.tgz_md5)
     except (RuntimeError, OSError, ValueError, EOFError, tarfile.TarError) as error:
         raise DataError(
-            f"{reader.url} cannot be downloaded into {place} ({describe_error(error)}); "
+            f"{reader.url} cannot be downloaded into {path} ({describe_error(error)}); "
             "try again, or unpack it there yourself"
         ) from error

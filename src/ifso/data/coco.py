@@ -71,11 +71,11 @@ class CocoData(Data):
         return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, shard=self.shard, loading=loading)
 
     def validation_batches(self, batch_size: int = 8) -> BoxTestFiles:
-        """What was set apart, in a fixed order; ``truth`` is what is to be found in it."""
+        """What was set apart, in a fixed order; ``truth`` are the boxes in it."""
         return self._unchanged(self._held_out(), batch_size)
 
     def test_batches(self, batch_size: int = 8) -> BoxTestFiles:
-        """The test set in the order of its file; ``truth`` is what is to be found in it."""
+        """The test set in the order of its file; ``truth`` are the boxes in it."""
         return self._unchanged(self.test, batch_size)
 
     def example_inputs(self) -> tuple[list[Tensor]]:

@@ -1,6 +1,6 @@
 """Images with boxes, in files or in memory, and the batches of (images, targets) that detectors take.
 
-Samples in files and in memory give the same batches. What an epoch depends on is said in ``batches`` and ``decoding``.
+Samples in files and in memory give the same batches. ``batches`` and ``decoding`` say what an epoch depends on.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class BoxSamples:
         return target
 
     def read(self, index: int) -> Tensor:
-        """One image [3, H, W] in uint8 from its file, which must have the size that is said of it."""
+        """One image [3, H, W] in uint8 from its file, which must have the size that its entry has."""
         assert self.files is not None
         height, width = self.annotations.sizes[index].tolist()
         where = f"image {int(self.annotations.image_ids[index])} of {self.source}"
@@ -237,7 +237,7 @@ class BoxDataset(DecodedDataset):
         return len(self.samples)
 
     def batch(self, epoch: int, indices: list[int]) -> tuple[Any, list[Target]]:
-        """The images and what is to be found in them."""
+        """The images and the boxes in them."""
         mirrored = [self.mirror and self._is_mirrored(epoch, index) for index in indices]
         targets = [self.samples.target(index, turned) for index, turned in zip(indices, mirrored, strict=True)]
         return self.samples.images(indices, mirrored), targets
@@ -253,7 +253,7 @@ class BoxTestFiles(TestFiles):
 
     @property
     def truth(self) -> Annotations:
-        """What is to be found in all images."""
+        """The boxes of all images."""
         return self.source.samples.annotations
 
 

@@ -175,7 +175,7 @@ class SizedDeviceBatches(DeviceBatches):
 
 def _has_length(batches: Any, where: str) -> bool:
     """Return whether ``len(batches)`` works: a DataLoader has ``__len__`` even where its data has none."""
-    with blamed(f"{where}: its length cannot be told", DataError):
+    with blamed(f"{where}: its length cannot be read", DataError):
         try:
             return len(batches) >= 0
         except TypeError:

@@ -124,8 +124,8 @@ def _draw_(image: Tensor, quarter: int, label: int, random: torch.Generator) -> 
 
 def _shape(label: int, side: int) -> Tensor:
     """Which pixels [side, side] are of the shape."""
-    places = (torch.arange(side) + 0.5) / side * 2 - 1
-    down, across = torch.meshgrid(places, places, indexing="ij")
+    middles = (torch.arange(side) + 0.5) / side * 2 - 1
+    down, across = torch.meshgrid(middles, middles, indexing="ij")
     if CATEGORIES[label] == "square":
         return torch.ones(side, side, dtype=torch.bool)
     if CATEGORIES[label] == "disc":

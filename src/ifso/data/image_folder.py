@@ -249,7 +249,7 @@ def _split_folder(root: Path, share: float) -> ImageFolders:
 
 @dataclass(frozen=True, eq=False)
 class JpegBytes:
-    """Image i is ``data[starts[i]:ends[i]]``; ``numbers`` [N] are the places in the file, ``labels`` [N] in int64."""
+    """Image i is ``data[starts[i]:ends[i]]``; ``numbers`` [N] are those of the file, ``labels`` [N] in int64."""
 
     path: Path
     data: Tensor

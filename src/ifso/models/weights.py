@@ -117,9 +117,8 @@ def _read_checkpoint(path: Path) -> State:
 
 def _reason(error: Exception) -> str:
     """What is wrong, without torch's advice to load the file all the same."""
-    said = str(error)
-    found = re.search(r"(?:WeightsUnpickler error: |Trying to load )([^\n]+?)(?:\.\s|\.?$)", said, re.MULTILINE)
-    first = found[1] if found else next(iter(said.splitlines()), "")
+    match = re.search(r"(?:WeightsUnpickler error: |Trying to load )([^\n]+?)(?:\.\s|\.?$)", str(error), re.MULTILINE)
+    first = match[1] if match else next(iter(str(error).splitlines()), "")
     return type(error).__name__ if not first or "weights_only" in first else one_line(first)
 
 
@@ -128,25 +127,15 @@ def _is_entry(item: tuple[Any, Any]) -> bool:
 
 
 def _rename(state: State, target: State) -> State:
-    for prefix in _prefixes(state, target):
+    """Without prefixes that every key of ``state`` carries and no key of ``target`` does, and with our names."""
+    while prefix := next((each for each in PREFIXES if state and all(key.startswith(each) for key in state)), ""):
+        if _any_starts(target, prefix):
+            break
         state = {key.removeprefix(prefix): value for key, value in state.items()}
     for theirs, ours in ALIASES:
         if not _any_starts(target, theirs) and _any_starts(target, ours):
             state = {ours + key.removeprefix(theirs) if key.startswith(theirs) else key: state[key] for key in state}
     return state
-
-
-def _prefixes(state: State, target: State) -> list[str]:
-    """Prefixes that every key of ``state`` carries and no key of ``target`` does, outermost first."""
-    found: list[str] = []
-    keys = list(state)
-    while keys:
-        extra = [p for p in PREFIXES if all(key.startswith(p) for key in keys) and not _any_starts(target, p)]
-        if not extra:
-            break
-        found.append(extra[0])
-        keys = [key.removeprefix(extra[0]) for key in keys]
-    return found
 
 
 def _any_starts(keys: Iterable[str], prefix: str) -> bool:
