@@ -99,8 +99,8 @@ class TestOptions:
 
 SHORT = "type('B', (list,), {'__len__': lambda self: -1})([(torch.zeros(2, 2, 4, 4), torch.tensor([0, 1]))])"
 SPOILT_DATA = {
-    "num_classes = 10**9": "num_classes is 1000000000; give 16777216 at most",
-    f"train_batches = {SHORT}": "its length cannot be told: ValueError",
+    "num_classes = 10**9": "num_classes is 1000000000; give a whole number from 1 to 16777216",
+    f"train_batches = {SHORT}": "its length cannot be read: ValueError",
     "test_batches = property(lambda self: 1 / 0)": "ZeroDivisionError: division by zero",
 }
 
