@@ -1,5 +1,7 @@
 """Networks by name, their weights, and the inputs they are traced with."""
 
+import argparse
+import os
 import sys
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ifso.errors import ModelNotFound, TraceError, WeightsError
 from ifso.models import create_model, default_inputs, load_weights
-from ifso.models.providers import OWN
+from ifso.models.registry import OWN
 from ifso.models.resnet import PaddedShortcut
 
 
@@ -256,9 +258,35 @@ class TestWeights:
     def test_missing_and_strange_files(self, tmp_path):
         with pytest.raises(WeightsError, match="no weight file"):
             create_model("ifso:resnet20", weights=tmp_path / "w.pth")
-        (tmp_path / "w.onnx").touch()
-        with pytest.raises(WeightsError, match=r"not from \.onnx files"):
+        (tmp_path / "w.onnx").write_bytes(b"\x08\x07 no weights")
+        with pytest.raises(WeightsError, match=r"w\.onnx is damaged or holds more than tensors"):
             create_model("ifso:resnet20", weights=tmp_path / "w.onnx")
+
+    @pytest.mark.parametrize("name", ["w.pth.tar", "epoch=3.ckpt", "pytorch_model.bin", "weights"])
+    @pytest.mark.parametrize("wrapper", ["model", "state_dict", "model_state_dict", "state_dict_ema"])
+    def test_checkpoints_are_known_by_their_content(self, source, name, wrapper, tmp_path):
+        arguments = argparse.Namespace(lr=0.1, data=["a"], nested=argparse.Namespace(seed=1))
+        torch.save({"epoch": 3, wrapper: source.state_dict(), "args": arguments}, tmp_path / name)
+        self.assert_loaded(create_model("ifso:resnet20", weights=tmp_path / name), source)
+
+    def test_safetensors_under_another_name(self, source, tmp_path):
+        save_file(source.state_dict(), tmp_path / "model.bin")
+        self.assert_loaded(create_model("ifso:resnet20", weights=tmp_path / "model.bin"), source)
+
+    def test_the_average_is_taken_where_there_is_nothing_else(self, source, tmp_path):
+        average = {key: torch.zeros_like(value) for key, value in source.state_dict().items()}
+        torch.save({"state_dict_ema": average, "state_dict": source.state_dict()}, tmp_path / "w.pth.tar")
+        self.assert_loaded(create_model("ifso:resnet20", weights=tmp_path / "w.pth.tar"), source)
+
+    def test_nothing_in_an_argparse_namespace_is_run(self, source, tmp_path):
+        class Evil:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "executed"),)
+
+        torch.save({"model": source.state_dict(), "args": argparse.Namespace(evil=Evil())}, tmp_path / "w.ckpt")
+        with pytest.raises(WeightsError, match=r"w\.ckpt is damaged or holds more than tensors \([Uu]nsupported"):
+            create_model("ifso:resnet20", weights=tmp_path / "w.ckpt")
+        assert not (tmp_path / "executed").exists()
 
 
 class TestDefaultInputs:

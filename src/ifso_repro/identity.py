@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import Images
-from ifso.data.coco_samples import BoxSamples
-from ifso.data.image_folder import ImageFiles
+from ifso.data.coco_batches import BoxSamples
+from ifso.data.decoding import ImageFiles
 
 DIGITS = 16
 PARTS = ("train", "validation", "test")

@@ -101,8 +101,8 @@ class TestOptions:
 
 SHORT = "type('B', (list,), {'__len__': lambda self: -1})([(torch.zeros(2, 2, 4, 4), torch.tensor([0, 1]))])"
 SPOILT_DATA = {
-    "num_classes = 10**9": "num_classes is 1000000000; give 16777216 at most",
-    f"train_batches = {SHORT}": "its length cannot be told: ValueError",
+    "num_classes = 10**9": "num_classes is 1000000000; give a whole number from 1 to 16777216",
+    f"train_batches = {SHORT}": "its length cannot be read: ValueError",
     "test_batches = property(lambda self: 1 / 0)": "ZeroDivisionError: division by zero",
 }
 
@@ -377,11 +377,11 @@ class TestImages:
     def test_one_that_is_larger_than_said_is_not_decoded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from PIL import Image
 
-        from ifso.data import image_folder as image_files
+        from ifso.data.decoding import ImageFiles
 
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
         Image.new("1", (13000, 13000)).save(tmp_path / "x.png")
-        files = image_files.ImageFiles(tmp_path, [b"x.png"], torch.zeros(1))
+        files = ImageFiles(tmp_path, [b"x.png"], torch.zeros(1))
         assert files.size(0) == (13000, 13000)
         with pytest.raises(DataError, match="it has 169000000 pixels, and 134217728 are the most"):
             files.read(0)

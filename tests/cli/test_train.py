@@ -155,7 +155,7 @@ class TestRefused:
             ("--milestones 0.8 0.6", "must be rising shares of the run"),
             ("--batch 100 --accumulate 3", "a batch of 100 cannot be cut into 3"),
             ("--batch 5000", "cannot be filled by 1442 training images"),
-            ("--validation 2000", "validation=2000 of 1442 training images will not do"),
+            ("--validation 2000", "1442 training images that leaves some to train on, got 2000"),
             ("--data cifar10:none.npz", "none.npz"),
             ("--data NET:Outside", "label 12 is outside the 10 outputs"),
             ("--data NET:Odd", "1×9×9"),

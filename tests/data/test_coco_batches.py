@@ -7,7 +7,7 @@ import torch
 from coco_folders import SIZES, pixels_of, write_folder, write_images, write_json
 
 from ifso.data import open_data
-from ifso.data.coco_samples import to_device
+from ifso.data.coco_batches import BoxLoading
 from ifso.data.generated import generated_boxes
 from ifso.errors import DataError
 from ifso.tasks.detection import detection_loss
@@ -122,7 +122,7 @@ class TestResizing:
 
     @pytest.mark.parametrize("size", [0, -3, (20, 10), (1, 2, 3), "480", 2.5, True, ()])
     def test_sizes_that_are_none(self, root, size):
-        with pytest.raises(DataError, match="will not do; give the pixels of the shorter side"):
+        with pytest.raises(DataError, match="size must be the pixels of the shorter side"):
             opened(root, size=size)
 
 
@@ -144,7 +144,7 @@ class TestEpochs:
     @pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
     def test_pixels_are_divided_and_not_multiplied(self, device):
         values = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
-        (found,), _ = to_device([values], [], torch.device(device))
+        (found,), _ = BoxLoading(torch.device(device), 0).to_device([values], [])
         exact = np.arange(256, dtype=np.float32) / np.float32(255)
         assert np.array_equal(found[0, 0].cpu().numpy(), exact)
         assert not np.array_equal(np.arange(256, dtype=np.float32) * np.float32(1 / 255), exact)

@@ -124,7 +124,7 @@ def test_the_number_of_the_epoch_is_passed_on(named):
 
 
 def test_the_sampler_of_a_loader_is_told_the_epoch(tmp_path):
-    from ifso.data.from_file import Moved
+    from ifso.data.from_file import DeviceBatches
 
     class Sampler(torch.utils.data.SequentialSampler):
         def set_epoch(self, epoch):
@@ -132,15 +132,15 @@ def test_the_sampler_of_a_loader_is_told_the_epoch(tmp_path):
 
     dataset = TensorDataset(torch.zeros(2, 1))
     sampler = Sampler(dataset)
-    Moved(DataLoader(dataset, sampler=sampler), "cpu", "here").set_epoch(4)
+    DeviceBatches(DataLoader(dataset, sampler=sampler), "cpu", "here").set_epoch(4)
     assert sampler.told == 4
 
 
 def test_tensors_are_moved_wherever_they_are_in_a_batch(named):
-    from ifso.data.from_file import Moved
+    from ifso.data.from_file import DeviceBatches
 
     source = open_data(named("nested")).train_batches().loader
-    (batch,) = Moved(source, "cpu", "here")
+    (batch,) = DeviceBatches(source, "cpu", "here")
     assert (batch["images"][0].shape, batch["ids"]) == ((1, 2), "a")
     assert open_data(named("nested")).example_inputs().shape == (1, 2)
 

@@ -9,7 +9,7 @@ import torch
 
 from ifso.data import open_data
 from ifso.data.compatibility import check_fits
-from ifso.data.decoding import Decoded, Loading, TestFiles, workers_for
+from ifso.data.decoding import DecodedImages, Loading, TestFiles, workers_for
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")
@@ -195,8 +195,8 @@ class TestEpochs:
         assert same(opened(root).train_batches(6), expected)
 
 
-def killed(image):
-    raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.\nOut of shared memory?")
+def dies(image):
+    os._exit(1)
 
 
 class TestBadInput:
@@ -220,10 +220,9 @@ class TestBadInput:
             data.example_inputs()
 
     def test_a_worker_that_dies(self, root):
-        batches = TestFiles(
-            Decoded(opened(root).test, killed, 0), batch_size=5, loading=Loading(torch.device("cpu"), 0)
-        )
-        with pytest.raises(DataError, match=r"failed: DataLoader worker .* killed .*; give fewer workers") as caught:
+        source = DecodedImages(opened(root).test, dies, 0)
+        batches = TestFiles(source, batch_size=5, loading=Loading(torch.device("cpu"), 1))
+        with pytest.raises(DataError, match=r"failed: DataLoader worker .* exited .*; give fewer workers") as caught:
             list(batches)
         assert "\n" not in str(caught.value)
 
@@ -266,12 +265,12 @@ class TestBadInput:
 
     @pytest.mark.parametrize("workers", [-1, 1.0, True, "all"])
     def test_bad_numbers_of_workers(self, root, workers):
-        assert f"workers={workers!r} will not do" in refused(root, workers=workers)
+        assert f"got workers={workers!r}" in refused(root, workers=workers)
 
     def test_batches_that_cannot_be(self, root):
         with pytest.raises(DataError, match="batches of 14 cannot be filled by 13 training images"):
             opened(root).train_batches(14)
-        with pytest.raises(DataError, match="batch size 0"):
+        with pytest.raises(DataError, match=r"batch size must be .* got 0"):
             opened(root).test_batches(0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ifso.data import open_data
-from ifso.data.jpegs import every_second
+from ifso.data.image_folder import every_second
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")
@@ -79,6 +79,12 @@ def test_a_validation_part_and_ranks(opened):
     assert len(data.train) == 3
     dealt = [places(next(iter(opened(rank=rank, ranks=2).test_batches()))[0]) for rank in (0, 1)]
     assert dealt == [TEST[::2], TEST[1::2]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_may_have_nothing_to_test(opened, workers):
+    batches = opened(validation=1, rank=1, ranks=2, workers=workers).validation_batches()
+    assert (len(batches), list(batches)) == (0, [])
 
 
 def test_images_are_as_they_are_in_the_file(opened):

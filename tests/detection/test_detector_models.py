@@ -14,7 +14,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from ifso.cli.main import main
 from ifso.errors import ModelNotFound, WeightsError
 from ifso.models import create_model, default_inputs
-from ifso.models.providers import read_name
+from ifso.models.registry import read_name
 
 SMALL = "ifso:retinanet_resnet18_fpn"
 

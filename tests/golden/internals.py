@@ -11,8 +11,8 @@ from ifso.cli.main import _parser, main
 from ifso.criteria import registry as criteria
 from ifso.curvature.solvers import SOLVERS
 from ifso.data.registry import FORMS as DATA_FORMS
-from ifso.models.providers import PROVIDERS
 from ifso.models.registry import FORMS as MODEL_FORMS
+from ifso.models.registry import PROVIDERS
 from ifso.pruning.selection import NORMALIZERS
 from ifso.pruning.settings import PRESETS, STAGED
 from ifso.training.precision import PRECISIONS, SCORE_PRECISIONS

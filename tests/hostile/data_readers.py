@@ -19,12 +19,15 @@ from mutating import TEXTS, mutated_bytes, mutated_json
 from PIL import Image
 from seeds import coco, detection_result, result
 
+from ifso.data.base import CocoOptions, read_options
 from ifso.data.cifar import open_cifar
-from ifso.data.coco import CocoData, CocoOptions, read_options
+from ifso.data.coco import CocoData
+from ifso.data.coco_batches import Resizing
 from ifso.data.coco_format import Instances, categories_of, find_splits, image_files, read_document, read_instances
-from ifso.data.image_folder import Found, ImageFiles, find_images
+from ifso.data.decoding import ImageFiles
+from ifso.data.image_folder import ImageFolders, find_image_folders
 from ifso.data.registry import open_data
-from ifso.models.providers import ModelName, read_name
+from ifso.models.registry import ModelName, read_name
 from ifso_repro.config import config_folder, read_row, read_study
 from ifso_repro.results import read_file
 from ifso_repro.schema import Row, Study
@@ -171,12 +174,14 @@ def _name_readers(root: Path) -> Iterator[Reader]:
         keys = (random.choice(("depth", "min_size", *TEXTS)) for _ in range(random.randint(0, 3)))
         return ",".join([source, *(f"{key}={random.choice((*LITERALS, *TEXTS))}" for key in keys)])
 
-    yield Reader("options of coco:PATH", options, lambda text: read_options(text, {}), _check_options, share=8)
+    yield Reader(
+        "options of coco:PATH", options, lambda text: read_options(CocoOptions, text, {}), _check_options, share=8
+    )
     yield Reader("name of a MODEL", model, read_name, _check_name, share=8)
     yield Reader(
         "class folders",
         lambda random: _class_folders(folder, random),
-        find_images,
+        find_image_folders,
         _check_classes,
         "classes",
         share=0.1,
@@ -212,14 +217,14 @@ def _entry(path: Path, random: Random) -> None:
 
 def _check_options(found: tuple[str, CocoOptions]) -> None:
     assert isinstance(found[0], str)
-    assert found[1].resizing is None or found[1].resizing.size(6, 8)
+    assert not found[1].sides or Resizing(*found[1].sides).size(6, 8)
 
 
 def _check_name(found: ModelName) -> None:
     assert all(key.isidentifier() for key in found.options)
 
 
-def _check_classes(found: Found) -> None:
+def _check_classes(found: ImageFolders) -> None:
     classes, train, test = found.classes, found.train, found.test
     assert all(note.isprintable() for note in found.notes)
     assert all(0 <= int(files.labels.min()) <= int(files.labels.max()) < len(classes) for files in (train, test))

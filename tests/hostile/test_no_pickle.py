@@ -16,7 +16,7 @@ ALLOWED = {
     "__init__.py": {"import_module"},
     "criteria/registry.py": {"import_module"},
     "exporting/onnx_files.py": {"import_module"},
-    "models/providers.py": {"import_module"},
+    "models/registry.py": {"import_module"},
 }
 """``file.py:factory`` is a Python file that the user names to have it run; nothing else may run one. The others import
 modules by names that stand in a table beside the call, or below ``ifso.criteria`` once such a table knows them."""

@@ -15,8 +15,9 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.common.files import write_tensors
 from ifso.common.serialization import read_tensor_file, write_tensor_file
+from ifso.data.decoding import ImageFiles
 from ifso.data.generated import generated_boxes, generated_images
-from ifso.data.image_folder import ImageFiles, ImageNet
+from ifso.data.image_folder import ImageFolderData
 from ifso.training.checkpoint import FILE
 from ifso_repro.identity import identity
 from ifso_repro.jobs import Job
@@ -74,7 +75,7 @@ class TestIdentity:
     def test_of_images_in_files_is_that_of_names_and_labels_wherever_they_lie(self):
         def images(folder="a", name=b"x/2.png", label=1):
             files = ImageFiles(Path(folder), np.array([b"x/1.png", name]), torch.tensor([0, label]))
-            return ImageNet("imagenet:x", ("x", "y"), files, None, files, 0, None, None)
+            return ImageFolderData("imagenet:x", ("x", "y"), files, None, files, 0, None, None)
 
         assert identity(images()) == identity(images("b"))
         assert len({identity(images()), identity(images(name=b"x/3.png")), identity(images(label=0))}) == 3

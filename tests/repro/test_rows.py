@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ifso.errors import IfsoError
-from ifso.models.providers import OWN
+from ifso.models.registry import OWN
 from ifso.pruning.budget import Mixed
 from ifso.pruning.settings import Settings
 from ifso.training.settings import RECIPES

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ifso.data.batches import WHOLE, Shard
 from ifso.data.generated import generated_boxes
-from ifso.data.sharding import ALONE, Share
 from ifso.errors import IfsoError
 from ifso.training.average_precision import evaluate_detector
 
@@ -41,8 +41,8 @@ class Wobbly(nn.Module):
 
 def outcome(scenario: str, rank: int, ranks: int) -> object:
     """Average precision, or the words of the error."""
-    share = Share(rank, ranks) if ranks > 1 and scenario != "the same on both" else ALONE
-    data = generated_boxes(train=1, test=7, share=share)
+    shard = Shard(rank, ranks) if ranks > 1 and scenario != "the same on both" else WHOLE
+    data = generated_boxes(train=1, test=7, shard=shard)
     batches = data.test_batches(2)
     if scenario == "targets alone":
         batches = list(batches)
@@ -52,7 +52,7 @@ def outcome(scenario: str, rank: int, ranks: int) -> object:
         data = generated_boxes(train=1, test=7)
         batches = list(data.test_batches(2)) if rank == 0 else []
     if scenario == "fewer images than ranks":
-        data = generated_boxes(train=1, test=1, share=share)
+        data = generated_boxes(train=1, test=1, shard=shard)
         batches = data.test_batches(2)
     try:
         return asdict(evaluate_detector(Wobbly(data), batches, over_ranks=True))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ifso
-from ifso.data.coco_samples import Annotations
+from ifso.data.coco_batches import Annotations
 from ifso.data.generated import generated_boxes
 from ifso.errors import DataError, DivergedError, IfsoError
 from ifso.training.average_precision import average_precision, evaluate_detector

@@ -14,8 +14,7 @@ from ifso.cli.main import _parser, main
 from ifso.cli.train_options import gather, settings_of
 from ifso.data import open_data
 from ifso.data.base import ImageData
-from ifso.data.batches import Augmentation, Images, TrainBatches, generator
-from ifso.data.sharding import Share
+from ifso.data.batches import Augmentation, Images, Shard, TrainBatches, generator
 from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
@@ -34,13 +33,13 @@ DATA = open_data("digits")
 TAUGHT = {"lr": 0.05, "batch": 200, "distill": 0.7, "temperature": 2.0, "cutmix": 0.5}
 
 
-def held(count=23, size=5, augmentation=MOVED, drop_last=False, share=None, seed=3):
+def held(count=23, size=5, augmentation=MOVED, drop_last=False, shard=None, seed=3):
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 3, *SIZE), generator=random, dtype=torch.uint8)
     mean, deviation = torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0)
     return TrainBatches(
         Images(pixels, torch.arange(count), mean, deviation), batch_size=size, augmentation=augmentation,
-        drop_last=drop_last, seed=seed, share=share or Share(),
+        drop_last=drop_last, seed=seed, shard=shard or Shard(),
     )  # fmt: skip
 
 
@@ -146,9 +145,9 @@ class TestBatches:
     @pytest.mark.parametrize("drop_last", [True, False])
     def test_ranks_together_have_the_plan_of_one_process(self, drop_last):
         alone = MixedBatches(held(size=6, drop_last=drop_last), 0.6).plan(1)
-        parts = [MixedBatches(held(size=3, drop_last=drop_last, share=Share(rank, 2)), 0.6) for rank in (0, 1)]
+        parts = [MixedBatches(held(size=3, drop_last=drop_last, shard=Shard(rank, 2)), 0.6) for rank in (0, 1)]
         plans = [part.plan(1) for part in parts]
-        places = torch.cat([part.base._places for part in parts])
+        places = torch.cat([part.base._indices for part in parts])
         for number in (0, 1):
             joint = torch.cat([plan[number] for plan in plans])
             assert torch.equal(joint, alone[number][places])

@@ -27,7 +27,7 @@ class OwnLoss(ImageData):
 
 
 def own(data):
-    return OwnLoss("mine.py:data", 10, data.train, data.validation, data.test, data.augmentation, data.seed, data.share)
+    return OwnLoss("mine.py:data", 10, data.train, data.validation, data.test, data.augmentation, data.seed, data.shard)
 
 
 class Counting(nn.Sequential):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ifso.data import open_data
-from ifso.data.from_file import Moved
+from ifso.data.from_file import DeviceBatches
 from ifso.errors import DataError, DivergedError
 from ifso.training.epoch_steps import OneEpoch, batches_of
 from ifso.training.settings import TrainSettings
@@ -64,7 +64,7 @@ def trained(batches, drawn=1, hooks=None, dropout=0.2, **changes):
 LOADERS = {
     "global states": loader,
     "a generator of its own": lambda: loader(generator=torch.Generator().manual_seed(5)),
-    "from a file": lambda: Moved(loader(generator=torch.Generator()), "cpu", "own.py:data"),
+    "from a file": lambda: DeviceBatches(loader(generator=torch.Generator()), "cpu", "own.py:data"),
 }
 
 

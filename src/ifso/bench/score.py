@@ -24,9 +24,8 @@ from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
 from ifso.curvature.primal_cache import conv_settings
 from ifso.curvature.weight_space import readers, weight_space
-from ifso.data.cifar import cifar_part
+from ifso.data.cifar import cifar_part, read_npz
 from ifso.data.compatibility import classes_of
-from ifso.data.npz import read_npz
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.tracing import trace

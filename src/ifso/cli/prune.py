@@ -32,7 +32,7 @@ DESCRIPTION = (
     "leaves a network for each share. By default units go in stages and the weights that are left are fitted in closed "
     "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
 )
-DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
+DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 
 RANDOM = "the network has random weights; give trained ones with --weights FILE, or --pretrained for published ones"
 
@@ -207,8 +207,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
     from ifso.cli.train_options import tell_notes
     from ifso.data import open_data
     from ifso.data.base import detects
-    from ifso.models.providers import is_program
-    from ifso.models.registry import network_for
+    from ifso.models.registry import is_program, network_for
     from ifso.pruning.budget import FLOPS, Budget
     from ifso.pruning.events import Silent
     from ifso.pruning.prune import prune

@@ -29,7 +29,7 @@ def add_teacher(group: Any) -> None:
 
 def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
     """One line where a teacher has no weights, no name, or nothing to say."""
-    from ifso.models.providers import is_program
+    from ifso.models.registry import is_program
 
     teacher = options.get("teacher")
     if teacher is None:

@@ -18,6 +18,8 @@ MAX_TEXT = 4096
 
 T = TypeVar("T")
 
+_hints = cache(get_type_hints)
+
 
 def to_plain(value: Any) -> Any:
     """Dataclasses and dicts as dicts, tuples as lists, everything else as it is."""
@@ -29,37 +31,18 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any, where: str) -> T:
-    """``value`` as the dataclass ``kind``; a RecipeError that begins with the place where it does not fit."""
+    """``value`` as the dataclass ``kind``; a RecipeError that begins with the path to what does not fit."""
     _expect(value, dict, where)
     hints = _hints(kind)  # type: ignore[arg-type]
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    _check_keys(names, value, where)
-    arguments = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in sorted(names)}
+    for name in sorted(hints.keys() - value.keys()):
+        raise RecipeError(f"{where}: key {name!r} is missing")
+    for name in value.keys() - hints.keys():
+        raise RecipeError(f"{where}: unknown key {reprlib.repr(name)}")
+    arguments = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in sorted(hints)}
     try:
         return kind(**arguments)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _check_keys(names: set[str], value: dict[str, Any], where: str) -> None:
-    for name in sorted(names - value.keys()):
-        raise RecipeError(f"{where}: key {name!r} is missing")
-    for name in value.keys() - names:
-        raise RecipeError(f"{where}: unknown key {reprlib.repr(name)}")
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    if hint is int or hint is str:
-        return scalar(hint, value, where)
-    if is_dataclass(hint):
-        return from_plain(hint, value, where)  # type: ignore[arg-type]
-    decoders = {UnionType: _optional, dict: _mapping, tuple: _items}
-    return decoders[get_origin(hint)](get_args(hint), value, where)
 
 
 def scalar(hint: type[T], value: Any, where: str) -> T:
@@ -72,28 +55,26 @@ def scalar(hint: type[T], value: Any, where: str) -> T:
     return value
 
 
-def _optional(hints: tuple[Any, ...], value: Any, where: str) -> Any:
-    return None if value is None else _decode(hints[0], value, where)
-
-
-def _mapping(hints: tuple[Any, ...], value: Any, where: str) -> dict[str, Any]:
-    _expect(value, dict, where)
-    return {
-        scalar(str, key, f"{where}: a key"): _decode(hints[1], item, f"{where}[{reprlib.repr(key)}]")
-        for key, item in value.items()
-    }
-
-
-def _items(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as the annotation ``hint``: int, str, a dataclass, a dict or tuple of such, or one of them or None."""
+    inner = get_args(hint)
+    if hint is int or hint is str:
+        return scalar(hint, value, where)
+    if is_dataclass(hint):
+        return from_plain(hint, value, where)  # type: ignore[arg-type]
+    if get_origin(hint) is UnionType:
+        return None if value is None else _decode(inner[0], value, where)
+    if get_origin(hint) is dict:
+        _expect(value, dict, where)
+        return {
+            scalar(str, key, f"{where}: a key"): _decode(inner[1], item, f"{where}[{reprlib.repr(key)}]")
+            for key, item in value.items()
+        }
     _expect(value, list, where)
-    if hints[-1] is Ellipsis:
-        return tuple(_decode(hints[0], item, f"{where}[{position}]") for position, item in enumerate(value))
+    hints = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
     if len(value) != len(hints):
         raise RecipeError(f"{where}: {len(value)} items instead of {len(hints)}")
-    return tuple(
-        _decode(hint, item, f"{where}[{position}]")
-        for position, (hint, item) in enumerate(zip(hints, value, strict=True))
-    )
+    return tuple(_decode(each, item, f"{where}[{k}]") for k, (each, item) in enumerate(zip(hints, value, strict=True)))
 
 
 def _expect(value: object, kind: type, where: str) -> None:

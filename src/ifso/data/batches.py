@@ -9,19 +9,91 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ifso.data.sharding import ALONE, Share
 from ifso.errors import DataError
+
+Result = TypeVar("Result")
 
 Batch = tuple[Tensor, Tensor]
 """Images [N, C, H, W] in float32 and labels [N] in int64."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of process ``rank`` out of ``ranks``. A batch size is that of one process.
+
+    In training, the joint batch of all processes is what one process with ``ranks`` times the batch size would see in
+    that step; each process takes its slice of it. For a test, the samples are dealt out like cards.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if {type(self.rank), type(self.ranks)} != {int} or not 0 <= self.rank < self.ranks:
+            raise DataError(f"rank must be from 0 to ranks − 1, got rank={self.rank!r} of ranks={self.ranks!r}")
+
+    def indices(self, count: int, batch_size: int, drop_last: bool) -> Tensor:
+        """Which positions in an epoch's order of ``count`` samples are for this process, batch after batch.
+
+        All processes have equally many. Without ``drop_last``, what is left after the last full joint batch makes a
+        smaller one, without the last ``count`` mod ``ranks`` samples where it cannot be divided evenly. DataError if
+        not a single batch comes out.
+
+        >>> [Shard(rank, 2).indices(11, batch_size=2, drop_last=False).tolist() for rank in (0, 1)]
+        [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]
+        >>> Shard().indices(5, batch_size=2, drop_last=True).tolist()
+        [0, 1, 2, 3]
+        """
+        check_batch_size(batch_size)
+        if count < self.ranks * (batch_size if drop_last else 1):
+            each = "" if self.ranks == 1 else f" on each of {self.ranks} ranks"
+            remedy = "a smaller batch size" if drop_last else "more images or fewer ranks"
+            raise DataError(f"batches of {batch_size}{each} cannot be filled by {count} training images; give {remedy}")
+        whole = count - count % (self.ranks * batch_size)
+        own = torch.arange(whole).view(-1, self.ranks, batch_size)[:, self.rank].flatten()
+        left = 0 if drop_last else (count - whole) // self.ranks
+        return torch.cat([own, whole + self.rank * left + torch.arange(left)])
+
+    @property
+    def every(self) -> slice:
+        """The samples of a test set that are for this process.
+
+        >>> list(range(7))[Shard(1, 3).every]
+        [1, 4]
+        """
+        return slice(self.rank, None, self.ranks)
+
+
+WHOLE = Shard()
+"""One process, which sees everything."""
+
+
+def in_turn(shard: Shard, work: Callable[[], Result]) -> Result:
+    """What ``work()`` returns, called by one process after the other if they have a process group."""
+    import torch.distributed as dist
+
+    if shard.ranks == 1 or not (dist.is_available() and dist.is_initialized()):
+        return work()
+    for _ in range(shard.rank):
+        dist.barrier()
+    result = work()
+    for _ in range(shard.rank, shard.ranks):
+        dist.barrier()
+    return result
+
+
+def check_batch_size(batch_size: int) -> None:
+    """DataError unless ``batch_size`` is a whole number of 1 or more."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise DataError(f"batch size must be a whole number of 1 or more, got {batch_size!r}")
 
 
 def generator(seed: int, purpose: int | str) -> torch.Generator:
@@ -51,11 +123,11 @@ class Images:
         """The same on another device."""
         return Images(*(getattr(self, name).to(device) for name in ("pixels", "labels", "mean", "deviation")))
 
-    def part(self, places: Tensor | slice) -> Images:
-        """The images at ``places``, which may be on another device."""
-        if isinstance(places, Tensor):
-            places = places.to(self.pixels.device)
-        return Images(self.pixels[places], self.labels[places], self.mean, self.deviation)
+    def part(self, indices: Tensor | slice) -> Images:
+        """The images at ``indices``, which may be on another device."""
+        if isinstance(indices, Tensor):
+            indices = indices.to(self.pixels.device)
+        return Images(self.pixels[indices], self.labels[indices], self.mean, self.deviation)
 
     def normalized(self, pixels: Tensor) -> Tensor:
         """(pixels − mean) / deviation in float32."""
@@ -75,7 +147,7 @@ class Augmentation:
     mirror: bool
 
     def draw(self, count: int, random: torch.Generator) -> Tensor:
-        """What happens to each image [count, 3]: the corner (row, column) of its window in the padded one; mirrored?"""
+        """Moves [count, 3]: the corner (row, column) of each image's window in the padded one, and 1 if mirrored."""
         corners = torch.randint(2 * self.shift + 1, (count, 2), generator=random)
         mirrored = torch.randint(2, (count, 1), generator=random)
         return torch.cat([corners, mirrored if self.mirror else torch.zeros_like(mirrored)], 1)
@@ -95,15 +167,15 @@ class Augmentation:
 class Epochs(ABC):
     """Each ``iter()`` is an epoch: all images in a new order. ``set_epoch(e)`` goes to the beginning of epoch ``e``.
 
-    ``_places`` are those of an epoch's order that are this process's.
+    ``_indices`` are the positions in an epoch's order that are for this process.
     """
 
     batch_size: int
-    _places: Tensor
+    _indices: Tensor
     epoch = 0
 
     def __len__(self) -> int:
-        return math.ceil(len(self._places) / self.batch_size)
+        return math.ceil(len(self._indices) / self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """The next ``iter()`` is that epoch; without this call it is the one after the last."""
@@ -127,7 +199,7 @@ class PlannedEpochs(Epochs):
     def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
         """The images' numbers in order, and what is done to each [., columns] if anything is.
 
-        Batch i is made from places i·B to (i + 1)·B, with the batch size B, of both.
+        Batch i is made from rows i·B to (i + 1)·B, with the batch size B, of both.
         """
 
     @abstractmethod
@@ -144,7 +216,7 @@ class PlannedEpochs(Epochs):
 class TrainBatches(PlannedEpochs):
     """Batches of images that lie on the device, an epoch in each ``iter()``.
 
-    Order and augmentation are the same for all processes; ``share`` says which of the images this one takes.
+    Order and augmentation are the same for all processes; ``shard`` says which of the images this one takes.
     """
 
     def __init__(
@@ -155,13 +227,11 @@ class TrainBatches(PlannedEpochs):
         augmentation: Augmentation | None,
         drop_last: bool,
         seed: int,
-        share: Share = ALONE,
+        shard: Shard = WHOLE,
     ) -> None:
-        check_batch_size(batch_size)
-        share.refuse_too_few(len(images), batch_size, drop_last)
         self.images, self.batch_size, self.drop_last = images, batch_size, drop_last
-        self.augmentation, self.seed, self.share = augmentation, seed, share
-        self._places = share.places(len(images), batch_size, drop_last)
+        self.augmentation, self.seed = augmentation, seed
+        self._indices = shard.indices(len(images), batch_size, drop_last)
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
         """An epoch on the device: the images' numbers in order and their moves [., 3], None without augmentation."""
@@ -170,8 +240,8 @@ class TrainBatches(PlannedEpochs):
         return order, None if self.augmentation is None else self.own(self.augmentation.draw(count, random))
 
     def own(self, drawn: Tensor) -> Tensor:
-        """The part of this process, on the device, of what was drawn for every place of an epoch's order."""
-        return drawn[self._places].to(self.images.pixels.device, non_blocking=True)
+        """The rows for this process, on the device, of what was drawn for a whole epoch's order."""
+        return drawn[self._indices].to(self.images.pixels.device, non_blocking=True)
 
     def make(self, order: Tensor, moves: Tensor | None) -> Batch:
         """The batch of these images after these moves."""
@@ -186,7 +256,7 @@ class ExtendedBatches(PlannedEpochs):
 
     def __init__(self, batches: TrainBatches) -> None:
         self.base, self.batch_size, self.drop_last = batches, batches.batch_size, batches.drop_last
-        self._places = batches._places
+        self._indices = batches._indices
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor | None]:
         """As that of the training batches."""
@@ -198,9 +268,9 @@ class TestBatches:
 
     __test__ = False
 
-    def __init__(self, images: Images, *, batch_size: int, share: Share = ALONE) -> None:
+    def __init__(self, images: Images, *, batch_size: int, shard: Shard = WHOLE) -> None:
         check_batch_size(batch_size)
-        self.images, self.batch_size = images.part(share.deal()), batch_size
+        self.images, self.batch_size = images.part(shard.every), batch_size
 
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.batch_size)
@@ -209,9 +279,3 @@ class TestBatches:
         for first in range(0, len(self.images), self.batch_size):
             chosen = slice(first, first + self.batch_size)
             yield self.images.normalized(self.images.pixels[chosen]), self.images.labels[chosen]
-
-
-def check_batch_size(batch_size: int) -> None:
-    """A whole number of images, one at least."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise DataError(f"batch size {batch_size!r} will not do; give a whole number of 1 or more")

@@ -1,143 +1,287 @@
-"""Batches of (images, targets) for detectors, out of memory or decoded by worker processes.
+"""Images with boxes, in files or in memory, and the batches of (images, targets) that detectors take.
 
-The two give the same batches. What an epoch depends on is said in ``batches`` and ``decoding``.
+Samples in files and in memory give the same batches. ``batches`` and ``decoding`` say what an epoch depends on.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ifso.data.batches import Epochs, check_batch_size, generator
-from ifso.data.coco_samples import Annotations, BoxSamples, Target, is_mirrored, to_device
-from ifso.data.decoding import Decoded, Key, Loading, TestFiles, TrainFiles
-from ifso.data.sharding import Share
+from ifso.data.batches import generator
+from ifso.data.decoding import DecodedDataset, ImageFiles, Loading, TestFiles
 from ifso.errors import DataError
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+Target = dict[str, Tensor]
+"""``boxes`` [n, 4] in float32, corners x1 y1 x2 y2 in pixels; ``labels`` [n] from 1 on; ``image_id``, a scalar."""
 
 Batch = tuple[list[Tensor], list[Target]]
 """Images [3, H, W] in float32 from 0 to 1, of any sizes, and a target for each."""
 
 
-class BoxLoading(Loading):
-    """Where batches go, and how many processes decode their images."""
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """Boxes of N images one after the other, on the CPU: image i has those from ``first[i]`` to ``first[i + 1]``.
 
-    def to_device(self, pixels: Any, labels: Any) -> Any:
-        """Images from 0 to 1 and their targets; a detector normalises them itself."""
-        return to_device(pixels, labels, self.device)
+    ``image_ids`` [N] and ``sizes`` [N, 2] (height, width) are of the images; ``boxes`` [M, 4] (x1 y1 x2 y2 in float64,
+    as the file has them), ``labels`` [M], ``areas`` [M] and ``crowd`` [M] of the boxes. ``categories`` are names by
+    label. A crowd box is nothing to learn from, and what is found inside it counts neither as right nor as wrong.
+
+    >>> boxes = torch.tensor([[0, 0, 9, 9], [2, 2, 6, 6], [1.0, 3, 10.5, 8]]).double()
+    >>> some = Annotations(
+    ...     image_ids=torch.tensor([7, 9]), sizes=torch.tensor([[10, 10], [8, 10]]), first=torch.tensor([0, 2, 3]),
+    ...     boxes=boxes, labels=torch.tensor([1, 2, 1]), areas=torch.tensor([81.0, 16, 47.5]),
+    ...     crowd=torch.tensor([True, False, False]), categories={1: "cat", 2: "dog"},
+    ... )
+    >>> some.target(0)["boxes"].tolist(), some.part(torch.tensor([1])).target(0)["boxes"].tolist()
+    ([[2.0, 2.0, 6.0, 6.0]], [[1.0, 3.0, 10.0, 8.0]])
+    """
+
+    image_ids: Tensor
+    sizes: Tensor
+    first: Tensor
+    boxes: Tensor
+    labels: Tensor
+    areas: Tensor
+    crowd: Tensor
+    categories: Mapping[int, str]
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    @property
+    def counts(self) -> Tensor:
+        """How many boxes each image has [N], crowds included."""
+        return self.first.diff()
+
+    def part(self, indices: Tensor | slice) -> Annotations:
+        """Those of the images at ``indices``."""
+        chosen = torch.arange(len(self))[indices]
+        counts = self.counts[chosen]
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        rows = torch.arange(int(first[-1])) + (self.first[chosen] - first[:-1]).repeat_interleave(counts)
+        of_images = {name: getattr(self, name)[chosen] for name in ("image_ids", "sizes")}
+        of_boxes = {name: getattr(self, name)[rows] for name in ("boxes", "labels", "areas", "crowd")}
+        return replace(self, first=first, **of_images, **of_boxes)
+
+    def learnable(self) -> Tensor:
+        """Indices of the images that have a box to learn from."""
+        rows = torch.arange(len(self)).repeat_interleave(self.counts)
+        return rows[~self.crowd].unique()
+
+    def target(self, index: int) -> Target:
+        """What is to be learned of one image: its boxes without crowds, cut off at the edges of the image."""
+        rows = slice(int(self.first[index]), int(self.first[index + 1]))
+        own = ~self.crowd[rows]
+        height, width = self.sizes[index].tolist()
+        edges = torch.tensor([width, height, width, height], dtype=torch.float32)
+        return {
+            "boxes": self.boxes[rows][own].float().clamp(min=0).minimum(edges),
+            "labels": self.labels[rows][own],
+            "image_id": self.image_ids[index],
+        }
+
+    def as_coco(self) -> dict[str, Any]:
+        """As the lists of COCO's JSON, with labels as ids of categories.
+
+        Annotations are numbered from 1, because programs that evaluate take 0 for none.
+        """
+        owners = self.image_ids.repeat_interleave(self.counts)
+        boxes = torch.cat([self.boxes[:, :2], self.boxes[:, 2:] - self.boxes[:, :2]], 1)
+        columns = (column.tolist() for column in (owners, self.labels, boxes.double(), self.areas, self.crowd))
+        return {
+            "images": [
+                {"id": number, "height": height, "width": width}
+                for number, (height, width) in zip(self.image_ids.tolist(), self.sizes.tolist(), strict=True)
+            ],
+            "categories": [{"id": label, "name": name} for label, name in sorted(self.categories.items())],
+            "annotations": [
+                {"id": k, "image_id": image, "category_id": label, "bbox": box, "area": area, "iscrowd": int(crowd)}
+                for k, (image, label, box, area, crowd) in enumerate(zip(*columns, strict=True), 1)
+            ],
+        }
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """How training batches are drawn: in an order of ``seed``, and mirrored in half of all cases if ``mirror``."""
+class Resizing(NamedTuple):
+    """An image becomes as large as its shorter side may be ``shorter`` pixels and its longer one ``longer``."""
 
-    batch_size: int
-    drop_last: bool
-    mirror: bool
-    seed: int
+    shorter: int
+    longer: int | None = None
+
+    def size(self, height: int, width: int) -> Size:
+        """The size of an image of this size after resizing; its proportions stay, but for rounding.
+
+        >>> Resizing(800, 1333).size(480, 640), Resizing(800, 1333).size(300, 900)
+        ((800, 1067), (444, 1333))
+        """
+        scale = self.shorter / min(height, width)
+        if self.longer is not None:
+            scale = min(scale, self.longer / max(height, width))
+        return max(round(height * scale), 1), max(round(width * scale), 1)
 
 
-class DecodedBoxes(Decoded):
-    """Item (epoch, [i, j, …]) is the batch of these images in uint8 and their targets, or a line that says a fault."""
+@dataclass(frozen=True, eq=False)
+class BoxSamples:
+    """Images and their boxes; ``source`` is where they come from. ``files`` may be None if pixels are held.
+
+    ``pixels`` are images in uint8, resized already: one tensor [N, 3, H, W] if all are of one size, otherwise a tensor
+    [3, H, W] for each. They are None until :meth:`held`.
+    """
+
+    source: Path | str
+    annotations: Annotations
+    files: ImageFiles | None
+    resizing: Resizing | None = None
+    pixels: Tensor | tuple[Tensor, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.annotations)
+
+    def part(self, indices: Tensor) -> BoxSamples:
+        """Those at ``indices``."""
+        pixels = self.pixels
+        if isinstance(pixels, Tensor):
+            pixels = pixels[indices.to(pixels.device)]
+        elif pixels is not None:
+            pixels = tuple(pixels[index] for index in indices.tolist())
+        files = None if self.files is None else self.files.part(indices)
+        return replace(self, annotations=self.annotations.part(indices), files=files, pixels=pixels)
+
+    @functools.cached_property
+    def sizes(self) -> list[Size]:
+        """Of the images as they come in batches."""
+        original = [(height, width) for height, width in self.annotations.sizes.tolist()]
+        return original if self.resizing is None else [self.resizing.size(*size) for size in original]
+
+    @property
+    def bytes(self) -> int:
+        """What the pixels of all images take."""
+        return sum(3 * height * width for height, width in self.sizes)
+
+    def target(self, index: int, mirrored: bool = False) -> Target:
+        """The boxes of an image as it comes in batches."""
+        target = self.annotations.target(index)
+        height, width = self.sizes[index]
+        if self.resizing is not None:
+            before = self.annotations.sizes[index].tolist()
+            down, across = height / before[0], width / before[1]
+            target["boxes"] = target["boxes"] * torch.tensor([across, down, across, down])
+        if mirrored:
+            left, top, right, bottom = target["boxes"].unbind(1)
+            target["boxes"] = torch.stack([width - right, top, width - left, bottom], 1)
+        return target
+
+    def read(self, index: int) -> Tensor:
+        """One image [3, H, W] in uint8 from its file, which must have the size that its entry has."""
+        assert self.files is not None
+        height, width = self.annotations.sizes[index].tolist()
+        where = f"image {int(self.annotations.image_ids[index])} of {self.source}"
+        try:
+            size = self.files.size(index)
+            image = self.files.read(index) if size == (height, width) else None
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        if image is None:
+            raise DataError(
+                f"{where} has {size[1]}×{size[0]} pixels in its file, but width and height there say {width}×{height}; "
+                "mend one of them"
+            )
+        if self.sizes[index] == size:
+            return image
+        from torchvision.transforms.v2.functional import resize
+
+        return resize(image, list(self.sizes[index]), antialias=True)
+
+    def held(self, device: torch.device, threads: int) -> BoxSamples:
+        """The same with the pixels of all images on the device."""
+        if self.pixels is not None:
+            return self
+        with ThreadPoolExecutor(max(threads, 1)) as pool:
+            images = pool.map(self.read, range(len(self)))
+            if len(set(self.sizes)) > 1:
+                return replace(self, pixels=tuple(image.to(device) for image in images))
+            pixels = torch.empty(len(self), 3, *self.sizes[0], dtype=torch.uint8)
+            for index, image in enumerate(images):
+                pixels[index] = image
+        return replace(self, pixels=pixels.to(device))
+
+    def images(self, indices: Sequence[int], mirrored: Sequence[bool]) -> Tensor | list[Tensor]:
+        """Some of the images in uint8; if they are held on a GPU and of one size, in one tensor [n, 3, H, W]."""
+        if isinstance(self.pixels, Tensor) and self.pixels.device.type != "cpu":
+            device = self.pixels.device
+            chosen = self.pixels[torch.tensor(indices, device=device)]
+            if not any(mirrored):
+                return chosen
+            return torch.where(torch.tensor(mirrored, device=device)[:, None, None, None], chosen.flip(3), chosen)
+        chosen_ones = (self.read(index) if self.pixels is None else self.pixels[index] for index in indices)
+        return [image.flip(2) if turned else image for image, turned in zip(chosen_ones, mirrored, strict=True)]
+
+
+class BoxDataset(DecodedDataset):
+    """Batches are images in uint8 and their targets, mirrored in half of all cases if ``mirror``."""
 
     def __init__(self, samples: BoxSamples, mirror: bool, seed: int) -> None:
         self.samples, self.mirror, self.seed = samples, mirror, seed
-        self.files: Any = samples
-
-    def __getitem__(self, key: Key) -> Any:
-        epoch, places = key
-        images, targets = [], []
-        try:
-            for place in places:
-                turned = self.mirror and is_mirrored(self.seed, epoch, place)
-                image = self.samples.read(place)
-                images.append(image.flip(2) if turned else image)
-                targets.append(self.samples.target(place, turned))
-        except DataError as error:
-            return str(error)
-        return images, targets
-
-
-class HeldTraining(Epochs):
-    """Batches of images that lie on the device, an epoch in each ``iter()``."""
-
-    def __init__(self, samples: BoxSamples, drawing: Drawing, share: Share, loading: BoxLoading) -> None:
-        check_batch_size(drawing.batch_size)
-        share.refuse_too_few(len(samples), drawing.batch_size, drawing.drop_last)
-        self.samples, self.drawing, self.loading = samples, drawing, loading
-        self.batch_size = drawing.batch_size
-        self._places = share.places(len(samples), drawing.batch_size, drawing.drop_last)
-
-    def _batches(self, epoch: int) -> Iterator[Any]:
-        seed = self.drawing.seed
-        order = torch.randperm(len(self.samples), generator=generator(seed, epoch))[self._places]
-        for part in order.split(self.batch_size):
-            places = part.tolist()
-            turned = [self.drawing.mirror and is_mirrored(seed, epoch, place) for place in places]
-            yield _held(self.samples, places, turned, self.loading)
-
-
-class HeldTest:
-    """All images that lie on the device, in the order of the file; of several processes, each has its own."""
-
-    def __init__(self, samples: BoxSamples, batch_size: int, share: Share, loading: BoxLoading) -> None:
-        check_batch_size(batch_size)
-        self.samples, self.batch_size, self.loading = samples, batch_size, loading
-        self._order = torch.arange(len(samples))[share.deal()]
-
-    @property
-    def truth(self) -> Annotations:
-        """What is to be found in all images."""
-        return self.samples.annotations
 
     def __len__(self) -> int:
-        return math.ceil(len(self._order) / self.batch_size)
+        return len(self.samples)
 
-    def __iter__(self) -> Iterator[Batch]:
-        for first in range(0, len(self._order), self.batch_size):
-            places = self._order[first : first + self.batch_size].tolist()
-            yield _held(self.samples, places, [False] * len(places), self.loading)
+    def batch(self, epoch: int, indices: list[int]) -> tuple[Any, list[Target]]:
+        """The images and the boxes in them."""
+        mirrored = [self.mirror and self._is_mirrored(epoch, index) for index in indices]
+        targets = [self.samples.target(index, turned) for index, turned in zip(indices, mirrored, strict=True)]
+        return self.samples.images(indices, mirrored), targets
+
+    def _is_mirrored(self, epoch: int, index: int) -> bool:
+        return bool(torch.rand((), generator=generator(self.seed, f"mirror {epoch}/{index}")) < 0.5)
 
 
 class BoxTestFiles(TestFiles):
-    """All images in the order of the file, decoded by workers; of several processes, each has its own."""
+    """All images in the order of their file; of several processes, each has its own."""
 
-    source: DecodedBoxes
+    source: BoxDataset
 
     @property
     def truth(self) -> Annotations:
-        """What is to be found in all images."""
+        """The boxes of all images."""
         return self.source.samples.annotations
 
 
-def training(samples: BoxSamples, drawing: Drawing, share: Share, loading: BoxLoading) -> HeldTraining | TrainFiles:
-    """Shuffled batches of the samples."""
-    if samples.pixels is not None:
-        return HeldTraining(samples, drawing, share, loading)
-    source = DecodedBoxes(samples, drawing.mirror, drawing.seed)
-    return TrainFiles(source, batch_size=drawing.batch_size, drop_last=drawing.drop_last, share=share, loading=loading)
+class BoxLoading(Loading):
+    """Where batches go, and how many processes decode their images."""
+
+    def to_device(self, pixels: Any, labels: Any) -> Batch:
+        """Images in uint8, a list or one tensor [N, 3, H, W], as floats from 0 to 1, which a detector normalises.
+
+        The tensors of all targets travel together, and nothing waits for the device.
+        """
+        device = self.device
+        if isinstance(pixels, Tensor):
+            images = list(_from_0_to_1(pixels.to(device, non_blocking=True)))
+        else:
+            images = [_from_0_to_1(image.to(device, non_blocking=True)) for image in pixels]
+        if device.type == "cpu" or not labels:
+            return images, labels
+        counts = [len(target["labels"]) for target in labels]
+        boxes, classes = (
+            torch.cat([target[name] for target in labels]).to(device, non_blocking=True).split(counts)
+            for name in ("boxes", "labels")
+        )
+        ids = torch.stack([target["image_id"] for target in labels]).to(device, non_blocking=True)
+        parts = zip(boxes, classes, ids, strict=True)
+        return images, [{"boxes": box, "labels": label, "image_id": number} for box, label, number in parts]
 
 
-def testing(samples: BoxSamples, batch_size: int, share: Share, loading: BoxLoading) -> HeldTest | BoxTestFiles:
-    """The samples in their order, as they are."""
-    if samples.pixels is not None:
-        return HeldTest(samples, batch_size, share, loading)
-    return BoxTestFiles(DecodedBoxes(samples, False, 0), batch_size=batch_size, share=share, loading=loading)
-
-
-def few(samples: BoxSamples, count: int, loading: BoxLoading) -> Batch:
-    """The first samples, as they are."""
-    places = list(range(min(count, len(samples))))
-    if samples.pixels is not None:
-        return _held(samples, places, [False] * len(places), loading)
-    images, targets = [samples.read(place) for place in places], [samples.target(place) for place in places]
-    return to_device(images, targets, loading.device)
-
-
-def _held(samples: BoxSamples, places: list[int], turned: list[bool], loading: BoxLoading) -> Batch:
-    targets = [samples.target(place, mirrored) for place, mirrored in zip(places, turned, strict=True)]
-    return to_device(samples.images(places, turned), targets, loading.device)
+def _from_0_to_1(pixels: Tensor) -> Tensor:
+    """The same numbers on every device: a GPU would multiply by 1/255, which is off in the last place."""
+    return pixels.float().div_(torch.full((), 255.0, device=pixels.device))

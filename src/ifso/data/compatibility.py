@@ -1,4 +1,4 @@
-"""Where data meets a network: does it take these images, and has it an output for every category?"""
+"""Where data meets a network: whether it takes these images and has an output for every category."""
 
 from __future__ import annotations
 
@@ -23,14 +23,21 @@ SAMPLES = 2
 IGNORED = -100
 """The label that the cross entropy leaves out."""
 
+CLASSES = (
+    "head.classification_head.num_classes",
+    "head.classification_head.num_columns",
+    "roi_heads.box_predictor.cls_score.out_features",
+)
+"""Where torchvision's detectors keep how many classes they know, the background included."""
+
+KEYS = ("boxes", "scores", "labels")
+
 
 def check_fits(model: nn.Module, data: Data) -> None:
-    """One clear line if the images or the labels of ``data`` do not fit ``model``, which is left as it was.
+    """DataError of one line if the images or the labels of ``data`` do not fit ``model``, which is left as it was.
 
-    Data with boxes wants a detector (:mod:`ifso.data.compatibility`).
-
-    The network sees two images in eval mode. Labels are those of the first training batch, beside ``num_classes``. Data
-    with a loss of its own is not tried, because only that loss knows how the network is called.
+    The network sees two images in eval mode, a detector one. Labels are those of the first training batch, beside
+    ``num_classes``. Data with a loss of its own is not tried, because only that loss knows how the network is called.
 
     >>> from ifso.data import open_data
     >>> check_fits(nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), open_data("digits"))
@@ -40,18 +47,16 @@ def check_fits(model: nn.Module, data: Data) -> None:
     """
     if detects(data):
         check_detector_fits(model, data)
-        return
-    if data.loss_fn is not cross_entropy:
-        return
-    with same_random_numbers():
-        images, labels = _pair(data.first_batch(), data.name)
-    outputs = _outputs(model, images[:SAMPLES], data.name)
-    if data.num_classes is not None and data.num_classes > outputs:
-        raise DataError(
-            f"{data.name} has {data.num_classes} classes, but the network {outputs} outputs; "
-            "give it as many, or other data"
-        )
-    _check_labels(labels, outputs, data.name)
+    elif data.loss_fn is cross_entropy:
+        with same_random_numbers():
+            images, labels = _pair(data.first_batch(), data.name)
+        outputs = _outputs(model, images[:SAMPLES], data.name)
+        if data.num_classes is not None and data.num_classes > outputs:
+            raise DataError(
+                f"{data.name} has {data.num_classes} classes, but the network {outputs} outputs; "
+                "give it as many, or other data"
+            )
+        _check_labels(labels, outputs, data.name)
 
 
 @contextmanager
@@ -67,6 +72,7 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def _pair(batch: Any, name: str) -> tuple[Tensor, Tensor]:
+    """The images and labels of a batch."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         raise DataError(
             f"{name}: a batch is {type(batch).__name__}, not two tensors (images, labels); "
@@ -78,29 +84,34 @@ def _pair(batch: Any, name: str) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def _outputs(model: nn.Module, images: Tensor, name: str) -> int:
-    """How many logits the network gives for an image."""
-    shape = "×".join(map(str, images.shape[1:]))
+def _evaluated(model: nn.Module, images: Any, fault: str, remedy: str) -> Any:
+    """What the network returns in eval mode; if it fails, a DataError of ``fault``, the error and ``remedy``."""
     try:
-        with torch.no_grad(), same_modes(model):
-            model.eval()
-            with undisturbed(model):
-                logits = logits_in(model(images))
+        with torch.no_grad(), same_modes(model), undisturbed(model.eval()):
+            return logits_in(model(images))
     except IfsoError:
         raise
     except Exception as error:
-        raise DataError(
-            f"images {shape} of {name} do not fit the network ({describe_error(error)}); "
-            "give images of the size, colours and device that it takes, or another network"
-        ) from error
+        raise DataError(f"{fault} ({describe_error(error)}); {remedy}") from error
+
+
+def _outputs(model: nn.Module, images: Tensor, name: str) -> int:
+    """How many logits the network returns for an image."""
+    shape = "×".join(map(str, images.shape[1:]))
+    logits = _evaluated(
+        model,
+        images,
+        f"images {shape} of {name} do not fit the network",
+        "give images of the size, colours and device that it takes, or another network",
+    )
     if is_detections(logits, len(images)):
         raise DataError(
             f"{name} has a label for each image and no boxes, but the network is a detector; "
             "give data with boxes (coco:PATH), or a classifier"
         )
     if not isinstance(logits, Tensor) or logits.dim() < 2 or len(logits) != len(images):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise DataError(f"the network gave {found} for {len(images)} images of {name}; it must give [N, classes]")
+        shown = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise DataError(f"the network gave {shown} for {len(images)} images of {name}; it must give [N, classes]")
     return logits.shape[1]
 
 
@@ -122,47 +133,23 @@ def _check_labels(labels: Tensor, outputs: int, name: str) -> None:
         )
 
 
-CLASSES = (
-    "head.classification_head.num_classes",
-    "head.classification_head.num_columns",
-    "roi_heads.box_predictor.cls_score.out_features",
-)
-"""Where torchvision's detectors keep how many classes they know, the background included."""
-
-KEYS = ("boxes", "scores", "labels")
-
-
 def check_detector_fits(model: nn.Module, data: Data) -> None:
-    """One clear line if ``model`` is no detector, or one for fewer categories; it is left as it was.
-
-    The network sees an image in eval mode.
-    """
-    known = classes_of(model)
+    """DataError of one line if ``model`` is no detector, or one for fewer categories; it is left as it was."""
+    known, kind = classes_of(model), type(model).__name__
     if known is not None and data.num_classes is not None and data.num_classes > known:
         raise DataError(
             f"{data.name} has {data.num_classes - 1} categories, so {data.num_classes} classes with the background, "
             f"but the network has {known}; make it with num_classes={data.num_classes}, or give other data"
         )
-    batch = data.first_batch()
-    images = list(batch[0])[:1]
-    try:
-        with torch.no_grad(), same_modes(model), undisturbed(model.eval()):
-            found = model(images)
-    except IfsoError:
-        raise
-    except Exception as error:
-        if is_detector(model):
-            raise DataError(
-                f"{type(model).__name__} failed on the first image of {data.name} ({describe_error(error)}); "
-                "check the options in its name, and the image"
-            ) from error
+    fault = f"{data.name} has boxes, but {kind} does not take a list of images as a detector does"
+    remedy = "give a detector, such as torchvision:retinanet_resnet50_fpn, or other data"
+    if is_detector(model):
+        fault = f"{kind} failed on the first image of {data.name}"
+        remedy = "check the options in its name, and the image"
+    detections = _evaluated(model, list(data.first_batch()[0])[:1], fault, remedy)
+    if not is_detections(detections, 1):
         raise DataError(
-            f"{data.name} has boxes, but {type(model).__name__} does not take a list of images as a detector does; "
-            "give a detector, such as torchvision:retinanet_resnet50_fpn, or other data"
-        ) from error
-    if not is_detections(found, 1):
-        raise DataError(
-            f"{data.name} has boxes, but {type(model).__name__} gave {type(found).__name__} for a list of one image; "
+            f"{data.name} has boxes, but {kind} gave {type(detections).__name__} for a list of one image; "
             f"a detector in eval mode gives a list of dicts with {', '.join(KEYS)}"
         )
 
@@ -170,19 +157,19 @@ def check_detector_fits(model: nn.Module, data: Data) -> None:
 def classes_of(model: nn.Module) -> int | None:
     """How many classes a detector knows, the background included; None where it does not say."""
     for path in CLASSES:
-        found: Any = model
+        value: Any = model
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if isinstance(found, int):
-            return found
+            value = getattr(value, name, None)
+        if isinstance(value, int):
+            return value
     return None
 
 
-def is_detections(found: Any, images: int) -> bool:
-    """Is it what a detector gives in eval mode?
+def is_detections(outputs: Any, images: int) -> bool:
+    """Return whether ``outputs`` is what a detector returns for so many images in eval mode.
 
     >>> is_detections([{"boxes": [], "scores": [], "labels": []}], 1), is_detections([], 1)
     (True, False)
     """
-    listed = isinstance(found, (list, tuple)) and len(found) == images
-    return listed and all(isinstance(each, Mapping) and set(KEYS) <= each.keys() for each in found)
+    listed = isinstance(outputs, (list, tuple)) and len(outputs) == images
+    return listed and all(isinstance(each, Mapping) and set(KEYS) <= each.keys() for each in outputs)

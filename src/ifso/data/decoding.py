@@ -9,27 +9,37 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ifso.data.batches import Batch, Epochs, check_batch_size, generator
-from ifso.data.sharding import ALONE, Share
+from ifso.common.files import is_file
+from ifso.common.text import one_line
+from ifso.data.batches import WHOLE, Batch, Epochs, Shard, check_batch_size, generator
 from ifso.errors import DataError
 
-MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+Colours = tuple[float, ...]
+
+MEAN: Colours = (123.675, 116.28, 103.53)
+
+DEVIATION: Colours = (58.395, 57.12, 57.375)
 """Of ImageNet's pixels from 0 to 255, by colour."""
 
 MOST_WORKERS = 32
+
 Key = tuple[int, list[int]]
 """The epoch, and the numbers of a batch's images."""
 
 
-class Pictures(Protocol):
+class ImageSource(Protocol):
     """Images that are decoded when they are asked for."""
 
     @property
@@ -38,15 +48,15 @@ class Pictures(Protocol):
 
     def __len__(self) -> int: ...
 
-    def part(self, places: Tensor | slice) -> Self:
-        """The images at ``places``."""
+    def part(self, indices: Tensor | slice) -> Self:
+        """The images at ``indices``."""
 
-    def read(self, place: int) -> Tensor:
+    def read(self, index: int) -> Tensor:
         """One image [3, H, W] in uint8."""
 
 
 def need_torchvision(name: str, extra: str) -> None:
-    """One clear line if images cannot be decoded, with the extra of ifso that brings what the data ``name`` needs."""
+    """DataError if images cannot be decoded, with the extra of ifso that brings what the data ``name`` needs."""
     try:
         import torchvision  # noqa: F401
     except ImportError as error:
@@ -57,7 +67,7 @@ def need_torchvision(name: str, extra: str) -> None:
 
 
 def workers_for(asked: int | None) -> int:
-    """How many processes decode images: as asked for, or one for every core that is left to this rank of a machine.
+    """How many processes decode images: ``asked``, or one for every core that is left to this rank of a machine.
 
     >>> workers_for(0), workers_for(3)
     (0, 3)
@@ -66,126 +76,131 @@ def workers_for(asked: int | None) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         own = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return min(own, MOST_WORKERS) if own > 1 else 0
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
-        raise DataError(f"workers={asked!r} will not do; give a whole number of processes, or 0 for none")
+    if type(asked) is not int or asked < 0:
+        raise DataError(f"workers must be a whole number of processes, or 0 for none, got workers={asked!r}")
     return asked
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Where batches go, and how many processes decode their images."""
+    """Where batches go, how many processes decode their images, and by what pixels from 0 to 255 are normalised."""
 
     device: torch.device
     workers: int
+    mean: Colours = MEAN
+    deviation: Colours = DEVIATION
 
     @functools.cached_property
-    def colours(self) -> tuple[Tensor, Tensor]:
+    def _colours(self) -> list[Tensor]:
         """Mean and deviation [3, 1, 1] on the device."""
-        mean, deviation = (torch.tensor(values, device=self.device).view(-1, 1, 1) for values in (MEAN, DEVIATION))
-        return mean, deviation
+        return [torch.tensor(each, device=self.device).view(-1, 1, 1) for each in (self.mean, self.deviation)]
 
-    def to_device(self, pixels: Tensor, labels: Tensor) -> Batch:
+    def to_device(self, pixels: Any, labels: Any) -> Any:
         """Images in float32, normalised, and labels; pinned memory is copied without waiting."""
-        mean, deviation = self.colours
+        mean, deviation = self._colours
         images = pixels.to(self.device, non_blocking=True).float().sub_(mean).div_(deviation)
         return images, labels.to(self.device, non_blocking=True)
 
 
-class Decoded(Dataset[Any]):
-    """Item (epoch, [i, j, …]) is the batch of these images, pixels [N, 3, H, W] in uint8 and labels [N].
+class DecodedDataset(Dataset[Any]):
+    """Item (epoch, [i, j, …]) is the batch of these samples.
 
-    ``cut`` makes images of one size out of them; what is random in it follows from seed, epoch and image. Where a file
-    is damaged the item is the line that says so, because errors of workers come back with their whole traceback.
+    Where a file is damaged the item is the line that says so: errors of workers come back with their whole traceback.
     """
 
-    def __init__(self, files: Pictures, cut: Callable[[Tensor], Tensor], seed: int) -> None:
-        self.files, self.cut, self.seed = files, cut, seed
+    seed: int
 
-    def __getitem__(self, key: Key) -> Batch | str:
-        epoch, places = key
+    def __getitem__(self, key: Key) -> Any:
         try:
-            images = [self.image(epoch, place) for place in places]
+            return self.batch(*key)
         except DataError as error:
             return str(error)
-        return torch.stack(images), self.files.labels[places]
 
-    def image(self, epoch: int, place: int) -> Tensor:
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, epoch: int, indices: list[int]) -> Any:
+        """What :meth:`Loading.to_device` takes; all that is random in it follows from seed, epoch and sample."""
+
+
+class DecodedImages(DecodedDataset):
+    """Batches are pixels [N, 3, H, W] in uint8 and labels [N]; ``cut`` makes images of one size."""
+
+    def __init__(self, files: ImageSource, cut: Callable[[Tensor], Tensor], seed: int) -> None:
+        self.files, self.cut, self.seed = files, cut, seed
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def batch(self, epoch: int, indices: list[int]) -> Batch:
+        """The images, each cut in a way of its own."""
+        return torch.stack([self.image(epoch, index) for index in indices]), self.files.labels[indices]
+
+    def image(self, epoch: int, index: int) -> Tensor:
         """One image [3, H, W] in uint8."""
-        image = self.files.read(place)
+        image = self.files.read(index)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(generator(self.seed, f"{epoch}/{place}").initial_seed())
+            torch.default_generator.manual_seed(generator(self.seed, f"{epoch}/{index}").initial_seed())
             return self.cut(image)
 
 
-class _Plan:
-    """The batches of the epoch that comes next, as a sampler."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.parts: tuple[Tensor, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[Key]:
-        epoch, parts = self.epoch, self.parts
-        return ((epoch, part.tolist()) for part in parts)
-
-
 class DecodedBatches:
-    """The images of ``source`` in the order of ``_order(epoch)``; workers stay alive from one epoch to the next."""
+    """Batches of ``source`` on the device; workers stay alive from one epoch to the next."""
 
-    def __init__(self, source: Decoded, *, batch_size: int, loading: Loading, share: Share = ALONE) -> None:
+    def __init__(self, source: DecodedDataset, *, batch_size: int, loading: Loading) -> None:
         check_batch_size(batch_size)
-        self.source, self.batch_size, self.loading, self.share = source, batch_size, loading, share
+        self.source, self.batch_size, self.loading = source, batch_size, loading
         self._idle: DataLoader[Any] | None = None
 
-    def _order(self, epoch: int) -> Tensor:
-        raise NotImplementedError
+    def _in_order(self, epoch: int, order: Tensor) -> Iterator[Any]:
+        """The samples in that order."""
+        keys = [(epoch, part.tolist()) for part in order.split(self.batch_size) if len(part)]
+        workers = min(self.loading.workers, math.ceil(len(self.source) / self.batch_size))
+        items: Iterable[Any] = self._by_workers(keys, workers) if workers else map(self.source.__getitem__, keys)
+        for item in items:
+            if isinstance(item, str):
+                raise DataError(item)
+            yield self.loading.to_device(*item)
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
-        """An epoch. Of two that are gone through at the same time, each has workers of its own."""
-        loader = self._loader() if self._idle is None else self._idle
-        self._idle = None
-        plan: Any = loader.sampler
-        plan.epoch, plan.parts = epoch, self._order(epoch).split(self.batch_size)
-        fault = ""
+    def _by_workers(self, keys: list[Key], workers: int) -> Iterator[Any]:
+        """The items, or a line that says why there are none. Two epochs at the same time have workers of their own."""
+        loader, self._idle = self._idle, None
+        if loader is None:
+            loader = DataLoader(
+                self.source,
+                batch_size=None,
+                sampler=[],
+                num_workers=workers,
+                persistent_workers=True,
+                pin_memory=self.loading.device.type == "cuda",
+                generator=torch.Generator(),
+            )
+        sampler: Any = loader.sampler
+        sampler[:] = keys
         try:
-            for found in _watched(loader):
-                if isinstance(found, str):
-                    fault = found
-                    break
-                yield self.loading.to_device(*found)
-        finally:
-            self._idle = None if fault else loader
-            del loader
-        if fault:
-            raise DataError(fault)
-
-    def _loader(self) -> DataLoader[Any]:
-        workers = min(self.loading.workers, math.ceil(len(self.source.files) / self.batch_size))
-        return DataLoader(
-            self.source,
-            batch_size=None,
-            sampler=_Plan(),
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=self.loading.device.type == "cuda",
-            generator=torch.Generator(),
-        )
+            yield from loader
+        except RuntimeError as error:
+            yield (
+                f"a process that decodes images failed: {' '.join(str(error).split())[:300]}; "
+                "give fewer workers (workers=0 decodes without them) or more shared memory"
+            )
+        else:
+            self._idle = loader
 
 
 class TrainFiles(DecodedBatches, Epochs):
     """Batches of images in files, an epoch in each ``iter()``."""
 
-    def __init__(self, source: Decoded, *, drop_last: bool, **options: Any) -> None:
-        super().__init__(source, **options)
-        self.share.refuse_too_few(len(source.files), self.batch_size, drop_last)
-        self._places = self.share.places(len(source.files), self.batch_size, drop_last)
+    def __init__(
+        self, source: DecodedDataset, *, batch_size: int, drop_last: bool, loading: Loading, shard: Shard = WHOLE
+    ) -> None:
+        super().__init__(source, batch_size=batch_size, loading=loading)
+        self._indices = shard.indices(len(source), batch_size, drop_last)
 
-    def _order(self, epoch: int) -> Tensor:
-        order = torch.randperm(len(self.source.files), generator=generator(self.source.seed, epoch))
-        return order[self._places]
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        order = torch.randperm(len(self.source), generator=generator(self.source.seed, epoch))
+        return self._in_order(epoch, order[self._indices])
 
 
 class TestFiles(DecodedBatches):
@@ -193,22 +208,112 @@ class TestFiles(DecodedBatches):
 
     __test__ = False
 
+    def __init__(self, source: DecodedDataset, *, batch_size: int, loading: Loading, shard: Shard = WHOLE) -> None:
+        super().__init__(source, batch_size=batch_size, loading=loading)
+        self._order = torch.arange(len(source))[shard.every]
+
     def __len__(self) -> int:
-        return math.ceil(len(self._order(0)) / self.batch_size)
+        return math.ceil(len(self._order) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches(0)
-
-    def _order(self, epoch: int) -> Tensor:  # noqa: ARG002 (always the same)
-        return torch.arange(len(self.source.files))[self.share.deal()]
+        return self._in_order(0, self._order)
 
 
-def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What the loader yields; where its workers fail, a line that says so."""
-    try:
-        yield from loader
-    except RuntimeError as error:
-        yield (
-            f"a process that decodes images failed: {' '.join(str(error).split())[:300]}; "
-            "give fewer workers (workers=0 decodes without them) or more shared memory"
-        )
+Read = TypeVar("Read")
+
+JPEG = ("JPEG", "MPO")
+"""Both begin with a JPEG; in the second there are further pictures behind it."""
+
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
+"""What a file may be, whatever its name ends in."""
+
+MOST_PIXELS = 2**27
+"""Of any image: to decode one takes some 9 bytes for each."""
+
+FREE_PIXELS = 2**20
+
+PER_BYTE = {True: 600, False: 8300}
+"""Pixels beyond the free ones that a byte can stand for at most, in a JPEG (a bit for each block) and in other formats
+(packed 1032 times, a bit each)."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """``names`` [N] below ``folder``, as bytes in one array, which worker processes share; ``labels`` [N] in int64."""
+
+    folder: Path
+    names: Any
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, indices: Tensor | slice) -> ImageFiles:
+        """The files at ``indices``."""
+        names = self.names[indices.numpy() if isinstance(indices, Tensor) else indices]
+        return ImageFiles(self.folder, names, self.labels[indices])
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width that a file says it has."""
+        return self._apply(_size, index)
+
+    def read(self, index: int) -> Tensor:
+        """One image [3, H, W] in uint8, whatever its colours were."""
+        return self._apply(_decoded, index)
+
+    def _apply(self, read: Callable[[Path], Read], index: int) -> Read:
+        """What ``read`` returns for the file; DataError that names it if that fails."""
+        path = self.folder / os.fsdecode(self.names[index])
+        named = one_line(str(path))
+        if not is_file(path):
+            raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
+        try:
+            return read(path)
+        except DataError as error:
+            raise DataError(f"{named} {error}") from None
+        except Exception as error:
+            raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
+
+
+def _size(path: Path) -> tuple[int, int]:
+    from PIL import Image
+
+    with Image.open(path, formats=FORMATS) as image:
+        return image.height, image.width
+
+
+def _decoded(path: Path) -> Tensor:
+    """JPEG is decoded by torchvision and the rest by Pillow: torchvision ends the process on some damaged PNG files."""
+    from PIL import Image
+    from torchvision.io import ImageReadMode, decode_image
+
+    with Image.open(path, formats=FORMATS) as image:
+        jpeg, pixels, size = image.format in JPEG, image.width * image.height, path.stat().st_size
+        if pixels > MOST_PIXELS:
+            raise ValueError(f"it has {pixels} pixels, and {MOST_PIXELS} are the most that are decoded")
+        if pixels > FREE_PIXELS + PER_BYTE[jpeg] * size:
+            raise ValueError(f"{size} bytes cannot hold {pixels} pixels")
+        if not jpeg:
+            return _with_pillow(image)
+    return decode_image(str(path), ImageReadMode.RGB)
+
+
+def _with_pillow(image: Any) -> Tensor:
+    """The first picture of a PNG, or the only one of a GIF or WebP; of 16 bits the upper half, transparency is lost."""
+    if image.format != "PNG" and getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"holds {image.n_frames} images; replace it with one that holds a single image")
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.int64) >> 8
+        pixels = np.stack([grey.clip(0, 255).astype(np.uint8)] * 3, 2)
+    else:
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without the place in torchvision's source that may precede it.
+
+    >>> _reason(RuntimeError("decode_jpeg, /src/decode_jpeg.cpp:171, Image is incomplete or truncated"))
+    'Image is incomplete or truncated'
+    """
+    return one_line(re.sub(r"^\w+, \S+\.cpp:\d+, ", "", (str(error).splitlines() or [type(error).__name__])[0]))

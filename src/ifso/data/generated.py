@@ -7,11 +7,9 @@ from torch import Tensor
 
 from ifso.common.devices import usable_device
 from ifso.data.base import ImageData
-from ifso.data.batches import Augmentation, Images, generator
+from ifso.data.batches import WHOLE, Augmentation, Images, Shard, generator
 from ifso.data.coco import CocoData
-from ifso.data.coco_batches import BoxLoading
-from ifso.data.coco_samples import Annotations, BoxSamples, Size
-from ifso.data.sharding import ALONE, Share
+from ifso.data.coco_batches import Annotations, BoxLoading, BoxSamples, Size
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet": 1000}
 
@@ -63,7 +61,7 @@ def generated_boxes(
     size: Size = (96, 128),
     device: torch.device | str = "cpu",
     seed: int = 0,
-    share: Share = ALONE,
+    shard: Shard = WHOLE,
 ) -> CocoData:
     """Squares, discs and crosses on noise, one to three in an image of ``size`` (height, width), each with its box.
 
@@ -78,7 +76,7 @@ def generated_boxes(
     """
     device = usable_device(device)
     learned, tested = (_samples(name, count, size, device) for name, count in (("train", train), ("test", test)))
-    return CocoData("generated boxes", CATEGORIES, learned, None, tested, seed, BoxLoading(device, 0), share)
+    return CocoData("generated boxes", CATEGORIES, learned, None, tested, seed, BoxLoading(device, 0), shard)
 
 
 def _samples(name: str, count: int, size: Size, device: torch.device) -> BoxSamples:
@@ -126,8 +124,8 @@ def _draw_(image: Tensor, quarter: int, label: int, random: torch.Generator) -> 
 
 def _shape(label: int, side: int) -> Tensor:
     """Which pixels [side, side] are of the shape."""
-    places = (torch.arange(side) + 0.5) / side * 2 - 1
-    down, across = torch.meshgrid(places, places, indexing="ij")
+    middles = (torch.arange(side) + 0.5) / side * 2 - 1
+    down, across = torch.meshgrid(middles, middles, indexing="ij")
     if CATEGORIES[label] == "square":
         return torch.ones(side, side, dtype=torch.bool)
     if CATEGORIES[label] == "disc":

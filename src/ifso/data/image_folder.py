@@ -1,128 +1,50 @@
-"""Images in folders, ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG``, in the customary sizes of ImageNet."""
+"""Images in folders of classes (``imagenet:PATH``, ``folder:PATH``), and JPEGs in one .npz (``jpegs:FILE``)."""
 
 from __future__ import annotations
 
+import io
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ifso.common.files import is_file
 from ifso.common.text import one_line
-from ifso.data.base import Data, split
-from ifso.data.batches import Batch
-from ifso.data.decoding import Decoded, Loading, Pictures, TestFiles, TrainFiles, need_torchvision, workers_for
-from ifso.data.sharding import Share
+from ifso.data.base import Data, FolderOptions, Opening, read_options, split
+from ifso.data.batches import Batch, Shard
+from ifso.data.cifar import as_labels, read_npz
+from ifso.data.decoding import (
+    DecodedImages,
+    ImageFiles,
+    ImageSource,
+    Loading,
+    TestFiles,
+    TrainFiles,
+    need_torchvision,
+    workers_for,
+)
 from ifso.errors import DataError
 
-Read = TypeVar("Read")
-
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
-
-JPEG = ("JPEG", "MPO")
-"""Both begin with a JPEG; in the second there are further pictures behind it."""
-
-FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
-"""What a file may be, whatever its name ends in."""
-
-PER_BYTE = {True: 600, False: 8300}
-"""Pixels that a byte can stand for at most, in a JPEG (a bit for each block) and in others (packed 1032 times, a bit
-each) …"""
-
-MOST_PIXELS = 2**27
-"""Of any image: to decode one takes some 9 bytes for each."""
-
-FREE_PIXELS = 2**20
-"""… beyond these."""
 
 LAYOUT = "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
 
 
-@dataclass(frozen=True, eq=False)
-class ImageFiles:
-    """``names`` [N] below ``folder``, as bytes in one array, which worker processes share; ``labels`` [N] in int64."""
+MOST_CLASSES = 2**20
 
-    folder: Path
-    names: Any
-    labels: Tensor
+CROP = 224
+"""Pixels of an image of ImageNet in width and height."""
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def part(self, places: Tensor | slice) -> ImageFiles:
-        """The files at ``places``."""
-        names = self.names[places.numpy() if isinstance(places, Tensor) else places]
-        return ImageFiles(self.folder, names, self.labels[places])
-
-    def size(self, place: int) -> tuple[int, int]:
-        """Height and width that a file says it has."""
-        return self._of(place, _size)
-
-    def read(self, place: int) -> Tensor:
-        """One image [3, H, W] in uint8, whatever its colours were."""
-        return self._of(place, _decoded)
-
-    def _of(self, place: int, read: Callable[[Path], Read]) -> Read:
-        path = self.folder / os.fsdecode(self.names[place])
-        named = one_line(str(path))
-        if not is_file(path):
-            raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
-        try:
-            return read(path)
-        except DataError as error:
-            raise DataError(f"{named} {error}") from None
-        except Exception as error:
-            raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
-
-
-def _size(path: Path) -> tuple[int, int]:
-    from PIL import Image
-
-    with Image.open(path, formats=FORMATS) as image:
-        return image.height, image.width
-
-
-def _decoded(path: Path) -> Tensor:
-    """JPEG is decoded by torchvision and the rest by Pillow: torchvision ends the process on some damaged PNG files."""
-    from PIL import Image
-    from torchvision.io import ImageReadMode, decode_image
-
-    with Image.open(path, formats=FORMATS) as image:
-        jpeg = image.format in JPEG
-        _refuse_bomb(image.width * image.height, path.stat().st_size, PER_BYTE[jpeg])
-        if not jpeg:
-            return _with_pillow(image)
-    return decode_image(str(path), ImageReadMode.RGB)
-
-
-def _refuse_bomb(pixels: int, size: int, per_byte: int) -> None:
-    """A file of a few bytes that speaks of many pixels would take gigabytes before it is found to be damaged."""
-    if pixels > MOST_PIXELS:
-        raise ValueError(f"it has {pixels} pixels, and {MOST_PIXELS} are the most that are decoded")
-    if pixels > FREE_PIXELS + per_byte * size:
-        raise ValueError(f"{size} bytes cannot hold {pixels} pixels")
-
-
-def _with_pillow(image: Any) -> Tensor:
-    """The first picture of a PNG, or the only one of a GIF or WebP; of 16 bits the upper half, transparency is lost."""
-    if image.format != "PNG" and getattr(image, "n_frames", 1) > 1:
-        raise DataError(f"holds {image.n_frames} images; replace it with one that holds a single image")
-    if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.int64) >> 8
-        pixels = np.stack([grey.clip(0, 255).astype(np.uint8)] * 3, 2)
-    else:
-        pixels = np.array(image.convert("RGB"))
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+Cut = Callable[[Tensor], Tensor]
+"""Makes an image [3, size, size] out of one of any size."""
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class ImageFolders:
     """The names of the classes, the files for training and for the test, and ``notes`` on what was left out."""
 
     classes: tuple[str, ...]
@@ -131,8 +53,8 @@ class Found:
     notes: tuple[str, ...]
 
 
-def find_images(root: Path) -> Found:
-    """What is in the folders of ``root``.
+def find_image_folders(root: Path, tested: str = "val") -> ImageFolders:
+    """What is in the folders ``train`` and ``tested`` of ``root``.
 
     Classes are the folders of ``train`` in the order of their names, which for ImageNet is that of published weights.
     Of the files in them, those that end like an image count (.jpeg, .jpg, .png or .webp).
@@ -142,163 +64,278 @@ def find_images(root: Path) -> Found:
             f"there is no folder {root}; give the one that holds {LAYOUT} "
             "(ImageNet is not downloaded for you, see https://image-net.org/download)"
         )
-    for part in ("train", "val"):
+    for part in ("train", tested):
         if not (root / part).is_dir():
             raise DataError(f"{root} holds no folder {part}; give the one that holds {LAYOUT}")
+    notes: list[str] = []
+    with _readable(root):
+        classes, present = _classes(root / "train"), _classes(root / tested)
+        strange = sorted(set(present) - set(classes))
+        if strange:
+            raise DataError(
+                f"{one_line(str(root / tested / strange[0]))} is of a class that {root / 'train'} lacks"
+                f"{f' ({len(strange) - 1} more like it)' if strange[1:] else ''}; both need the same class folders"
+            )
+        train = _files(root / "train", classes, classes, notes)
+        return ImageFolders(classes, train, _files(root / tested, present, classes, notes), tuple(notes))
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """DataError where the system does not let a folder be read."""
     try:
-        return _found(root)
+        yield
     except OSError as error:
         raise DataError(f"{root} cannot be read: {one_line(error)}; make all its folders readable") from error
 
 
-def _found(root: Path) -> Found:
-    classes, tested = _classes(root / "train"), _classes(root / "val")
-    strange = sorted(set(tested) - set(classes))
-    if strange:
-        raise DataError(
-            f"{one_line(str(root / 'val' / strange[0]))} is of a class that {root / 'train'} lacks"
-            f"{f' ({len(strange) - 1} more like it)' if strange[1:] else ''}; both need the same class folders"
-        )
-    notes: list[str] = []
-    train = _files(root / "train", classes, classes, notes)
-    return Found(classes, train, _files(root / "val", tested, classes, notes), tuple(notes))
-
-
 def _classes(folder: Path) -> tuple[str, ...]:
+    """The names of the folders in ``folder``."""
     with os.scandir(folder) as entries:
-        inside = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
-    classes = tuple(sorted(name for name, is_folder in inside if is_folder))
+        is_folder = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
+    classes = tuple(sorted(name for name in is_folder if is_folder[name]))
     if not classes:
-        loose = any(_is_image(name) for name, _ in inside)
         raise DataError(
-            f"{folder} holds {'images but ' if loose else ''}no class folders; "
+            f"{folder} holds {'images but ' if any(map(_is_image, is_folder)) else ''}no class folders; "
             f"put the images of each class into a folder of their own, {folder.name}/CLASS/*.JPEG"
         )
     return classes
 
 
 def _files(folder: Path, present: Sequence[str], classes: Sequence[str], notes: list[str]) -> ImageFiles:
-    number = {name: label for label, name in enumerate(classes)}
+    """The images in the folders ``present``, in the order of their names; what else is there goes into a note."""
     inside = {name: sorted(os.listdir(folder / name)) for name in present}  # noqa: PTH208 (quicker)
-    found = {name: [*filter(_is_image, files)] for name, files in inside.items()}
-    shown = [(name, file) for name, files in inside.items() for file in files if not _is_hidden(file)]
-    others = [f"{name}/{file}" for name, file in shown if not _is_image(file)]
-    empty = [name for name, files in found.items() if not files]
-    if len(empty) == len(found):
-        raise DataError(f"{folder} holds not a single image ({', '.join(ENDINGS)}) in its {len(found)} class folders")
+    images = {name: [*filter(_is_image, files)] for name, files in inside.items()}
+    empty = [name for name in present if not images[name]]
+    endings = ", ".join(ENDINGS)
+    if len(empty) == len(present):
+        raise DataError(f"{folder} holds not a single image ({endings}) in its {len(present)} class folders")
     if empty:
-        place = one_line(str(folder / empty[0]))
-        raise DataError(f"{place} holds no image ({', '.join(ENDINGS)}); fill the folder or remove it")
+        raise DataError(f"{one_line(str(folder / empty[0]))} holds no image ({endings}); fill the folder or remove it")
+    others = [f"{name}/{file}" for name in present for file in inside[name] if not _is_image(file) and file[:1] != "."]
     if others:
         notes.append(
-            f"{folder}: {len(others)} files or folders that do not end like an image ({', '.join(ENDINGS)}) are left "
+            f"{folder}: {len(others)} files or folders that do not end like an image ({endings}) are left "
             f"out, the first is {one_line(others[0])}"
         )
-    names = np.array([os.fsencode(f"{name}/{file}") for name, files in found.items() for file in files])
-    labels = torch.tensor([number[name] for name, files in found.items() for _ in files])
-    return ImageFiles(folder, names, labels)
+    names = np.array([os.fsencode(f"{name}/{file}") for name in present for file in images[name]])
+    number = {name: label for label, name in enumerate(classes)}
+    return ImageFiles(folder, names, torch.tensor([number[name] for name in present for _ in images[name]]))
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(ENDINGS) and not _is_hidden(name)
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error, without the place in torchvision's source that may precede it.
-
-    >>> _reason(RuntimeError("decode_jpeg, /src/decode_jpeg.cpp:171, Image is incomplete or truncated"))
-    'Image is incomplete or truncated'
-    """
-    return one_line(re.sub(r"^\w+, \S+\.cpp:\d+, ", "", (str(error).splitlines() or [type(error).__name__])[0]))
-
-
-CROP, EDGE = 224, 256
-"""Pixels of an image, and of the shorter edge before a test image's middle is cut out."""
+    return name.lower().endswith(ENDINGS) and not name.startswith(".")
 
 
 @dataclass(frozen=True, eq=False)
-class ImageNet(Data):
-    """Images in folders. ``train`` is without ``validation``, which is None if none was asked for."""
+class ImageFolderData(Data):
+    """Images that are decoded when they are needed. ``train`` is without ``validation``, which may be None."""
 
     name: str
     classes: tuple[str, ...]
-    train: Pictures
-    validation: Pictures | None
-    test: Pictures
+    train: ImageSource
+    validation: ImageSource | None
+    test: ImageSource
     seed: int
-    share: Share
+    shard: Shard
     loading: Loading
     notes: tuple[str, ...] = ()
+    size: int = CROP
 
-    input_shape = (3, CROP, CROP)
+    @property
+    def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of one image: 3, height, width."""
+        return 3, self.size, self.size
 
     @property
     def num_classes(self) -> int:  # type: ignore[override]
-        """As many as ``train`` has folders."""
+        """As many as there are class folders."""
         return len(self.classes)
 
     def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> TrainFiles:
-        """Shuffled batches of (images [N, 3, 224, 224], labels [N]); a random window of each image, mirrored or not."""
-        source = Decoded(self.train, _augmented() if augment else self._whole(), self.seed)
-        return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, share=self.share, loading=self.loading)
+        """Shuffled batches of (images [N, 3, H, W], labels [N]); a random window of each image, mirrored or not."""
+        source = DecodedImages(self.train, self._window() if augment else self._whole(), self.seed)
+        return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, shard=self.shard, loading=self.loading)
 
     def validation_batches(self, batch_size: int = 500) -> TestFiles:
         """What was set apart, in a fixed order; of each image the middle."""
-        if self.validation is None:
-            raise DataError(f"{self.name} was opened without a validation part; use open_data(…, validation=0.1)")
-        return self._tested(self.validation, batch_size)
+        return self._tested(self._held_out(), batch_size)
 
     def test_batches(self, batch_size: int = 500) -> TestFiles:
-        """The images of ``val`` in the order of their names; of each image the middle."""
+        """The test images in the order of their names; of each image the middle."""
         return self._tested(self.test, batch_size)
 
     def example_inputs(self) -> Tensor:
-        """The first test image [1, 3, 224, 224], normalised."""
-        return self._few(self.test, 1)[0]
+        """The first test image [1, 3, H, W], normalised."""
+        return self._first(self.test, 1)[0]
 
     def first_batch(self) -> Batch:
         """Two training images and their labels, without augmentation."""
-        return self._few(self.train, 2)
+        return self._first(self.train, 2)
 
-    def _whole(self) -> Callable[[Tensor], Tensor]:
-        """How an image is cut to size where nothing is left to chance."""
-        return _middle()
+    def _first(self, files: ImageSource, count: int) -> Batch:
+        batch = DecodedImages(files, self._whole(), self.seed).batch(0, list(range(min(count, len(files)))))
+        return self.loading.to_device(*batch)
 
-    def _few(self, files: Pictures, count: int) -> Batch:
-        cut, files = self._whole(), files.part(slice(count))
-        pixels = torch.stack([cut(files.read(place)) for place in range(len(files))])
-        return self.loading.to_device(pixels, files.labels)
+    def _tested(self, files: ImageSource, batch_size: int) -> TestFiles:
+        source = DecodedImages(files, self._whole(), self.seed)
+        return TestFiles(source, batch_size=batch_size, shard=self.shard, loading=self.loading)
 
-    def _tested(self, files: Pictures, batch_size: int) -> TestFiles:
-        source = Decoded(files, self._whole(), self.seed)
-        return TestFiles(source, batch_size=batch_size, share=self.share, loading=self.loading)
+    def _whole(self) -> Cut:
+        """How an image is cut to size where nothing is left to chance: its middle, of 7/8 of the shorter edge."""
+        from torchvision.transforms import v2
+
+        return v2.Compose([v2.Resize(self.size * 8 // 7, antialias=True), v2.CenterCrop(self.size)])
+
+    def _window(self) -> Cut:
+        """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
+        from torchvision.transforms import v2
+
+        return v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
 
 
-def open_imagenet(
-    path: str, *, device: torch.device, seed: int, validation: float | int, share: Share, workers: int | None
-) -> ImageNet:
+def open_imagenet(path: str, opening: Opening) -> ImageFolderData:
     """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
     name = f"imagenet:{path}"
     need_torchvision(name, "vision")
-    found = find_images(Path(path))
-    train, held_out = split(found.train, validation, seed)
-    loading = Loading(device, workers_for(workers))
-    return ImageNet(name, found.classes, train, held_out, found.test, seed, share, loading, found.notes)
+    folders = find_image_folders(Path(path))
+    train, held_out = split(folders.train, opening.validation, opening.seed)
+    loading = Loading(opening.device, workers_for(opening.workers))
+    return ImageFolderData(
+        name, folders.classes, train, held_out, folders.test, opening.seed, opening.shard, loading, folders.notes
+    )
 
 
-def _augmented() -> Callable[[Tensor], Tensor]:
-    """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
-    from torchvision.transforms import v2
+def open_folder(path: str, opening: Opening) -> ImageFolderData:
+    """The images in class folders in ``path``, or in its folders ``train`` and ``val`` or ``test``.
 
-    return v2.Compose([v2.RandomResizedCrop(CROP, antialias=True), v2.RandomHorizontalFlip()])
+    Options of :class:`~ifso.data.base.FolderOptions` may follow the path after commas. Of class folders without
+    ``train``, the share ``test`` is for the test: the same images whatever the seed. Where there are ``val`` and
+    ``test``, the first is for validation, unless ``validation`` asks for a part of the training set.
+    """
+    name = f"folder:{path}"
+    need_torchvision(name, "vision")
+    folder, options = read_options(FolderOptions, path, opening.options)
+    root = Path(folder)
+    has_test = (root / "test").is_dir()
+    if (root / "train").is_dir() or not root.is_dir():
+        folders = find_image_folders(root, "test" if has_test else "val")
+    else:
+        folders = _split_folder(root, options.test)
+    train, held_out = split(folders.train, opening.validation, opening.seed)
+    if held_out is None and has_test and (root / "train").is_dir() and (root / "val").is_dir():
+        held_out = find_image_folders(root, "val").test
+    mean, deviation = (tuple(255 * each for each in options.colours(name)) for name in ("mean", "deviation"))
+    return ImageFolderData(
+        name, folders.classes, train, held_out, folders.test, opening.seed, opening.shard,
+        Loading(opening.device, workers_for(opening.workers), mean, deviation), folders.notes, options.size,
+    )  # fmt: skip
 
 
-def _middle() -> Callable[[Tensor], Tensor]:
-    """The middle of the image, made so small that its shorter edge has 256 pixels."""
-    from torchvision.transforms import v2
+def _split_folder(root: Path, share: float) -> ImageFolders:
+    """The class folders in ``root``, of which a share of the images is for the test."""
+    notes: list[str] = []
+    with _readable(root):
+        classes = _classes(root)
+        files = _files(root, classes, classes, notes)
+    train, test = split(files, share, seed=0)
+    if test is None:
+        raise DataError(f"{root} holds {len(files)} image; give two at least, one of them to measure on")
+    notes.append(
+        f"{root} has no folder train: {len(test)} of its {len(files)} images are for the test (test={share:g})"
+    )
+    return ImageFolders(classes, train, test, tuple(notes))
 
-    return v2.Compose([v2.Resize(EDGE, antialias=True), v2.CenterCrop(CROP)])
+
+@dataclass(frozen=True, eq=False)
+class JpegBytes:
+    """Image i is ``data[starts[i]:ends[i]]``; ``numbers`` [N] are those of the file, ``labels`` [N] in int64."""
+
+    path: Path
+    data: Tensor
+    starts: Tensor
+    ends: Tensor
+    numbers: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, indices: Tensor | slice) -> JpegBytes:
+        """The images at ``indices``; the bytes are shared."""
+        some = (tensor[indices] for tensor in (self.starts, self.ends, self.numbers, self.labels))
+        return JpegBytes(self.path, self.data, *some)
+
+    def read(self, index: int) -> Tensor:
+        """One image [3, 224, 224] in uint8; its size is looked at before anything is decoded."""
+        from PIL import Image, UnidentifiedImageError
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        data = self.data[int(self.starts[index]) : int(self.ends[index])].clone()
+        try:
+            with Image.open(io.BytesIO(data.numpy().tobytes()), formats=("JPEG",)) as image:
+                width, height = image.size
+            if (width, height) != (CROP, CROP):
+                raise DataError(f"it has {width}×{height} pixels; give {CROP}×{CROP}")
+            return decode_jpeg(data, ImageReadMode.RGB)
+        except Exception as error:
+            strange = isinstance(error, UnidentifiedImageError)
+            reason = "it is no JPEG" if strange else one_line(error) or type(error).__name__
+            raise DataError(f"{self.path}: image {int(self.numbers[index])} cannot be used: {reason}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class JpegData(ImageFolderData):
+    """Images that are cut already: without augmentation they are taken as they are."""
+
+    def _whole(self) -> Cut:
+        return _unchanged
+
+
+def _unchanged(image: Tensor) -> Tensor:
+    return image
+
+
+def open_jpegs(path: str, opening: Opening) -> JpegData:
+    """The images of an .npz with ``data`` (the bytes of all files), ``offsets`` [N + 1] and ``labels`` [N].
+
+    Of each class, in the order of the file, every second image is for the test and the others are for training.
+    """
+    name = f"jpegs:{path}"
+    need_torchvision(name, "vision")
+    images = _read_jpegs(Path(path))
+    tested = every_second(images.labels)
+    if not bool(tested.any()):
+        raise DataError(f"{path} has one image of each class; give two at least, one of them to measure on")
+    train, held_out = split(images.part(~tested), opening.validation, opening.seed)
+    classes = tuple(map(str, range(int(images.labels.max()) + 1)))
+    loading = Loading(opening.device, workers_for(opening.workers))
+    return JpegData(name, classes, train, held_out, images.part(tested), opening.seed, opening.shard, loading)
+
+
+def every_second(labels: Tensor) -> Tensor:
+    """Which samples [N] are the second, fourth … of their class.
+
+    >>> every_second(torch.tensor([3, 7, 3, 7, 7, 3])).tolist()
+    [False, False, True, True, False, False]
+    """
+    order = labels.argsort(stable=True)
+    ordered = labels[order]
+    within = torch.arange(len(labels)) - torch.searchsorted(ordered, ordered)
+    return torch.empty(len(labels), dtype=torch.bool).index_copy_(0, order, within % 2 == 1)
+
+
+def _read_jpegs(path: Path) -> JpegBytes:
+    """The arrays of the file, checked."""
+    data, offsets, labels = read_npz(path, ("data", "offsets", "labels"))
+    kind = {name: f"{one_line(a.dtype.name)} of shape {a.shape}" for name, a in (("data", data), ("offsets", offsets))}
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise DataError(f"{path}: data is {kind['data']}; give the bytes of all JPEG files as one row of uint8")
+    if offsets.dtype.kind not in "ui" or offsets.ndim != 1 or len(offsets) < 2:
+        raise DataError(f"{path}: offsets is {kind['offsets']}; give where each image begins, and the end of the last")
+    edges = torch.from_numpy(offsets.astype(np.int64))
+    if int(edges[0]) < 0 or int(edges[-1]) > len(data) or not bool((edges.diff() > 0).all()):
+        raise DataError(f"{path}: offsets do not grow from 0 to {len(data)}, the number of bytes in data")
+    count = len(edges) - 1
+    checked = as_labels(labels, count, MOST_CLASSES, f"{path}: labels")
+    return JpegBytes(path, torch.from_numpy(data), edges[:-1], edges[1:], torch.arange(count), checked)

@@ -1,28 +1,32 @@
-"""DATA: ``digits``; ``cifar10:``, ``cifar100:``, ``imagenet:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
+"""DATA: ``digits``; ``cifar10:PATH``, ``imagenet:``, ``folder:``, ``jpegs:``, ``coco:PATH``; ``file.py:factory``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ifso.common.devices import usable_device
-from ifso.data.base import Data, ImageData, split
-from ifso.data.batches import Augmentation, Images
+from ifso.data.base import OPTIONS, Data, ImageData, Opening, split
+from ifso.data.batches import Augmentation, Images, Shard, in_turn
 from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.coco import open_coco
 from ifso.data.digits import digits
 from ifso.data.from_file import FileData
-from ifso.data.image_folder import open_imagenet
-from ifso.data.jpegs import open_jpegs
-from ifso.data.sharding import Share, in_turn
+from ifso.data.image_folder import open_folder, open_imagenet, open_jpegs
 from ifso.errors import DataError
 
-FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
+FORMS = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 
-FILES = {"imagenet": open_imagenet, "jpegs": open_jpegs}
+FILES: dict[str, Callable[[str, Opening], Data]] = {
+    "imagenet": open_imagenet,
+    "folder": open_folder,
+    "jpegs": open_jpegs,
+    "coco": open_coco,
+}
 """Images that are decoded when they are needed."""
 
 
@@ -43,10 +47,11 @@ def open_data(
     ``seed`` fixes the order and the augmentation of every epoch, and which training images are set apart:
     ``validation`` is their share (a float) or their number (an int). The test set is never touched for that.
 
-    Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see :class:`Share`); give
-    all of them the same seed. ``download`` allows CIFAR to be fetched; ``workers`` processes decode images in files.
-    Further ``options`` are those of ``coco:PATH`` (:class:`~ifso.data.coco.CocoOptions`). They may also stand
-    in the name, as in ``coco:PATH,size=480x640``.
+    Process ``rank`` of ``ranks`` sees its part of every joint training batch and of the test (see
+    :class:`~ifso.data.batches.Shard`); give all of them the same seed. ``download`` allows CIFAR to be fetched;
+    ``workers`` processes decode images in files. Further ``options`` are those of ``coco:PATH``
+    (:class:`~ifso.data.base.CocoOptions`) and ``folder:PATH`` (:class:`~ifso.data.base.FolderOptions`). They may also
+    stand in the name, as in ``coco:PATH,size=480x640``.
 
     >>> data = open_data("digits", validation=142)
     >>> len(data.x_train), len(data.x_test), data.num_classes, data.input_shape
@@ -55,54 +60,37 @@ def open_data(
     >>> images.shape, images.dtype, labels.shape
     (torch.Size([64, 1, 8, 8]), torch.float32, torch.Size([64]))
     """
-    device, share = usable_device(device), Share(rank, ranks)
+    device, shard = usable_device(device), Shard(rank, ranks)
     kind, _, path = name.partition(":")
-    own = name.rpartition(":")[0].endswith(".py")
-    if options and (own or kind != "coco"):
-        raise DataError(f"{name} has no option {next(iter(options))}; only coco:PATH has further ones")
-    if own:
-        return _from_file(name, device, validation, share)
-    if kind == "coco" and path:
-        return open_coco(
-            path, device=device, seed=seed, validation=validation, share=share, workers=workers, options=options
-        )
+    program, _, factory = name.rpartition(":")
+    is_program = program.endswith(".py")
+    if options and (is_program or kind not in OPTIONS):
+        kinds = " and ".join(f"{each}:PATH" for each in OPTIONS)
+        raise DataError(f"{name} has no option {next(iter(options))}; only {kinds} have further ones")
+    if is_program:
+        if validation:
+            raise DataError(
+                f"{name}: validation={validation} cannot be cut from a file of yours; leave it out, let the file have "
+                "validation_batches, and measure on them with ifso eval --split validation"
+            )
+        return FileData(program, factory, device, shard)
     if kind in FILES and path:
-        return FILES[kind](path, device=device, seed=seed, validation=validation, share=share, workers=workers)
-    train, test, about = _images(name, share, download)
+        return FILES[kind](path, Opening(device, seed, validation, shard, workers, options))
+    train, test, augmentation, num_classes = _held_images(name, shard, download)
     train, held_out = split(train.to(device), validation, seed)
-    return ImageData(name, about.num_classes, train, held_out, test.to(device), about.augmentation, seed, share)
+    return ImageData(name, num_classes, train, held_out, test.to(device), augmentation, seed, shard)
 
 
-class _About(NamedTuple):
-    num_classes: int
-    augmentation: Augmentation
-
-
-def _images(name: str, share: Share, download: bool) -> tuple[Images, Images, _About]:
-    """Training and test images of a set that is held in memory, on the CPU."""
+def _held_images(name: str, shard: Shard, download: bool) -> tuple[Images, Images, Augmentation, int]:
+    """Training and test images of a set that is held in memory, on the CPU; their augmentation and classes."""
     kind, _, path = name.partition(":")
     if name == "digits":
-        return *_digit_images(), _About(10, Augmentation(shift=1, mirror=False))
+        data, middle, one = digits(), torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)
+        train, test = ((data.x_train, data.y_train), (data.x_test, data.y_test))
+        return Images(*train, middle, one), Images(*test, middle, one), Augmentation(shift=1, mirror=False), 10
     if kind in CIFAR and path:
         open_it = partial(open_cifar, kind, path, download)
-        images = in_turn(share, open_it) if download else open_it()
-        return *images, _About(CIFAR[kind].num_classes, AUGMENTATION)
-    close = get_close_matches(kind, ("digits", *CIFAR, *FILES, "coco"), n=1)
+        return *(in_turn(shard, open_it) if download else open_it()), AUGMENTATION, CIFAR[kind].num_classes
+    close = get_close_matches(kind, ("digits", *CIFAR, *FILES), n=1)
     hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
     raise DataError(f"{name!r} is no data set; write {FORMS}{hint}")
-
-
-def _digit_images() -> tuple[Images, Images]:
-    """Pixels from 0 to 1, centred on 0.5."""
-    data, middle, one = digits(), torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)
-    return Images(data.x_train, data.y_train, middle, one), Images(data.x_test, data.y_test, middle, one)
-
-
-def _from_file(name: str, device: torch.device, validation: float | int, share: Share) -> FileData:
-    if validation:
-        raise DataError(
-            f"{name}: validation={validation} cannot be cut from a file of yours; leave it out, let the file have "
-            "validation_batches, and measure on them with ifso eval --split validation"
-        )
-    path, _, factory = name.rpartition(":")
-    return FileData(path, factory, device, share)

@@ -42,17 +42,17 @@ def small_retinanet(name: str, num_classes: int = 91, **options: Any) -> nn.Modu
 
 
 def is_detector(model: nn.Module) -> bool:
-    """Is it one of torchvision's, or made of their parts?"""
+    """Return whether it is a detector of torchvision, or made of their parts."""
     return any(map(is_torchvisions, type(model).__mro__))
 
 
 def is_torchvisions(kind: type) -> bool:
-    """Is it a class of ``torchvision.models.detection``?"""
+    """Return whether it is a class of ``torchvision.models.detection``."""
     return kind.__module__.startswith("torchvision.models.detection.")
 
 
 def refuse_unknown(model: nn.Module, name: str, builder: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Torchvision's detectors take any option and leave out those they do not know; a slip of the pen is refused."""
+    """ModelNotFound for an option that a detector of torchvision does not know, and would leave out without a word."""
     makers: list[Callable[..., Any]] = [builder, *filter(is_torchvisions, type(model).__mro__)]
     known = sorted({option for maker in makers for option in inspect.signature(maker).parameters} - {"self", "kwargs"})
     for option in options:
@@ -104,26 +104,20 @@ def freeze_norms_(module: nn.Module) -> int:
 def load_backbone_(model: nn.Module, path: str | Path) -> None:
     """Load a classifier's weights into the backbone of a detector; all that the backbone has must be there and fit."""
     state = read_state(Path(path))
-    body, target = _body(model, state)
-    found = {key.removeprefix("features."): value for key, value in state.items()} if body else {}
-    if not found.keys() & target.keys():
+    renamed = {key.removeprefix("features."): value for key, value in state.items()}
+    modules = dict(model.named_modules())
+    bodies = {name: modules[name].state_dict() for name in BODIES if name in modules}
+    body = max(bodies, key=lambda name: len(renamed.keys() & bodies[name].keys()), default="")
+    target = bodies.get(body, {})
+    if not renamed.keys() & target.keys():
         raise WeightsError(
             f"{path} holds no weights of the backbone of {type(model).__name__}: it has {_some(state)}, "
             f"the backbone {_some(target)}"
         )
     counters = {key: value for key, value in target.items() if key.endswith(COUNTER)}
-    found = {**counters, **{key: value for key, value in found.items() if key in target}}
-    check_fit(found, target, path)
-    model.get_submodule(body).load_state_dict(found)
-
-
-def _body(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
-    """The part of the detector that has most keys in common with the file."""
-    there = dict(model.named_modules())
-    keys = {key.removeprefix("features.") for key in state}
-    bodies = {name: there[name].state_dict() for name in BODIES if name in there}
-    best = max(bodies, key=lambda name: len(keys & bodies[name].keys()), default="")
-    return best, bodies.get(best, {})
+    fitting = {**counters, **{key: value for key, value in renamed.items() if key in target}}
+    check_fit(fitting, target, path)
+    model.get_submodule(body).load_state_dict(fitting)
 
 
 def _some(keys: Mapping[str, Tensor]) -> str:
@@ -131,7 +125,7 @@ def _some(keys: Mapping[str, Tensor]) -> str:
 
 
 def refuse_thawed(model: nn.Module, name: str, path: str | Path) -> None:
-    """A file without the counters of batch norms comes from frozen ones, which must not begin to move unasked."""
+    """WeightsError if the file is of frozen batch norms (it has no counters of them) and those of the model are not."""
     if any(key.endswith(COUNTER) for key in model.state_dict()):
         state = read_state(Path(path))
         if not any(key.endswith(COUNTER) for key in state):

@@ -19,23 +19,18 @@ from ifso.errors import IfsoError, ModelNotFound, users_line
 
 
 def build_from_file(path: str, factory: str, **options: Any) -> nn.Module:
-    """Import ``path`` and call its ``factory``; without options, it is called without arguments."""
-    model = call_from_file(path, factory, ModelNotFound, **options)
+    """What ``factory`` of the file ``path`` returns for the options: a network."""
+    make = find_in_file(path, factory, ModelNotFound)
+    with blamed(f"{path}:{factory} failed", ModelNotFound):
+        model = make(**options)
     if not isinstance(model, nn.Module):
         raise ModelNotFound(f"{path}:{factory} returned {type(model).__name__}; it must return a torch.nn.Module")
     return model
 
 
-def call_from_file(path: str, factory: str, failure: type[IfsoError], **options: Any) -> Any:
-    """What ``factory`` of the file ``path`` returns; whatever goes wrong is said by a ``failure``."""
-    make = find_in_file(path, factory, failure)
-    with blamed(f"{path}:{factory} failed", failure):
-        return make(**options)
-
-
 @contextmanager
 def blamed(what: str, failure: type[IfsoError]) -> Iterator[None]:
-    """Whatever a user's code raises within is a ``failure`` of one line, ``sys.exit`` too; Ctrl-C is not its own."""
+    """Raise a ``failure`` of one line for what a user's code raises within, ``sys.exit`` too, but not Ctrl-C."""
     try:
         yield
     except (KeyboardInterrupt, IfsoError):
@@ -46,15 +41,19 @@ def blamed(what: str, failure: type[IfsoError]) -> Iterator[None]:
 
 
 def find_in_file(path: str, factory: str, failure: type[IfsoError]) -> Callable[..., Any]:
-    """The function ``factory`` of the file ``path``, which is imported; a ``failure`` says if there is none."""
+    """The function ``factory`` of the file ``path``, which is imported; a ``failure`` if there is none."""
     module = _import(Path(path), failure)
     make = getattr(module, factory, None)
     if not callable(make):
-        raise failure(f"{path} has no function {factory!r}{_suggest(factory, module)}")
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        close = get_close_matches(factory, names, n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise failure(f"{path} has no function {factory!r}{hint}")
     return make
 
 
 def _import(path: Path, failure: type[IfsoError]) -> ModuleType:
+    """The file as a module; modules beside it can be imported while it is."""
     if not is_file(path):
         raise failure(f"no file {path}")
     spec = importlib.util.spec_from_file_location(f"_ifso_user_{path.stem}", path)
@@ -71,9 +70,3 @@ def _import(path: Path, failure: type[IfsoError]) -> ModuleType:
         with suppress(ValueError):
             sys.path.remove(folder)
     return module
-
-
-def _suggest(factory: str, module: ModuleType) -> str:
-    callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    close = get_close_matches(factory, callables, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -2,28 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, ModelNotFound, TraceError
-from ifso.models.detectors import example_images, is_detector, prepare_, refuse_thawed
+from ifso.models.detectors import (
+    SMALL,
+    example_images,
+    is_detector,
+    prepare_,
+    refuse_thawed,
+    refuse_unknown,
+    small_retinanet,
+)
 from ifso.models.from_file import build_from_file
-from ifso.models.providers import OWN_IMAGES, PROVIDERS, ModelName, Provider, is_program, loading, read_name
+from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
+from ifso.models.vgg import CifarVGG16
 from ifso.models.weights import load_weights
-
-if TYPE_CHECKING:
-    import torch
 
 FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 
+Builder = Callable[..., nn.Module]
+
+OWN: dict[str, Builder] = {
+    **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in DEPTHS},
+    **{f"resnet{depth}-padded": partial(cifar_resnet, depth, padded=True) for depth in DEPTHS},
+    "vgg16": CifarVGG16,
+    "resnet8-digits": digits_resnet,
+}
+
+OWN_IMAGES = {"resnet8-digits": (1, 8, 8)}
+"""The image (C, H, W) that a network of ours is made for, where it is not one of CIFAR."""
+
 OF_DETECTORS = ("norms", "backbone")
+
+LOADING = (
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "checkpoint_path", "cache_dir",
+    "weights", "weights_backbone",
+)  # fmt: skip
+"""Options with which torchvision and timm load files or download."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
+"""By provider: the option that asks for published weights."""
+
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+FRAMES = 16
+
+DEFAULT_SIZE = 224
+
+
+class Provider(NamedTuple):
+    """``names()`` are the networks it has; ``build(name, **options)`` makes one, without pretrained weights."""
+
+    names: Callable[[], Sequence[str]]
+    build: Builder
+
+
+def _build_own(name: str, **options: Any) -> nn.Module:
+    if name not in SMALL:
+        return OWN[name](**options)
+    _package("torchvision")
+    model = small_retinanet(name, **options)
+    refuse_unknown(model, f"ifso:{name}", small_retinanet, options)
+    return model
+
+
+def _build_torchvision(name: str, **options: Any) -> nn.Module:
+    models = _package("torchvision.models")
+    builder = models.get_model_builder(name)
+    accepted = inspect.signature(builder).parameters
+    no_weights = {key: None for key in ("weights", "weights_backbone") if key in accepted}
+    model = models.get_model(name, **{**no_weights, **options})
+    if is_detector(model):
+        refuse_unknown(model, f"torchvision:{name}", builder, options)
+    return model
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ModelNotFound(
+            f'{package}: models need {package}, which cannot be imported ({error}); pip install "ifso[vision]"'
+        ) from error
+
+
+PROVIDERS = {
+    "ifso": Provider(lambda: [*OWN, *SMALL], _build_own),
+    "torchvision": Provider(lambda: _package("torchvision.models").list_models(), _build_torchvision),
+    "timm": Provider(
+        lambda: [*_package("timm").list_models(), *_package("timm").list_pretrained()],
+        lambda name, **options: _package("timm").create_model(name, **{"pretrained": False, **options}),
+    ),
+}
+
+
+class ModelName(NamedTuple):
+    """``source`` is a provider or a Python file, ``inner`` the name there."""
+
+    source: str
+    inner: str
+    options: dict[str, Any]
+
+
+def read_name(text: str) -> ModelName:
+    """A MODEL with its options, which follow the name after commas: ``SOURCE:NAME,KEY=VALUE,KEY=VALUE``.
+
+    >>> read_name("torchvision:retinanet_resnet50_fpn,min_size=480,norms=frozen")
+    ModelName(source='torchvision', inner='retinanet_resnet50_fpn', options={'min_size': 480, 'norms': 'frozen'})
+    >>> read_name("nets/small.py:make")
+    ModelName(source='nets/small.py', inner='make', options={})
+    """
+    program, mark, rest = text.partition(".py:")
+    whole, *given = (rest if mark else text).split(",")
+    if mark:
+        whole = f"{program}{mark}{whole}"
+    source, _, inner = whole.rpartition(":") if whole.rpartition(":")[0].endswith(".py") else whole.partition(":")
+    return ModelName(source, inner, dict(_option(part, text) for part in given))
+
+
+def _option(part: str, text: str) -> tuple[str, Any]:
+    """The name and value of an option: a constant, a literal of Python, or the text itself."""
+    key, equals, value = part.partition("=")
+    if not equals or not key.isidentifier():
+        shown, of = (repr(each if len(each) <= 200 else f"{each[:199]}…") for each in (part, text))
+        raise ModelNotFound(f"{of}: {shown} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
+    try:
+        return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return key, value
+
+
+def is_program(name: str) -> bool:
+    """Return whether ``name`` is a function of a Python file."""
+    return read_name(name).source.endswith(".py")
+
+
+def loading(name: str) -> list[str]:
+    """The options in a MODEL of torchvision or timm that would load a file or download; a program is its own affair.
+
+    >>> loading("timm:resnet18,pretrained=True,num_classes=3"), loading("timm:resnet18,pretrained=False")
+    (['pretrained'], [])
+    """
+    written = read_name(name)
+    return [] if is_program(name) else [key for key in LOADING if written.options.get(key)]
+
+
+def without_loading(name: str) -> str:
+    """The same network, randomly initialised.
+
+    >>> without_loading("timm:resnet18,pretrained=True,num_classes=3")
+    'timm:resnet18,num_classes=3'
+    """
+    if not loading(name):
+        return name
+    whole, *given = name.split(",")
+    return ",".join([whole, *(part for part in given if part.partition("=")[0] not in LOADING)])
 
 
 def create_model(
@@ -47,14 +195,16 @@ def create_model(
     """
     written = read_name(name)
     if num_classes is not None:
-        said = written.options.get("num_classes", num_classes)
-        if said != num_classes:
+        other = written.options.get("num_classes", num_classes)
+        if other != num_classes:
             raise ModelNotFound(
-                f"{name} says num_classes={said}, but {num_classes} are needed; leave that out of the name"
+                f"{name} says num_classes={other}, but {num_classes} are needed; leave that out of the name"
             )
         options["num_classes"] = num_classes
+    if pretrained and written.source not in PUBLISHED:
+        raise ModelNotFound(f"{name} has no published weights; leave --pretrained out, and give a file with --weights")
     if pretrained:
-        options |= _published(written, name)
+        options |= {} if loading(name) else PUBLISHED[written.source]
     elif loading(name):
         raise ModelNotFound(
             f"{name} would load or download weights ({', '.join(loading(name))}); allow that with --pretrained "
@@ -74,61 +224,35 @@ def create_model(
     return model
 
 
-def _published(written: ModelName, name: str) -> dict[str, Any]:
-    """The option that asks for published weights, if the name does not say which."""
-    asking: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
-    if written.source not in asking:
-        raise ModelNotFound(f"{name} has no published weights; leave --pretrained out, and give a file with --weights")
-    return {} if loading(name) else asking[written.source]
-
-
 def _build(written: ModelName, name: str, options: dict[str, Any]) -> nn.Module:
+    """The network, made by its provider or by the user's file."""
     prefix, inner = written.source, written.inner
-    if prefix in PROVIDERS:
-        provider = PROVIDERS[prefix]
-        names = provider.names()
-        if inner not in names:
-            some = f"; there are {', '.join(names[:3])} and {len(names) - 3} more"
-            raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: names}) or some}")
-        return _built(provider, name, inner, options)
     if prefix.endswith(".py"):
         return build_from_file(prefix, inner, **options)
-    raise ModelNotFound(f"{name!r} is no model name; write {FORMS}{_suggest(inner or prefix, _all_names())}")
-
-
-def _built(provider: Provider, name: str, inner: str, options: dict[str, Any]) -> nn.Module:
+    if prefix not in PROVIDERS:
+        raise ModelNotFound(f"{name!r} is no model name; write {FORMS}{_suggest(inner or prefix, PROVIDERS)}")
+    names = PROVIDERS[prefix].names()
+    if inner not in names:
+        some = f"; there are {', '.join(names[:3])} and {len(names) - 3} more"
+        raise ModelNotFound(f"no model {name!r}{_suggest(inner, {prefix: PROVIDERS[prefix]}) or some}")
     try:
-        return provider.build(inner, **options)
+        return PROVIDERS[prefix].build(inner, **options)
     except IfsoError:
         raise
     except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ModelNotFound(f"{name} cannot be built with {given or 'no options'}: {_said(error)}") from error
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
+        kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+        raise ModelNotFound(f"{name} cannot be built with {given}: {kind}{one_line(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-    return f"{kind}{one_line(error)}"
-
-
-def _all_names() -> dict[str, Sequence[str]]:
-    names = {}
-    for prefix, provider in PROVIDERS.items():
-        with suppress(ModelNotFound):
-            names[prefix] = provider.names()
-    return names
-
-
-def _suggest(inner: str, names: Mapping[str, Sequence[str]]) -> str:
+def _suggest(inner: str, providers: Mapping[str, Provider]) -> str:
     """``; did you mean …?`` with the names closest to ``inner``, or nothing."""
-    each = 3 if len(names) == 1 else 1
-    close = [f"{prefix}:{match}" for prefix in names for match in get_close_matches(inner, names[prefix], n=each)]
+    close: list[str] = []
+    for prefix, provider in providers.items():
+        with suppress(ModelNotFound):
+            matches = get_close_matches(inner, provider.names(), n=3 if len(providers) == 1 else 1)
+            close += [f"{prefix}:{match}" for match in matches]
     return f"; did you mean {', '.join(close)}?" if close else ""
-
-
-FRAMES = 16
-
-DEFAULT_SIZE = 224
 
 
 def default_inputs(name: str, model: nn.Module) -> Any:
@@ -136,7 +260,6 @@ def default_inputs(name: str, model: nn.Module) -> Any:
 
     Detection models take one image in a list and have to be in eval mode.
 
-    >>> from ifso.models.registry import create_model
     >>> default_inputs("ifso:resnet20", create_model("ifso:resnet20")).shape
     torch.Size([1, 3, 32, 32])
     """
@@ -146,39 +269,27 @@ def default_inputs(name: str, model: nn.Module) -> Any:
     if prefix == "ifso":
         return torch.randn(1, *OWN_IMAGES.get(inner, (3, 32, 32)))
     if prefix == "timm":
-        return _timm_inputs(model)
+        from timm.data import resolve_model_data_config
+
+        return torch.randn(1, *resolve_model_data_config(model)["input_size"])
     if prefix == "torchvision":
         return _torchvision_inputs(inner, model)
     raise TraceError(f"no example input is known for {name}; give its shape, for example 1,3,224,224")
 
 
-def _timm_inputs(model: nn.Module) -> Tensor:
-    from timm.data import resolve_model_data_config
-
-    return torch.randn(1, *resolve_model_data_config(model)["input_size"])
-
-
 def _torchvision_inputs(inner: str, model: nn.Module) -> Any:
+    """Of the size the model insists on, else of the one its first published weights were trained with."""
     family = type(model).__module__.removeprefix("torchvision.models.").partition(".")[0]
     if family == "optical_flow":
         return torch.randn(1, 3, 128, 128), torch.randn(1, 3, 128, 128)
-    size = _torchvision_size(inner, model)
-    if family == "video":
-        return torch.randn(1, 3, FRAMES, *size)
-    return torch.randn(1, 3, *size)
+    size: Any = getattr(model, "image_size", None)
+    if not isinstance(size, int):
+        from torchvision.models import get_model_weights
 
-
-def _torchvision_size(inner: str, model: nn.Module) -> tuple[int, int]:
-    """The size the model insists on, else the one its first published weights were trained with."""
-    own = getattr(model, "image_size", None)
-    if isinstance(own, int):
-        return own, own
-    from torchvision.models import get_model_weights
-
-    published = next(iter(get_model_weights(inner)), None)
-    crop = getattr(getattr(published, "transforms", None), "keywords", {}).get("crop_size", DEFAULT_SIZE)
-    height, width = (crop, crop) if isinstance(crop, int) else crop
-    return height, width
+        published = next(iter(get_model_weights(inner)), None)
+        size = getattr(getattr(published, "transforms", None), "keywords", {}).get("crop_size", DEFAULT_SIZE)
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.randn(1, 3, *([FRAMES] if family == "video" else []), height, width)
 
 
 def network_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickletools
 import re
 import zipfile
@@ -18,7 +19,8 @@ from ifso.common.files import error_number, explained, is_file
 from ifso.common.text import one_line
 from ifso.errors import WeightsError
 
-WRAPPERS = ("state_dict", "model")
+WRAPPERS = ("state_dict", "model", "model_state_dict", "state_dict_ema")
+"""Under which names checkpoints hold the weights; the average (EMA) is taken where there is nothing else."""
 
 PREFIXES = ("module.", "model.", "_orig_mod.")
 
@@ -30,26 +32,29 @@ COUNTER = "num_batches_tracked"
 DEEPEST = 8
 """Wrappers one in the other."""
 
+SAFE: list[Any] = [argparse.Namespace]
+"""Classes of which a checkpoint may hold instances beside its tensors: they only keep values, and nothing is called."""
+
 State = Mapping[str, Tensor]
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Load ``path`` (.safetensors, .pt, .pth) into ``model``; every key must fit, else nothing is loaded.
+    """Load the file ``path`` into ``model``; every key must fit, else nothing is loaded.
 
-    Wrappers (``state_dict``, ``model``), prefixes (``module.``, ``model.``, ``_orig_mod.``) and missing
+    A file is known by what is in it: safetensors, or a checkpoint of torch. Wrappers (``state_dict``, ``model``,
+    ``model_state_dict``, ``state_dict_ema``), prefixes (``module.``, ``model.``, ``_orig_mod.``) and missing
     ``num_batches_tracked``, or those of batch norms that are frozen in ``model``, are taken care of.
     """
     path = Path(path)
     target = model.state_dict()
-    state = _rename(read_state(path), target)
-    counters = {key: value for key, value in target.items() if key.endswith(COUNTER)}
-    state = {**counters, **{key: value for key, value in state.items() if not _is_of_frozen(key, target)}}
+    state = {key: value for key, value in _rename(read_state(path), target).items() if not _is_of_frozen(key, target)}
+    state = {**{key: value for key, value in target.items() if key.endswith(COUNTER)}, **state}
     check_fit(state, target, path)
     model.load_state_dict(state)
 
 
 def _is_of_frozen(key: str, target: State) -> bool:
-    """Is it the counter of a batch norm that is frozen in the model, and has none?"""
+    """Return whether it is the counter of a batch norm that is frozen in the model, and has none."""
     norm = key.removesuffix(COUNTER)
     return key != norm and key not in target and f"{norm}running_mean" in target
 
@@ -58,20 +63,25 @@ def read_state(path: Path) -> State:
     """The tensors in a file, by name; without the wrapper they may be in."""
     if not is_file(path):
         raise WeightsError(f"no weight file {path}")
-    readers = {".safetensors": _read_safetensors, ".pt": _read_checkpoint, ".pth": _read_checkpoint}
-    if path.suffix not in readers:
-        raise WeightsError(
-            f"{path}: weights are read from {', '.join(readers)}, not from {path.suffix or 'this'} files"
-        )
-    state = readers[path.suffix](path)
+    try:
+        state = _read_safetensors(path) if _is_safetensors(path) else _read_checkpoint(path)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {explained(error)}") from error
     for name, tensor in state.items():
         if not _is_plain(tensor):
             raise WeightsError(f"{path}: {one_line(name)} is no dense tensor with values; save those")
     return state
 
 
+def _is_safetensors(path: Path) -> bool:
+    """Return whether the file is named so, or begins with the length of a JSON header and that header."""
+    with path.open("rb") as file:
+        begin = file.read(9)
+    return path.suffix == ".safetensors" or (begin[8:] == b"{" and begin[:4] != ZIP)
+
+
 def _is_plain(tensor: Tensor) -> bool:
-    """Can it be copied into a parameter?"""
+    """Return whether it can be copied into a parameter."""
     strange = tensor.is_meta or tensor.is_nested or tensor.is_quantized
     return not strange and tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter)
 
@@ -88,29 +98,17 @@ def _read_safetensors(path: Path) -> State:
 def _read_checkpoint(path: Path) -> State:
     try:
         refuse_costly(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(SAFE):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {explained(error)}") from error
     except Exception as error:
         raise WeightsError(
             f"{path} is damaged or holds more than tensors ({_reason(error)}); save model.state_dict() and load that"
         ) from error
-    return _unwrap(content, path)
-
-
-def _reason(error: Exception) -> str:
-    """What is wrong, without torch's advice to load the file all the same."""
-    said = str(error)
-    found = re.search(r"(?:WeightsUnpickler error: |Trying to load )([^\n]+?)(?:\.\s|\.?$)", said, re.MULTILINE)
-    first = found[1] if found else next(iter(said.splitlines()), "")
-    return type(error).__name__ if not first or "weights_only" in first else one_line(first)
-
-
-def _unwrap(content: Any, path: Path) -> State:
     for _ in range(DEEPEST):
-        if not isinstance(content, Mapping):
-            break
-        inner = next((content[name] for name in WRAPPERS if isinstance(content.get(name), Mapping)), None)
+        held = content if isinstance(content, Mapping) else {}
+        inner = next((held[name] for name in WRAPPERS if isinstance(held.get(name), Mapping)), None)
         if inner is None:
             break
         content = inner
@@ -119,30 +117,27 @@ def _unwrap(content: Any, path: Path) -> State:
     return content
 
 
+def _reason(error: Exception) -> str:
+    """What is wrong, without torch's advice to load the file all the same."""
+    match = re.search(r"(?:WeightsUnpickler error: |Trying to load )([^\n]+?)(?:\.\s|\.?$)", str(error), re.MULTILINE)
+    first = match[1] if match else next(iter(str(error).splitlines()), "")
+    return type(error).__name__ if not first or "weights_only" in first else one_line(first)
+
+
 def _is_entry(item: tuple[Any, Any]) -> bool:
     return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _rename(state: State, target: State) -> State:
-    for prefix in _prefixes(state, target):
+    """Without prefixes that every key of ``state`` carries and no key of ``target`` does, and with our names."""
+    while prefix := next((each for each in PREFIXES if state and all(key.startswith(each) for key in state)), ""):
+        if _any_starts(target, prefix):
+            break
         state = {key.removeprefix(prefix): value for key, value in state.items()}
     for theirs, ours in ALIASES:
         if not _any_starts(target, theirs) and _any_starts(target, ours):
             state = {ours + key.removeprefix(theirs) if key.startswith(theirs) else key: state[key] for key in state}
     return state
-
-
-def _prefixes(state: State, target: State) -> list[str]:
-    """Prefixes that every key of ``state`` carries and no key of ``target`` does, outermost first."""
-    found: list[str] = []
-    keys = list(state)
-    while keys:
-        extra = [p for p in PREFIXES if all(key.startswith(p) for key in keys) and not _any_starts(target, p)]
-        if not extra:
-            break
-        found.append(extra[0])
-        keys = [key.removeprefix(extra[0]) for key in keys]
-    return found
 
 
 def _any_starts(keys: Iterable[str], prefix: str) -> bool:

@@ -156,8 +156,7 @@ class OpenedRun:
         """
         import torch
 
-        from ifso.models.providers import without_loading
-        from ifso.models.registry import network_for
+        from ifso.models.registry import network_for, without_loading
 
         name = self.there("model")
         if not (pretrained and "model" in self.told):
@@ -230,7 +229,7 @@ def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
             if _lies_in(path, folder):
                 raise RunError(_came_with(folder, option, value))
     elif option != "data":
-        from ifso.models.providers import loading
+        from ifso.models.registry import loading
 
         if loading(value):
             raise RunError(
@@ -351,7 +350,7 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
         return "", path, value.removeprefix(path)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
-        path, behind = _before_options(path) if kind == "coco" else (path, "")
+        path, behind = _before_options(kind, path)
         return f"{kind}{colon}", path, behind
     return "", None, value
 
@@ -359,7 +358,7 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
 def _program(option: str, value: str) -> str | None:
     """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
     from ifso.errors import ModelNotFound
-    from ifso.models.providers import read_name
+    from ifso.models.registry import read_name
 
     if option == "data":
         path = value.rpartition(":")[0]
@@ -371,10 +370,10 @@ def _program(option: str, value: str) -> str | None:
     return path if path.endswith(".py") else None
 
 
-def _before_options(path: str) -> tuple[str, str]:
-    from ifso.data.coco import path_and_options
+def _before_options(kind: str, path: str) -> tuple[str, str]:
+    from ifso.data.base import path_and_options
 
-    return path_and_options(path)
+    return path_and_options(kind, path)
 
 
 LARGEST = 2**63 - 1

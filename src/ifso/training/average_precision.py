@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ifso.common.distributed import collective_device, rank, several, sum_over_ranks, together
 from ifso.common.torch_state import eval_mode
-from ifso.data.coco_samples import Annotations
+from ifso.data.coco_batches import Annotations
 from ifso.data.compatibility import is_detections
 from ifso.errors import DataError, DivergedError, IfsoError
 from ifso.tasks.detection import float32_heads

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ifso.data.cifar import as_images, read_npz
 from ifso.data.digits import digits
-from ifso.data.npz import as_images, read_npz
 from ifso.errors import IfsoError
 
 DIGITS_NETWORKS = ("convex", "digits-relu", "digits-gelu", "digits-residual")

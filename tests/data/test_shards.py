@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from ifso.data import open_data
-from ifso.data.sharding import Share, in_turn
+from ifso.data.batches import Shard, in_turn
 from ifso.errors import DataError
 
 
-class TestPlaces:
+class TestIndices:
     @pytest.mark.parametrize("count", [0, 1, 5, 12, 13, 17, 23, 24, 29])
     @pytest.mark.parametrize("ranks", [1, 2, 3])
     @pytest.mark.parametrize("drop_last", [True, False])
@@ -22,11 +22,17 @@ class TestPlaces:
             each = len(joint) // ranks
             for rank in range(ranks):
                 expected[rank] += joint[rank * each : (rank + 1) * each]
-        assert [Share(rank, ranks).places(count, batch, drop_last).tolist() for rank in range(ranks)] == expected
+        shards = [Shard(rank, ranks) for rank in range(ranks)]
+        if not expected[0]:
+            for shard in shards:
+                with pytest.raises(DataError, match="cannot be filled"):
+                    shard.indices(count, batch, drop_last)
+        else:
+            assert [shard.indices(count, batch, drop_last).tolist() for shard in shards] == expected
 
     @pytest.mark.parametrize(("rank", "ranks"), [(1, 1), (-1, 2), (0, 0), (0.0, 1), (True, 2), ("0", 1)])
     def test_ranks_that_are_none(self, rank, ranks):
-        with pytest.raises(DataError, match=f"rank={rank!r} of ranks={ranks!r} will not do"):
+        with pytest.raises(DataError, match=f"got rank={rank!r} of ranks={ranks!r}"):
             open_data("digits", rank=rank, ranks=ranks)
 
 
@@ -117,9 +123,9 @@ def test_ranks_work_in_turn(monkeypatch, rank):
     events = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: events.append("wait"))
-    assert in_turn(Share(rank, 3), lambda: events.append("work") or 5) == 5
+    assert in_turn(Shard(rank, 3), lambda: events.append("work") or 5) == 5
     assert events == ["wait"] * rank + ["work"] + ["wait"] * (3 - rank)
 
 
 def test_without_a_group_nobody_waits():
-    assert in_turn(Share(1, 3), lambda: 5) == 5
+    assert in_turn(Shard(1, 3), lambda: 5) == 5
