@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import NETS, mask_gradients, places
 from cases import CASES, image, run, tensors
 from nets import attention
+from reference.criteria import NETS, mask_gradients, places
 from torch import nn
 
 import ifso

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from by_hand import NETS, inputs_of
 from cases import CASES
+from reference.criteria import NETS, inputs_of
 from torch import nn
 
 import ifso

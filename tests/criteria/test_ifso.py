@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES
-from reference import Reference
+from reference.second_order import Reference
 from torch import nn
 
 import ifso

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, image, random_keep, run, tensors
-from residuals import Truth, samples_of
+from reference.criteria import Truth, samples_of
 from torch import Tensor, nn
 
 import ifso

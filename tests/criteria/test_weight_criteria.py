@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import NETS, filter_of, inputs_of, outputs_of, per_unit, reading_slice
 from cases import CASES
+from reference.criteria import NETS, filter_of, inputs_of, outputs_of, per_unit, reading_slice
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from reference.cuda_graphs import taped
 from small_detectors import SIDE, boxes, fcos, retina
-from taped import taped
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.ssd import SSD

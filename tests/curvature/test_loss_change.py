@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 
-import dense
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import gauss_newton as dense
 from torch import Tensor, nn
 
 import ifso

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ALL, CASES, enliven_, random_keep, run, tensors
-from reference import Reference, layer_weights
+from reference.second_order import Reference, layer_weights
 from torch import Tensor, nn
 
 import ifso

@@ -6,9 +6,9 @@ import copy
 import warnings
 from dataclasses import dataclass
 
-import dense
 import pytest
 import torch
+from reference import gauss_newton as dense
 from torch import Tensor, nn
 
 import ifso
