@@ -1,4 +1,4 @@
-"""Weights fitted when inputs go, against plain least squares on what the layers compute (reference/least_squares.py)."""
+"""Weights fitted when inputs go, against plain least squares on what the layers compute."""
 
 from __future__ import annotations
 
