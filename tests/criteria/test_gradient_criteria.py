@@ -11,7 +11,7 @@ from reference.criteria import NETS, mask_gradients, places
 from torch import nn
 
 import ifso
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 SAMPLES = 3

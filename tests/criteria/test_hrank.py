@@ -10,7 +10,7 @@ from reference.criteria import NETS, inputs_of
 from torch import nn
 
 import ifso
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 

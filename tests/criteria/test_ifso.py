@@ -15,7 +15,7 @@ import ifso
 from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.primal_cache import Primal
+from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.products import Products
 from ifso.curvature.weight_space import weight_space
 from ifso.errors import ScoreError
@@ -161,7 +161,7 @@ def test_passes_that_share_their_primal_compute_the_same(name):
 
     products = Products(model, case.graph(), mean_square)
     apart = products.mixed(inputs)
-    primal = Primal()
+    primal = PrimalCache()
     together = products.mixed(inputs, primal)
     assert primal.calls
     close(together, apart)

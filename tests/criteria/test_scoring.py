@@ -15,7 +15,7 @@ from torch import nn
 import ifso
 from ifso.criteria.base import Criterion
 from ifso.criteria.magnitude import Magnitude
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.criteria.taylor import Taylor
 from ifso.errors import KeepError, ScoreError, StaleGraphError, TraceError
 

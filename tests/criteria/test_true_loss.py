@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.criteria import true_loss
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 DAMPING = 0.02

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import ifso
 from ifso.criteria.random import Random
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 ALL = pytest.mark.parametrize("name", NETS)

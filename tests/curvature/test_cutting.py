@@ -23,9 +23,9 @@ import ifso
 from ifso.common.cuda_graphs import Recorded
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.primal_cache import Primal, full_float32
+from ifso.curvature.primal_cache import PrimalCache, full_float32
 from ifso.curvature.products import Products
-from ifso.curvature.submodule_capture import MOST_SHAPES, Cut, Uncut, cut_of
+from ifso.curvature.submodule_capture import MOST_SHAPES, CapturedSubmodules, Uncut, capture_submodules
 from ifso.pruning.scoring_loop import Worker
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.tasks.detection import detection_loss
@@ -77,13 +77,13 @@ def pair(model: nn.Module, graph: Any, record: Any = taped, **options: Any) -> t
     plain, cut = (Products(model, graph, loss, **options) for _ in range(2))
     plain.cut = Uncut()
     if record is not None:
-        cut.cut = cut_of(model, graph, set(cut._tensors), record)
-    assert isinstance(cut.cut, Cut)
+        cut.cut = capture_submodules(model, graph, set(cut._tensors), record)
+    assert isinstance(cut.cut, CapturedSubmodules)
     return plain, cut
 
 
 def all_products(products: Products, batch: Any, shared: bool = True) -> list[Tensor]:
-    primal = Primal() if shared else None
+    primal = PrimalCache() if shared else None
     v = products.mixed(batch, primal)
     return [v, products.sensitivity(batch, v, primal), products.hessian(batch, v)]
 
@@ -168,7 +168,7 @@ def test_scores_of_units(micro_batch: int | None) -> None:
     criterion = Ifso(micro_batch=micro_batch)
     tasks = [Task(model, graph, detection_loss, graph.kept(None)) for _ in range(2)]
     products = criterion.products(tasks[1])
-    products.cut = cut_of(model, graph, set(products._tensors), taped)
+    products.cut = capture_submodules(model, graph, set(products._tensors), taped)
     for batch in batches(3):
         wanted, found = (criterion.units(task, batch) for task in tasks)
         assert float((found - wanted).norm() / wanted.norm()) <= EXACT
@@ -198,7 +198,7 @@ def test_passes_over_two_batches_in_turn_do_not_mix() -> None:
         assert_equal(plain, cut, batch)
     found = []
     for products in (plain, cut):
-        primals = Primal(), Primal()
+        primals = PrimalCache(), PrimalCache()
         v = products.mixed(three, primals[0])
         products.mixed(four, primals[1])
         found.append(products.sensitivity(three, v, primals[0]))
@@ -505,7 +505,7 @@ def test_a_run_with_captured_parts_on_a_gpu_equals_a_plain_one() -> None:
         network = ShrinkingNetwork(copy.deepcopy(model), graph)
         worker = Worker(network, Ifso(), detection_loss, lambda ps: torch.optim.SGD(ps, lr=0.001, momentum=0.9))
         products = worker.criterion.products(worker._task)
-        assert isinstance(products.cut, Cut)
+        assert isinstance(products.cut, CapturedSubmodules)
         if not cut:
             products.cut = Uncut()
         said: list[str] = []

@@ -145,25 +145,25 @@ class Criterion(ABC):
         hints = get_type_hints(type(self))
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
-            if not _fits(value, hints[option.name]):
+            if not _matches(value, hints[option.name]):
                 raise ScoreError(
-                    f"criterion {self.name!r}: {option.name}={value!r} will not do; give {_words(hints[option.name])}"
+                    f"criterion {self.name!r}: {option.name}={value!r} will not do; give {_described(hints[option.name])}"
                 )
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
     if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
+        return any(_matches(value, part) for part in get_args(hint))
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _words(hint: Any) -> str:
+def _described(hint: Any) -> str:
     """A type as a person would say it.
 
     >>> _words(Literal["mean", "sum"]), _words(int | None)
@@ -173,5 +173,5 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(repr(choice) for choice in get_args(hint))
     if origin in (Union, UnionType):
-        return " or ".join(_words(part) for part in get_args(hint))
+        return " or ".join(_described(part) for part in get_args(hint))
     return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
-from ifso.curvature.weight_space import add_up
+from ifso.curvature.weight_space import sum_by_unit
 from ifso.errors import ScoreError
 
 
@@ -36,8 +36,8 @@ class HRank(Criterion):
 
         def visit(name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
             found = _ranks(in_rows(x, dim), name)
-            ranks.add_(add_up(found.sum(0), owner, number))
-            maps.add_(add_up(torch.full_like(found[0], found.shape[0]), owner, number))
+            ranks.add_(sum_by_unit(found.sum(0), owner, number))
+            maps.add_(sum_by_unit(torch.full_like(found[0], found.shape[0]), owner, number))
             return x
 
         with undisturbed(task.model), ReadingLayers(task, visit, everywhere=False):

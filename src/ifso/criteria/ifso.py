@@ -11,7 +11,7 @@ from torch import Tensor
 from ifso.common.batches import num_samples, pieces
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.curvature.objective import Objective, System
-from ifso.curvature.primal_cache import Primal
+from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import create_solver
 from ifso.errors import ScoreError
@@ -65,7 +65,7 @@ class Ifso(Criterion):
         """1ᵀ ∂²L/∂W∂M H⁻¹ ∂²L/∂M∂W [readers, units], before absolute values are taken."""
         products = self.products(task)
         parts = list(self._parts(batch))
-        primal = Primal() if self.micro_batch is None else None
+        primal = PrimalCache() if self.micro_batch is None else None
         v = _mean((products.mixed(part, primal), share) for part, share in parts)
         u = self._solve(products, [part for part, _ in parts], v)
         return _mean((products.sensitivity(part, u, primal), share) for part, share in parts)

@@ -13,9 +13,9 @@ from torch.autograd import Function
 from ifso.common.loss_fn import checked, output_tensors, outputs_of
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
+from ifso.criteria.group_fisher import MaskTap, mask_gradients, summed_by_sample
 from ifso.criteria.reader_hooks import Halves, Moments, ReadingLayers, in_first_half, in_rows, mean_size
-from ifso.curvature.weight_space import places
+from ifso.curvature.weight_space import unit_indices
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS
 
@@ -192,7 +192,7 @@ class _Inputs:
         if place in self.seen:
             self.seen[place].halves.add(rows, samples, self.number)
         else:
-            kept = self.kept[places(owner, len(self.kept) - 1).cpu()].to(x.device)
+            kept = self.kept[unit_indices(owner, len(self.kept) - 1).cpu()].to(x.device)
             self.seen[place] = _Channels(groups, owner, kept, Halves.of(rows, samples, self.number))
         return x
 
@@ -217,7 +217,7 @@ class _Residuals:
 
     inputs: _Inputs
     number: int
-    seen: list[Tap] = field(default_factory=list)
+    seen: list[MaskTap] = field(default_factory=list)
     layers: ReadingLayers | None = None
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class _Residuals:
         place, _ = place_of(self.layers)
         if place not in self.inputs.residuals:
             return x
-        tap = Tap.at(name, x, dim, owner, self.layers)
+        tap = MaskTap.at(name, x, dim, owner, self.layers)
         self.seen.append(tap)
         first = in_first_half(len(tap.mask), self.number)
         return _Shifted.apply(x, tap.mask, dim, self.inputs.residuals[place], first)

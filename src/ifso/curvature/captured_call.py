@@ -20,14 +20,14 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ifso.common.cuda_graphs import Pair, Record
-from ifso.curvature.dual_layers import spark
-from ifso.curvature.dual_mode import DualMode, Manner
-from ifso.curvature.primal_cache import Primal
-from ifso.curvature.taps import Place, Taps
+from ifso.curvature.dual_layers import dual_zero
+from ifso.curvature.dual_mode import DualMode, PassOptions
+from ifso.curvature.primal_cache import PrimalCache
+from ifso.curvature.taps import GradientTaps, TapKey
 
 
 @dataclass(frozen=True)
-class Call:
+class SubmoduleCall:
     """A call of a part of the network: its function, and its arguments as leaves of a tree."""
 
     function: Callable[..., Any]
@@ -41,7 +41,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Input:
+class StaticInput:
     """A tensor that goes into a piece: copies are made here."""
 
     number: Tensor
@@ -50,7 +50,7 @@ class Input:
     """Does the gradient go on to it?"""
 
     @classmethod
-    def like(cls, leaf: Tensor) -> Input:
+    def like(cls, leaf: Tensor) -> StaticInput:
         """For such a tensor."""
         number, dot = unpack_dual(leaf)
         return cls(torch.zeros_like(number), None if dot is None else torch.zeros_like(number), leaf.requires_grad)
@@ -68,17 +68,19 @@ class Input:
         return leaf, (leaf if self.dot is None else make_dual(leaf, self.dot)).clone()
 
 
-class _Work:
+class _ForwardBackward:
     """The two passes through a part, which are recorded. The backward pass follows the forward pass."""
 
-    def __init__(self, call: Call, plan: Callable[[Taps], None], manner: Manner, leads: bool) -> None:
+    def __init__(
+        self, call: SubmoduleCall, plan: Callable[[GradientTaps], None], manner: PassOptions, leads: bool
+    ) -> None:
         self._function, self._spec, self._plan = call.function, call.spec, plan
         self._manner, self._leads = manner, leads
-        self.inputs = [Input.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        self.inputs = [StaticInput.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self.lams: list[tuple[Tensor, Tensor]] = []
         self.outputs: list[Any] = []
         """Leaves of the result; for a tensor whether it is differentiated."""
-        self.places: list[Place] = []
+        self.places: list[TapKey] = []
 
     def rehearse(self) -> None:
         """Both passes once as they will be recorded, so that kernels are chosen and compiled, and room for ``λ``."""
@@ -88,18 +90,18 @@ class _Work:
 
     def forward(self) -> list[Pair]:
         """The tensors of the result."""
-        taps, manner = Taps(self._manner.fused), self._manner
+        taps, manner = GradientTaps(self._manner.fused), self._manner
         if manner.primal is not None and self._leads:
             manner.primal.calls.clear()
         elif manner.primal is not None:
             manner = replace(manner, primal=manner.primal.for_reading())
         self._plan(taps)
         with torch.enable_grad(), _set_fwd_grad_enabled(True), DualMode(taps.plans, manner):
-            entered = [each.enter() if isinstance(each, Input) else (None, each) for each in self.inputs]
+            entered = [each.enter() if isinstance(each, StaticInput) else (None, each) for each in self.inputs]
             args, kwargs = tree_unflatten([given for _, given in entered], self._spec)
             leaves, self.spec = tree_flatten(self._function(*args, **kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.outputs = [Output(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.outputs = [StaticOutput(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._results = [tensor for tensor in tensors if tensor.requires_grad]
         asked = [leaf for leaf, _ in entered if leaf is not None and leaf.requires_grad]
         self._wanted, self.places = [*asked, *taps.inputs.values()], list(taps.inputs)
@@ -116,24 +118,30 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class Output:
+class StaticOutput:
     """Stands for a tensor in a result."""
 
     differentiated: bool
 
 
-class Piece:
+class CapturedCall:
     """One call of a part, recorded. ``primal`` is what a later pass over the same batch reads, ``turn`` counts replays.
 
     No torch function mode may be on where it is made and called.
     """
 
     def __init__(
-        self, call: Call, plan: Callable[[Taps], None], manner: Manner, leads: bool, record: Record, pool: Any
+        self,
+        call: SubmoduleCall,
+        plan: Callable[[GradientTaps], None],
+        manner: PassOptions,
+        leads: bool,
+        record: Record,
+        pool: Any,
     ) -> None:
-        self.primal: Primal | None = manner.primal
+        self.primal: PrimalCache | None = manner.primal
         with _no_autocast_cache():
-            work = _Work(call, plan, manner, leads)
+            work = _ForwardBackward(call, plan, manner, leads)
             _fill(work.inputs, call.leaves)
             work.rehearse()
             self._found, self._forward = record(work.forward, pool)
@@ -142,7 +150,7 @@ class Piece:
         self._spec, self._places = work.spec, work.places
         self.turn = 0
 
-    def __call__(self, taps: Taps, leaves: Sequence[Any]) -> Any:
+    def __call__(self, taps: GradientTaps, leaves: Sequence[Any]) -> Any:
         """The result for other arguments of the same kind; the taps will collect on the way back."""
         self.turn += 1
         _fill(self._inputs, leaves)
@@ -152,12 +160,12 @@ class Piece:
         moving = [pair for pair, differentiated in zip(pairs, kinds, strict=True) if differentiated]
         beside = zip(leaves, self._inputs, strict=True)
         asked = [unpack_dual(leaf).primal for leaf, mine in beside if _is_asked(mine)]
-        through = iter(_Replayed.apply(self, taps, moving, taps.pull(), spark(), *asked) if moving else ())
+        through = iter(_Replayed.apply(self, taps, moving, taps.pull(), dual_zero(), *asked) if moving else ())
         tensors = iter([next(through) if kind else _dual(pair) for pair, kind in zip(pairs, kinds, strict=True)])
-        found = [next(tensors) if isinstance(output, Output) else output for output in self._outputs]
+        found = [next(tensors) if isinstance(output, StaticOutput) else output for output in self._outputs]
         return tree_unflatten(found, self._spec)
 
-    def back(self, taps: Taps, lams: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def back(self, taps: GradientTaps, lams: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What comes back to the inputs that are asked; the taps collect."""
         for buffers, lam in zip(self._lams, lams, strict=True):
             pair = (None, None) if lam is None else unpack_dual(lam)
@@ -179,11 +187,11 @@ class _Replayed(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        piece: Piece,
-        taps: Taps,
+        piece: CapturedCall,
+        taps: GradientTaps,
         pairs: list[tuple[Tensor, Tensor | None]],
         pull: Tensor,  # noqa: ARG004 (an input for the backward pass alone)
-        spark: Tensor,  # noqa: ARG004 (makes torch ask for the tangents)
+        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangents)
         *asked: Tensor,  # noqa: ARG004 (inputs for the backward pass alone)
     ) -> tuple[Tensor, ...]:
         """``z`` with the tangents ``ż``."""
@@ -233,17 +241,17 @@ def _no_autocast_cache() -> Iterator[None]:
 def _fill(inputs: Sequence[Any], leaves: Sequence[Any]) -> None:
     """Copy arguments in."""
     for mine, leaf in zip(inputs, leaves, strict=True):
-        if isinstance(mine, Input):
+        if isinstance(mine, StaticInput):
             mine.fill(leaf)
 
 
 def _is_asked(each: Any) -> bool:
-    return isinstance(each, Input) and each.asked
+    return isinstance(each, StaticInput) and each.asked
 
 
 def _tensors(outputs: Sequence[Any]) -> list[bool]:
     """For each tensor of a result whether it is differentiated."""
-    return [output.differentiated for output in outputs if isinstance(output, Output)]
+    return [output.differentiated for output in outputs if isinstance(output, StaticOutput)]
 
 
 def _pair(tensor: Tensor) -> Pair:

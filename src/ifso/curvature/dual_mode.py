@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_map
 
 from ifso.curvature.decompositions import WRITTEN_OUT, call_linear, is_linear_in_input
-from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, spark
-from ifso.curvature.primal_cache import LayerPrimal, Primal, is_careful
+from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, dual_zero
+from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
 
 @dataclass(eq=False)
-class Plan:
+class ParameterPlan:
     """What happens to one parameter of the model wherever it is used.
 
     As the weight of a layer it has the tangent ``dot``, its input channels are scaled by a mask with the tangent
@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Manner:
+class PassOptions:
     """How a pass is made; the first two as for :class:`ifso.curvature.products.Products`.
 
     ``primal`` is what passes over the same batch share, None if they share nothing.
@@ -50,18 +50,18 @@ class Manner:
 
     fused: bool = True
     careful: bool | None = None
-    primal: Primal | None = None
+    primal: PrimalCache | None = None
 
-    def layer_primal(self, key: Any, weight: Tensor) -> LayerPrimal:
+    def layer_primal(self, key: Any, weight: Tensor) -> CachedCall:
         """What is known of the next call of a layer."""
         careful = is_careful(self.careful, weight)
-        return LayerPrimal(key, careful) if self.primal is None else self.primal.call(key, careful)
+        return CachedCall(key, careful) if self.primal is None else self.primal.call(key, careful)
 
 
 class DualMode(TorchFunctionMode):
     """Runs layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
 
-    def __init__(self, plans: Mapping[int, Plan], manner: Manner) -> None:
+    def __init__(self, plans: Mapping[int, ParameterPlan], manner: PassOptions) -> None:
         super().__init__()
         self._plans, self._manner = plans, manner
         if manner.primal is not None:
@@ -94,9 +94,9 @@ class DualMode(TorchFunctionMode):
         return tree_map(self.stand_in, value) if isinstance(value, (tuple, list, dict)) else self.stand_in(value)
 
     @cached_property
-    def spark(self) -> Tensor:
+    def dual_zero(self) -> Tensor:
         """What makes torch ask layers for their tangents."""
-        return spark()
+        return dual_zero()
 
     def watches(self, *tensors: Tensor | None) -> bool:
         """Has one of the tensors a plan?"""
@@ -109,7 +109,7 @@ class DualMode(TorchFunctionMode):
 
     def layer(self, shape: ConvShape | LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         """A convolution or linear layer by :class:`DualLayer`."""
-        plan = self._plans.get(id(weight), Plan())
+        plan = self._plans.get(id(weight), ParameterPlan())
         x, x_dot = _primal_and_dot(self.stand_in(x))
         if not plan.in_layers or _derived(weight):
             return NotImplemented
@@ -122,7 +122,9 @@ class DualMode(TorchFunctionMode):
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
         known = self._manner.layer_primal((shape, id(weight), x.shape), weight)
-        result = DualLayer.apply(shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.spark)
+        result = DualLayer.apply(
+            shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.dual_zero
+        )
         if late is not None:
             result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result
@@ -185,7 +187,7 @@ def _batch_norm(
     if training:
         if x_dot is None:
             return NotImplemented
-        return DualBatchNorm.apply(x, x_dot, weight, bias, eps, mode.spark)
+        return DualBatchNorm.apply(x, x_dot, weight, bias, eps, mode.dual_zero)
     assert running_mean is not None
     assert running_var is not None
     scale = (running_var + eps).rsqrt()

@@ -21,7 +21,7 @@ from ifso.common.devices import let_go_of, out_of_memory
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
 from ifso.curvature.weight_space import Reader, WeightSpace
 
 AGREEMENT = 0.01
@@ -33,7 +33,7 @@ STEPS = {torch.float64: 1e-6, torch.float32: 5e-3}
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedLoss:
     """L(M ⊙ W): the loss, ``tensors`` that move or are masked, those of them that are ``W``, and where masks act.
 
     ``moving`` [units] is 1 for the masks that move.
@@ -64,14 +64,14 @@ class Masked:
         return torch.stack([row * self.moving for row in rows]) if rows else self.moving.new_zeros(0, len(self.moving))
 
 
-class WayAround:
+class Fallback:
     """Products by double backward where that is right, by differences where it is not, after forward mode has failed.
 
     Double backward is compared with differences once for each kind of product: a backward pass that cannot be
     differentiated need not say so. ``note`` tells which of the two it is, why, and how exact.
     """
 
-    def __init__(self, masked: Masked, error: Exception) -> None:
+    def __init__(self, masked: MaskedLoss, error: Exception) -> None:
         let_go_of(error)
         self._reason = _reason(error)
         self._exact: DoubleBackward | None = DoubleBackward(masked)
@@ -130,7 +130,7 @@ class WayAround:
         return None
 
 
-def may_go_around(error: Exception) -> bool:
+def can_fall_back(error: Exception) -> bool:
     """Is it about the pass, not about memory, and is there time for another one?"""
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return not out_of_memory(error) and not capturing
@@ -140,23 +140,23 @@ def may_go_around(error: Exception) -> bool:
 class DoubleBackward:
     """The backward pass of the backward pass."""
 
-    masked: Masked
+    masked: MaskedLoss
 
     def mixed(self, batch: Any) -> Tensor:
         """1ᵀ ∂²L/∂M∂W."""
         with self._first(batch) as (weights, _, _, to_masks):
             moved = [(one * self.masked.moving).sum() for one in to_masks]
-            return self._over_weights(_again(moved, list(weights.values())))
+            return self._over_weights(_second_gradient(moved, list(weights.values())))
 
     def hessian(self, batch: Any, vector: Tensor) -> Tensor:
         """H·vector."""
         with self._first(batch) as (weights, _, to_weights, _):
-            return self._over_weights(_again(self._along(vector, to_weights), list(weights.values())))
+            return self._over_weights(_second_gradient(self._along(vector, to_weights), list(weights.values())))
 
     def sensitivity(self, batch: Any, vector: Tensor) -> Tensor:
         """∂/∂M ⟨vector, ∂L/∂W⟩."""
         with self._first(batch) as (_, masks, to_weights, _):
-            rows = _again(self._along(vector, to_weights), masks)
+            rows = _second_gradient(self._along(vector, to_weights), masks)
             return self.masked.stacked(rows)
 
     def _over_weights(self, grads: list[Tensor]) -> Tensor:
@@ -177,26 +177,26 @@ class DoubleBackward:
         with undisturbed(masked.model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
             scaled = masked.scaled(leaves, masks)
             plans = {
-                id(tensor): Plan(stand_in=lambda name=name: scaled[name], in_layers=False)  # type: ignore[misc]
+                id(tensor): ParameterPlan(stand_in=lambda name=name: scaled[name], in_layers=False)  # type: ignore[misc]
                 for name, tensor in masked.tensors.items()
             }
-            with below_other_modes(DualMode(plans, Manner(fused=False))):
+            with below_other_modes(DualMode(plans, PassOptions(fused=False))):
                 loss = checked(masked.loss_fn(masked.model, batch))
             inputs = [*weights.values(), *masks]
             found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-            grads = _or_zeros(found, inputs)
+            grads = _zeros_for_none(found, inputs)
             count = len(weights)
             yield weights, masks, dict(zip(weights, grads[:count], strict=True)), grads[count:]
 
 
-def _again(values: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def _second_gradient(values: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradient of the sum of the values; zeros where they do not depend on an input."""
     moving = [value for value in values if value.requires_grad]
     found = torch.autograd.grad(moving, inputs, allow_unused=True) if moving and inputs else [None] * len(inputs)
-    return _or_zeros(found, inputs)
+    return _zeros_for_none(found, inputs)
 
 
-def _or_zeros(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _zeros_for_none(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, grads, strict=True)]
 
 
@@ -208,7 +208,7 @@ class Differences:
     result.
     """
 
-    masked: Masked
+    masked: MaskedLoss
     error: float = 0.0
     dtype: torch.dtype | None = None
     _measured: set[str] = field(default_factory=set)

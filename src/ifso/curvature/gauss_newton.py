@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.forward_rules import load_forward_mode
-from ifso.curvature.weight_space import sum_of
+from ifso.curvature.decompositions import load_forward_mode
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.curvature.weight_space import sum_present
 from ifso.errors import ScoreError
 
 
@@ -34,10 +34,16 @@ def gauss_newton_product(
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
     load_forward_mode()
-    with _explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
+    with (
+        _reraise_as_score_error(),
+        undisturbed(model),
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        without_checkpoints(),
+    ):
         with ALONE, forward_ad.dual_level():
-            cut = _Cut(tensors, dots)
-            with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
+            cut = _Linearization(tensors, dots)
+            with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, PassOptions(fused=False))):
                 loss = checked(loss_fn(model, batch))
             if not cut.outputs:
                 raise ScoreError(
@@ -56,7 +62,7 @@ def gauss_newton_product(
         through = _pull_back(back, list(cut.inside.values()))
     beside = dict(zip(cut.direct, tangents[len(leaves) :], strict=True))
     return {
-        name: sum_of(through.get(id(cut.inside.get(name))), beside.get(name))
+        name: sum_present(through.get(id(cut.inside.get(name))), beside.get(name))
         for name in tensors
     }  # fmt: skip
 
@@ -65,7 +71,7 @@ _SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", 
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _reraise_as_score_error() -> Iterator[None]:
     """What forward mode cannot differentiate is refused in one line, with what can; other errors pass."""
     try:
         yield
@@ -89,7 +95,7 @@ def _pull_back(back: list[tuple[Tensor, Tensor]], inside: list[Tensor]) -> dict[
     return {id(leaf): grad for leaf, grad in zip(inside, primals, strict=True)}
 
 
-class _Cut:
+class _Linearization:
     """Parameters as dual numbers, one leaf inside the model and another outside it; outputs of the model as leaves."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]) -> None:
@@ -99,7 +105,7 @@ class _Cut:
         self.direct: dict[str, Tensor] = {}
         self.outputs: list[tuple[Tensor, Tensor]] = []
         self.plans = {
-            id(tensor): Plan(stand_in=partial(self._stand_in, name), in_layers=False)
+            id(tensor): ParameterPlan(stand_in=partial(self._stand_in, name), in_layers=False)
             for name, tensor in tensors.items()
         }
 

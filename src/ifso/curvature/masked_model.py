@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from ifso.graph.reductions import ExactReductions
 from ifso.surgery.mask import masked
 
 
-class Removal:
-    """The units that ``keep`` does not keep, and the weights that survive them.
+class MaskedModel:
+    """A model from which ``keep`` removes units by a mask, and the weights that survive them.
 
-    ``support`` is 1 over the surviving weights of W and 0 over the others; the mask of the removed units scales the
-    slices that read them. At m = 0 the state is that of :func:`ifso.masked`.
+    ``support`` is 1 over the surviving weights of W and 0 over the others; the mask scales the slices that read the
+    removed units. At m = 0 the state is that of :func:`ifso.masked`.
     """
 
     def __init__(self, products: Products, graph: ChannelGraph, keep: Keep) -> None:
@@ -33,58 +33,57 @@ class Removal:
         self.space = products.space
         named = dict(products.model.named_parameters())
         self._reading = {reader.parameter: named[reader.parameter] for reader in products.readers}
-        self._originals = {
-            name: tensor.detach().clone() for name, tensor in {**self._reading, **self.space.tensors}.items()
-        }
-        self._targets = {**self._reading, **self.space.tensors}
+        self._tensors = {**self._reading, **self.space.tensors}
+        self._originals = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
         self._alive = survivors(self.space, graph, self._kept)
         self.support = self.space.flat(
-            {name: alive.to(self.space.tensors[name].dtype) for name, alive in self._alive.items()}
+            {name: alive.to(self._tensors[name].dtype) for name, alive in self._alive.items()}
         )
 
     @property
-    def units(self) -> int:
+    def removed(self) -> int:
         """How many units go."""
         return int((~self._kept).sum())
 
     @property
     def has_reductions(self) -> bool:
-        """Do functions over channels (layer norm …) make the path start away from the model?"""
+        """Whether functions over channels (layer norm …) make the path start away from the model."""
         return bool(self._graph.reductions)
 
     def start(self) -> Tensor:
-        """W as the model has it."""
+        """W as the model had it."""
         return self.space.flat({name: self._originals[name] for name in self.space.tensors})
 
     def direction(self) -> Tensor:
         """∂U/∂m for U = m ⊙ W: the slices of W that read removed units, as they were; zero elsewhere."""
-        parts = {}
-        for name in self.space.tensors:
-            parts[name] = self._originals[name] * (1 - self._factor(name, 0.0)) if name in self._reading else None
-        return self.space.flat(parts)
+        names = self.space.tensors.keys() & self._reading
+        return self.space.flat({name: self._originals[name] * (1 - self._factor(name, 0.0)) for name in names})
 
     @contextlib.contextmanager
     def at(self, m: float) -> Iterator[None]:
-        """The model with the removed units' mask at m; surviving weights stay as they are put, before and after."""
+        """Set the removed units' mask to m; surviving weights stay as they are assigned, before and after."""
         if m == 0:
             with masked(self._products.model, self._graph, self._keep):
                 yield
             return
         forget_caches(self._products.model)
-        with torch.no_grad():
-            for name, tensor in self._reading.items():
-                factor = self._factor(name, m)
-                tensor.copy_(torch.where(factor == 1, tensor, self._originals[name] * factor))
-        with contextlib.ExitStack() as stack:
-            if self._graph.reductions:
-                stack.enter_context(ExactReductions(self._products.model, self._graph.reductions, self._kept))
-            try:
+        factors = {name: self._factor(name, m) for name in self._reading}
+        try:
+            self._scale_(factors, masked=True)
+            reductions = self._graph.reductions
+            exact = ExactReductions(self._products.model, reductions, self._kept) if reductions else None
+            with exact or contextlib.nullcontext():
                 yield
-            finally:
-                with torch.no_grad():
-                    for name, tensor in self._reading.items():
-                        whole = self._factor(name, m) == 1
-                        tensor.copy_(torch.where(whole, tensor, self._originals[name]))
+        finally:
+            self._scale_(factors, masked=False)
+
+    @torch.no_grad()
+    def _scale_(self, factors: Mapping[str, Tensor], *, masked: bool) -> None:
+        """Scale the slices that read removed units, or put them back."""
+        for name, factor in factors.items():
+            original = self._originals[name]
+            tensor = self._reading[name]
+            tensor.copy_(torch.where(factor == 1, tensor, original * factor if masked else original))
 
     def _factor(self, name: str, m: float) -> Tensor:
         tensor = self._reading[name]
@@ -98,7 +97,7 @@ class Removal:
         return factor
 
     @torch.no_grad()
-    def put(self, weights: Tensor) -> None:
+    def assign_(self, weights: Tensor) -> None:
         """Put surviving weights into the model; the others stay as they are."""
         for name, part in self.space.split(weights).items():
             tensor = self.space.tensors[name]
@@ -106,6 +105,6 @@ class Removal:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Every weight as it was."""
-        for name, tensor in self._targets.items():
+        """Put every weight back as it was."""
+        for name, tensor in self._tensors.items():
             tensor.copy_(self._originals[name])

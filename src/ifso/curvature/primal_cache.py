@@ -39,7 +39,7 @@ def full_float32() -> Iterator[None]:
 
 
 @dataclass
-class LayerPrimal:
+class CachedCall:
     """One call of a layer: its output ``y`` and the gradient ``x̄`` of its input.
 
     With ``careful``, they are computed in full float32 also where TF32 is allowed: second derivatives taken at a
@@ -81,15 +81,15 @@ class LayerPrimal:
 
 
 @dataclass
-class Primal:
+class PrimalCache:
     """The calls of layers of one batch in the order of the forward pass. The first pass writes, later ones read.
 
-    ``leaders`` are the recorded parts of the network (:class:`ifso.curvature.submodule_capture.Cut`) that the first
+    ``leaders`` are the recorded parts of the network (:class:`ifso.curvature.submodule_capture.CapturedSubmodules`) that the first
     pass
     replayed, each with its turn: they hold the calls of their layers themselves, until their next turn.
     """
 
-    calls: list[LayerPrimal] = field(default_factory=list)
+    calls: list[CachedCall] = field(default_factory=list)
     passes: int = 0
     leaders: dict[Any, Any] = field(default_factory=dict)
     _next: int = 0
@@ -104,15 +104,15 @@ class Primal:
         self.calls.clear()
         self.leaders.clear()
 
-    def for_reading(self) -> Primal:
+    def for_reading(self) -> PrimalCache:
         """The same for a pass that may add to it: what it adds is not kept here."""
-        return Primal([replace(call) for call in self.calls])
+        return PrimalCache([replace(call) for call in self.calls])
 
-    def call(self, key: Any, careful: bool) -> LayerPrimal:
+    def call(self, key: Any, careful: bool) -> CachedCall:
         """The record of the next call; a new one if the model took another way than before."""
         if self._next < len(self.calls) and self.calls[self._next].key != key:
             del self.calls[self._next :]
         if self._next == len(self.calls):
-            self.calls.append(LayerPrimal(key, careful, shared=True))
+            self.calls.append(CachedCall(key, careful, shared=True))
         self._next += 1
         return self.calls[self._next - 1]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from ifso.common.devices import out_of_memory
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.dual_mode import Manner
-from ifso.curvature.fallbacks import Masked, WayAround, may_go_around
-from ifso.curvature.primal_cache import Primal
-from ifso.curvature.submodule_capture import cut_of
-from ifso.curvature.taps import Course, Taps, dual_pass
-from ifso.curvature.weight_space import Reader, add_up, readers, sum_of, survivors, weight_space
+from ifso.curvature.dual_mode import PassOptions
+from ifso.curvature.fallbacks import Fallback, MaskedLoss, can_fall_back
+from ifso.curvature.primal_cache import PrimalCache
+from ifso.curvature.submodule_capture import capture_submodules
+from ifso.curvature.taps import GradientTaps, ProductPass, dual_pass
+from ifso.curvature.weight_space import Reader, readers, sum_by_unit, sum_present, survivors, weight_space
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 
@@ -41,7 +41,7 @@ class Products:
     ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed; None does
     so for narrow layers, where it costs next to nothing.
     ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
-    ``cut`` says which parts of the network are replayed as CUDA graphs (:class:`ifso.curvature.submodule_capture.Cut`).
+    ``cut`` says which parts of the network are replayed as CUDA graphs (:class:`ifso.curvature.submodule_capture.CapturedSubmodules`).
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Products:
         self._channels: dict[tuple[str, int], Tensor] = {}
         self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
         self._whole, self._factors = self._where_all_move(), self._all_factors()
-        self.cut = cut_of(model, graph, set(self._tensors))
-        self._way: WayAround | None = None
+        self.cut = capture_submodules(model, graph, set(self._tensors))
+        self._way: Fallback | None = None
 
     @property
     def note(self) -> str:
@@ -89,36 +89,36 @@ class Products:
             grads = torch.autograd.grad(loss, list(self.space.tensors.values()), allow_unused=True)
         return loss.detach(), self.space.flat(dict(zip(self.space.tensors, grads, strict=True)))
 
-    def mixed(self, batch: Any, primal: Primal | None = None) -> Tensor:
+    def mixed(self, batch: Any, primal: PrimalCache | None = None) -> Tensor:
         """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``. Passes over one batch may share a ``primal``."""
         v = self._found(lambda: self._mixed(batch, primal), lambda way: way.mixed(batch))
         return v if self.surviving is None else v * self.surviving
 
-    def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
+    def hessian(self, batch: Any, vector: Tensor, primal: PrimalCache | None = None) -> Tensor:
         """H·vector over ``W``."""
         return self._found(lambda: self._hessian(batch, vector, primal), lambda way: way.hessian(batch, vector))
 
-    def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
+    def sensitivity(self, batch: Any, vector: Tensor, primal: PrimalCache | None = None) -> Tensor:
         """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
         return self._found(lambda: self._sensitivity(batch, vector, primal), lambda way: way.sensitivity(batch, vector))
 
-    def _found(self, pass_: Callable[[], Tensor], otherwise: Callable[[WayAround], Tensor]) -> Tensor:
+    def _found(self, pass_: Callable[[], Tensor], otherwise: Callable[[Fallback], Tensor]) -> Tensor:
         """What the pass gives, or another way if it fails and that does not."""
         if self._way is not None:
             return otherwise(self._way)
         try:
             return pass_()
         except Exception as error:
-            found = self._around(error, otherwise) if may_go_around(error) else None
+            found = self._around(error, otherwise) if can_fall_back(error) else None
             if found is None:
                 raise
             return found
 
-    def _around(self, error: Exception, otherwise: Callable[[WayAround], Tensor]) -> Tensor | None:
+    def _around(self, error: Exception, otherwise: Callable[[Fallback], Tensor]) -> Tensor | None:
         """The same another way, which is taken from then on; None if the loss has no gradient either."""
         moving = self._moving[:STAYS]
-        masked = Masked(self.model, self.loss_fn, self._tensors, self.space, self.readers, moving)
-        way = WayAround(masked, error)
+        masked = MaskedLoss(self.model, self.loss_fn, self._tensors, self.space, self.readers, moving)
+        way = Fallback(masked, error)
         try:
             found = otherwise(way)
         except Exception as other:
@@ -128,38 +128,38 @@ class Products:
         self._way = way
         return found
 
-    def _mixed(self, batch: Any, primal: Primal | None) -> Tensor:
-        taps = self._collect(Course("mixed", self._plan_mixed), batch, primal)
+    def _mixed(self, batch: Any, primal: PrimalCache | None) -> Tensor:
+        taps = self._collect(ProductPass("mixed", self._plan_mixed), batch, primal)
         parts = {}
         for name in self.space.tensors:
             elsewhere, factor = taps.elsewhere(name), self._factors.get(name)
             scaled = elsewhere.grad * factor if elsewhere.grad is not None and factor is not None else None
-            parts[name] = sum_of(taps.weight_tangent(name), elsewhere.tangent, scaled)
+            parts[name] = sum_present(taps.weight_tangent(name), elsewhere.tangent, scaled)
         return self.space.flat(parts)
 
-    def _hessian(self, batch: Any, vector: Tensor, primal: Primal | None) -> Tensor:
-        taps = self._collect(Course("hessian", self._plan_hessian, vector), batch, primal)
+    def _hessian(self, batch: Any, vector: Tensor, primal: PrimalCache | None) -> Tensor:
+        taps = self._collect(ProductPass("hessian", self._plan_hessian, vector), batch, primal)
         return self.space.flat(
-            {name: sum_of(taps.weight_tangent(name), taps.elsewhere(name).tangent) for name in self.space.tensors}
+            {name: sum_present(taps.weight_tangent(name), taps.elsewhere(name).tangent) for name in self.space.tensors}
         )
 
-    def _sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None) -> Tensor:
-        taps = self._collect(Course("sensitivity", self._plan_sensitivity, vector), batch, primal)
+    def _sensitivity(self, batch: Any, vector: Tensor, primal: PrimalCache | None) -> Tensor:
+        taps = self._collect(ProductPass("sensitivity", self._plan_sensitivity, vector), batch, primal)
         dots = self.space.split(vector)
         total = vector.new_zeros(len(self.readers), self.num_units)
         for row, reader in zip(total, self.readers, strict=True):
             name = reader.parameter
             for groups, tangent in taps.mask_tangents(name):
-                row += add_up(tangent.to(total.dtype), self._owner(name, groups), self.num_units)
+                row += sum_by_unit(tangent.to(total.dtype), self._owner(name, groups), self.num_units)
             elsewhere = taps.elsewhere(name)
             moved = elsewhere.grad * dots[name] if elsewhere.grad is not None and name in dots else None
             turned = None if elsewhere.tangent is None else elsewhere.tangent * self._tensors[name].detach()
-            both = sum_of(moved, turned)
+            both = sum_present(moved, turned)
             if both is not None:
                 row += reader.gather(both, self.num_units)
         return total * self._moving[:STAYS]
 
-    def _collect(self, course: Course, batch: Any, primal: Primal | None) -> Taps:
+    def _collect(self, course: ProductPass, batch: Any, primal: PrimalCache | None) -> GradientTaps:
         """What a pass over the batch collects; once more without recorded parts, if they leave too little memory."""
         try:
             return self._pass(course, batch, primal)
@@ -170,13 +170,13 @@ class Products:
             primal.forget()
         return self._pass(course, batch, primal)
 
-    def _pass(self, course: Course, batch: Any, primal: Primal | None) -> Taps:
-        manner, taps = Manner(self._fused, self._careful, primal), Taps(self._fused)
+    def _pass(self, course: ProductPass, batch: Any, primal: PrimalCache | None) -> GradientTaps:
+        manner, taps = PassOptions(self._fused, self._careful, primal), GradientTaps(self._fused)
         course.plan(taps, course.vector)
         dual_pass(self.model, self.loss_fn, batch, taps, manner, self.cut.within(course, taps, manner))
         return taps
 
-    def _plan_mixed(self, taps: Taps, _: Tensor | None) -> None:
+    def _plan_mixed(self, taps: GradientTaps, _: Tensor | None) -> None:
         for name, tensor in self._tensors.items():
             factor = self._factors.get(name)
             plan = taps.plan(name, tensor, None if factor is None else partial(torch.mul, tensor.detach(), factor))
@@ -186,13 +186,13 @@ class Products:
                 plan.in_layers = self._direct(name) is not None
                 plan.mask_dot = self._mask_dot(name)
 
-    def _plan_hessian(self, taps: Taps, vector: Tensor | None) -> None:
+    def _plan_hessian(self, taps: GradientTaps, vector: Tensor | None) -> None:
         assert vector is not None
         for name, dot in self.space.split(vector).items():
             plan = taps.plan(name, self.space.tensors[name], dot)
             plan.dot, plan.weight_tap = dot, partial(taps.weight_tap, name)
 
-    def _plan_sensitivity(self, taps: Taps, vector: Tensor | None) -> None:
+    def _plan_sensitivity(self, taps: GradientTaps, vector: Tensor | None) -> None:
         assert vector is not None
         dots = self.space.split(vector)
         for name, tensor in self._tensors.items():

@@ -13,7 +13,7 @@ from ifso.curvature.solvers import ConjugateGradients, Identity, JacobianRows, S
 from ifso.curvature.solvers.jacobian import Factors
 
 
-class Quadratic(Protocol):
+class QuadraticModel(Protocol):
     """The model at one point, for one gradient."""
 
     def solve(self, damping: float) -> Tensor:
@@ -28,17 +28,17 @@ class Quadratic(Protocol):
         """(C + λI)⁻¹·vector for any vector, as well as the model knows C."""
         ...
 
-    def with_gradient(self, gradient: Tensor) -> Quadratic | None:
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel | None:
         """The same C with another g; None if C is not known well enough for that."""
         ...
 
 
-def quadratic(solver: Solver, system: System, gradient: Tensor) -> Quadratic:
+def quadratic_model(solver: Solver, system: System, gradient: Tensor) -> QuadraticModel:
     """The model that fits the solver."""
     if isinstance(solver, JacobianRows):
         return RowsModel(solver.factors(system), gradient)
     if isinstance(solver, ConjugateGradients):
-        return lanczos(system, gradient, solver.iterations)
+        return lanczos_model(system, gradient, solver.iterations)
     return SolverModel(solver, system, gradient)
 
 
@@ -61,7 +61,7 @@ class RowsModel:
         """(RᵀR + D + λI)⁻¹·vector."""
         return self._factors.solve(vector, damping)
 
-    def with_gradient(self, gradient: Tensor) -> Quadratic:
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel:
         """All of C is there."""
         return RowsModel(self._factors, gradient)
 
@@ -107,7 +107,7 @@ class SolverModel:
 
 
 @dataclass(frozen=True)
-class Krylov:
+class LanczosModel:
     """The curvature C on the subspace spanned by v, Cv, C²v, …: C ≈ Q T Qᵀ.
 
     ``basis`` Q is [k, n] with orthonormal rows, ``values`` and ``vectors`` are the eigenpairs of T [k, k], ``norm`` is
@@ -142,7 +142,7 @@ class Krylov:
         del gradient
 
 
-def lanczos(system: System, v: Tensor, iterations: int) -> Krylov:
+def lanczos_model(system: System, v: Tensor, iterations: int) -> LanczosModel:
     """``iterations`` products with the curvature, starting from v, fully reorthogonalised."""
     norm = float(v.norm())
     rows = [v / norm]
@@ -163,4 +163,4 @@ def lanczos(system: System, v: Tensor, iterations: int) -> Krylov:
     for index, beta in enumerate(betas):
         matrix[index, index + 1] = matrix[index + 1, index] = beta
     values, vectors = torch.linalg.eigh(matrix)
-    return Krylov(torch.stack(rows), values.to(v), vectors.to(v), norm)
+    return LanczosModel(torch.stack(rows), values.to(v), vectors.to(v), norm)

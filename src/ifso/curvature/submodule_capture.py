@@ -24,10 +24,10 @@ from ifso.common.cuda_graphs import CONSTANTS, GraphRecord, NotCaptured, Record,
 from ifso.common.devices import out_of_memory
 from ifso.common.distributed import several
 from ifso.common.text import describe_error
-from ifso.curvature.captured_call import Call, Piece, without_modes
-from ifso.curvature.dual_mode import Manner
-from ifso.curvature.primal_cache import Primal, conv_settings
-from ifso.curvature.taps import Course, Taps
+from ifso.curvature.captured_call import CapturedCall, SubmoduleCall, without_modes
+from ifso.curvature.dual_mode import PassOptions
+from ifso.curvature.primal_cache import PrimalCache, conv_settings
+from ifso.curvature.taps import GradientTaps, ProductPass
 from ifso.graph.channel_graph import ChannelGraph
 
 LEAST_WEIGHTS = 4
@@ -43,18 +43,18 @@ _Place = tuple[str, int]
 
 
 @dataclass
-class _Visit:
+class _Pass:
     """One pass through the network."""
 
-    course: Course
-    taps: Taps
-    manner: Manner
+    course: ProductPass
+    taps: GradientTaps
+    manner: PassOptions
     calls: Counter[str] = field(default_factory=Counter)
     inside: bool = False
     """Is a part at work? One that it calls belongs to it."""
 
 
-class Cut:
+class CapturedSubmodules:
     """The parts of a network that passes replay: those of at least :data:`LEAST_WEIGHTS` weights among ``names``.
 
     A part runs plainly the first time that it meets arguments of some shape, so that kernels are chosen and compiled,
@@ -67,7 +67,7 @@ class Cut:
         self._parts, self._device = self._children(model, ""), next(model.parameters()).device
         self._states: dict[str, Hashable] = {}
         self._vector: Tensor | None = None
-        self._pieces: dict[Any, Piece] = {}
+        self._pieces: dict[Any, CapturedCall] = {}
         self._seen: set[Any] = set()
         self.refused: dict[str, str] = {}
         self.replayed: set[str] = set()
@@ -80,7 +80,7 @@ class Cut:
         return held
 
     @contextlib.contextmanager
-    def within(self, course: Course, taps: Taps, manner: Manner) -> Iterator[None]:
+    def within(self, course: ProductPass, taps: GradientTaps, manner: PassOptions) -> Iterator[None]:
         """A pass that is made within it takes what is recorded, and records."""
         self.replayed = set()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -88,18 +88,18 @@ class Cut:
             return
         if course.vector is not None and self._vector is not None:
             self._vector.copy_(course.vector)
-        visit = _Visit(course, taps, manner)
+        visit = _Pass(course, taps, manner)
         with contextlib.ExitStack() as stack:
             for name, part in self._parts.items():
                 stack.enter_context(_forward_of(part, partial(self._run, visit, name, part, part.forward)))
             yield
 
     def _run(
-        self, visit: _Visit, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, visit: _Pass, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """One call of a part."""
         leaves, spec = tree_flatten((args, kwargs))
-        call = Call(forward, leaves, spec)
+        call = SubmoduleCall(forward, leaves, spec)
         place = (name, visit.calls[name])
         visit.calls[name] += 1
         if visit.inside or not torch.is_grad_enabled() or len(_get_current_function_mode_stack()) != 1:
@@ -114,14 +114,14 @@ class Cut:
         finally:
             visit.inside = False
 
-    def _replay(self, visit: _Visit, place: _Place, piece: Piece, leaves: Sequence[Any]) -> Any:
+    def _replay(self, visit: _Pass, place: _Place, piece: CapturedCall, leaves: Sequence[Any]) -> Any:
         self.replayed.add(place[0])
         result, primal = piece(visit.taps, leaves), visit.manner.primal
         if primal is not None:
             primal.leaders.setdefault(place, (piece, piece.turn))
         return result
 
-    def _piece(self, visit: _Visit, place: _Place, part: nn.Module, call: Call) -> Piece | None:
+    def _piece(self, visit: _Pass, place: _Place, part: nn.Module, call: SubmoduleCall) -> CapturedCall | None:
         """The recorded call, if it can be and it is time for it."""
         modules = list(part.modules())
         reason = _in_the_way(modules)
@@ -153,15 +153,17 @@ class Cut:
             self._pieces[whole] = made
         return self._pieces[whole]
 
-    def _make(self, visit: _Visit, place: _Place, call: Call, leader: Piece | None) -> Piece | None:
+    def _make(
+        self, visit: _Pass, place: _Place, call: SubmoduleCall, leader: CapturedCall | None
+    ) -> CapturedCall | None:
         course, manner = visit.course, visit.manner
         if course.vector is not None and self._vector is None:
             self._vector = course.vector.clone()
-        primal = None if manner.primal is None else Primal() if leader is None else leader.primal
-        own = Manner(manner.fused, manner.careful, primal)
+        primal = None if manner.primal is None else PrimalCache() if leader is None else leader.primal
+        own = PassOptions(manner.fused, manner.careful, primal)
         vector = None if course.vector is None else self._vector
         try:
-            return Piece(call, lambda taps: course.plan(taps, vector), own, leader is None, self._record, place)
+            return CapturedCall(call, lambda taps: course.plan(taps, vector), own, leader is None, self._record, place)
         except RuntimeError as error:
             if out_of_memory(error):
                 self.let_go()
@@ -169,7 +171,7 @@ class Cut:
                 self._give_up(place[0], str(error) if isinstance(error, NotCaptured) else describe_error(error))
             return None
 
-    def _watched(self, name: str, part: nn.Module, call: Call) -> Any:
+    def _watched(self, name: str, part: nn.Module, call: SubmoduleCall) -> Any:
         """A plain call; if there is more to it than tensors that go in and come out, it will not be recorded."""
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         versions, drawn = [tensor._version for tensor in tensors], draws()
@@ -231,7 +233,9 @@ class Uncut:
         return False
 
 
-def cut_of(model: nn.Module, graph: ChannelGraph, names: Collection[str], record: Record | None = None) -> Cut | Uncut:
+def capture_submodules(
+    model: nn.Module, graph: ChannelGraph, names: Collection[str], record: Record | None = None
+) -> CapturedSubmodules | Uncut:
     """A network on one GPU whose course is decided by values is cut; any other can be captured as a whole.
 
     ``names`` are the weights that passes look at.
@@ -239,7 +243,7 @@ def cut_of(model: nn.Module, graph: ChannelGraph, names: Collection[str], record
     on_gpu = all(captures_go_to(parameter.device) for parameter in model.parameters())
     if record is None and on_gpu and not several() and graph.on_real_tensors and not graph.reductions:
         record = GraphRecord()
-    return Uncut() if record is None else Cut(model, names, record)
+    return Uncut() if record is None else CapturedSubmodules(model, names, record)
 
 
 @contextlib.contextmanager
@@ -256,7 +260,7 @@ def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
             module.forward = own
 
 
-def _signature(call: Call) -> tuple[Hashable, ...]:
+def _signature(call: SubmoduleCall) -> tuple[Hashable, ...]:
     """What two calls must have in common; first the shapes."""
     shapes = tuple(tuple(leaf.shape) for leaf in call.leaves if isinstance(leaf, Tensor))
     return (shapes, str(call.spec), *(_kind(leaf) for leaf in call.leaves))

@@ -15,42 +15,42 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.forward_rules import load_forward_mode
-from ifso.curvature.weight_space import sum_of
+from ifso.curvature.decompositions import load_forward_mode
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.curvature.weight_space import sum_present
 
-Place = tuple[str, str, int]
+TapKey = tuple[str, str, int]
 """Where something is collected: "weight", "mask" or "elsewhere", the parameter, the groups of the layer."""
 
-_PULL: Place = ("pull", "", 0)
+_UNCOLLECTED: TapKey = ("pull", "", 0)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class DualGradient:
     """The gradient of a parameter from its uses other than as a layer's weight, and the gradient's tangent."""
 
     grad: Tensor | None = None
     tangent: Tensor | None = None
 
 
-class Taps:
+class GradientTaps:
     """Give every parameter its plan, run a pass, then read what was collected."""
 
     def __init__(self, fused: bool = True) -> None:
-        self.plans: dict[int, Plan] = {}
-        self.inputs: dict[Place, Tensor] = {}
+        self.plans: dict[int, ParameterPlan] = {}
+        self.inputs: dict[TapKey, Tensor] = {}
         """What the pass is to be differentiated by: those of the parameters that it has met."""
         self._fused = fused
         self._tensors: dict[str, Tensor] = {}
-        self._found: dict[Place, Elsewhere] = {}
+        self._found: dict[TapKey, DualGradient] = {}
 
-    def plan(self, name: str, tensor: Tensor, dot: Callable[[], Tensor] | Tensor | None) -> Plan:
+    def plan(self, name: str, tensor: Tensor, dot: Callable[[], Tensor] | Tensor | None) -> ParameterPlan:
         """The plan of a parameter; ``dot`` is its tangent where it is used other than as a layer's weight.
 
         Few are, so that a tangent which takes memory of its own is given as what computes it.
         """
         self._tensors[name] = tensor
-        plan = self.plans[id(tensor)] = Plan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._fused)
+        plan = self.plans[id(tensor)] = ParameterPlan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._fused)
         return plan
 
     def weight_tap(self, name: str) -> Tensor:
@@ -63,11 +63,11 @@ class Taps:
 
     def pull(self) -> Tensor:
         """An input that collects nothing: with it a function is differentiated which collects by itself."""
-        if _PULL not in self.inputs:
-            self.inputs[_PULL] = torch.zeros((), device="cpu").requires_grad_()
-        return self.inputs[_PULL]
+        if _UNCOLLECTED not in self.inputs:
+            self.inputs[_UNCOLLECTED] = torch.zeros((), device="cpu").requires_grad_()
+        return self.inputs[_UNCOLLECTED]
 
-    def _tap(self, place: Place, name: str, shape: torch.Size) -> Tensor:
+    def _tap(self, place: TapKey, name: str, shape: torch.Size) -> Tensor:
         if place not in self.inputs:
             like = self._tensors[name]
             tap = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
@@ -82,19 +82,19 @@ class Taps:
             self.inputs[place] = leaf if tangent is None else make_dual(leaf, tangent)
         return self.inputs[place]
 
-    def collect(self, place: Place, grad: Tensor | None) -> None:
+    def collect(self, place: TapKey, grad: Tensor | None) -> None:
         """Add a gradient, dual where it stands for a use elsewhere."""
         if grad is not None:
             self.add(place, *(unpack_dual(grad) if place[0] == "elsewhere" else (grad, None)))
 
-    def add(self, place: Place, grad: Tensor | None, tangent: Tensor | None) -> None:
+    def add(self, place: TapKey, grad: Tensor | None, tangent: Tensor | None) -> None:
         """Add to what was found in a place."""
-        before = self._found.get(place, Elsewhere())
-        self._found[place] = Elsewhere(sum_of(before.grad, grad), sum_of(before.tangent, tangent))
+        before = self._found.get(place, DualGradient())
+        self._found[place] = DualGradient(sum_present(before.grad, grad), sum_present(before.tangent, tangent))
 
     def weight_tangent(self, name: str) -> Tensor | None:
         """What the weight tap collected."""
-        return self._found.get(("weight", name, 0), Elsewhere()).grad
+        return self._found.get(("weight", name, 0), DualGradient()).grad
 
     def mask_tangents(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(groups, tangent per input channel) of every mask tap of a parameter."""
@@ -102,17 +102,17 @@ class Taps:
             if kind == "mask" and owner == name and found.grad is not None:
                 yield groups, found.grad
 
-    def elsewhere(self, name: str) -> Elsewhere:
+    def elsewhere(self, name: str) -> DualGradient:
         """What came from other uses of the parameter."""
-        return self._found.get(("elsewhere", name, 0), Elsewhere())
+        return self._found.get(("elsewhere", name, 0), DualGradient())
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class ProductPass:
     """What passes of one ``kind`` do: ``plan(taps, vector)`` gives every parameter its plan."""
 
     kind: str
-    plan: Callable[[Taps, Tensor | None], None]
+    plan: Callable[[GradientTaps, Tensor | None], None]
     vector: Tensor | None = None
 
 
@@ -120,8 +120,8 @@ def dual_pass(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    taps: Taps,
-    manner: Manner,
+    taps: GradientTaps,
+    manner: PassOptions,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
     """Run the loss forward and backward; the taps collect. The pass is made ``within`` a context of its own."""

@@ -93,7 +93,7 @@ class Reader:
         kept = (0, self.dim) if self.owner.dim() > 1 else (self.dim,)
         rest = [dim for dim in range(parts.dim()) if dim not in kept]
         line = parts.sum(rest) if rest else parts
-        return add_up(line, self.owner, num_units)
+        return sum_by_unit(line, self.owner, num_units)
 
     def channels(self, groups: int) -> Tensor:
         """The unit of every input channel of a convolution with that many groups, or of a linear layer."""
@@ -103,7 +103,7 @@ class Reader:
         return rows.reshape(groups, -1, self.owner.shape[-1])[:, 0].flatten()
 
 
-def sum_of(*parts: Tensor | None) -> Tensor | None:
+def sum_present(*parts: Tensor | None) -> Tensor | None:
     """The sum of the parts that are there; None if none is."""
     found = [part for part in parts if part is not None]
     return sum(found[1:], found[0]) if found else None
@@ -119,13 +119,13 @@ def survivors(space: WeightSpace, graph: ChannelGraph, kept: Tensor) -> dict[str
     }
 
 
-def add_up(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
+def sum_by_unit(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
     """Sum of the values that each unit owns; what ``STAYS`` owns is dropped."""
     total = values.new_zeros(num_units + 1)
-    return total.index_add_(0, places(owner, num_units).flatten(), values.flatten())[:num_units]
+    return total.index_add_(0, unit_indices(owner, num_units).flatten(), values.flatten())[:num_units]
 
 
-def places(owner: Tensor, num_units: int) -> Tensor:
+def unit_indices(owner: Tensor, num_units: int) -> Tensor:
     """Where the values of each owner go in a vector of all units with a last entry for ``STAYS``.
 
     >>> places(torch.tensor([0, 1, STAYS]), 5)

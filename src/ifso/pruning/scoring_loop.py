@@ -21,7 +21,7 @@ from ifso.common.loss_fn import LossFn, WatchedLoss, checked, scalar
 from ifso.common.torch_state import not_reentrant, same_modes, undisturbed
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.submodule_capture import Cut, Uncut
+from ifso.curvature.submodule_capture import CapturedSubmodules, Uncut
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.cuda_round import Habits, Replay, can_capture, counts_on_the_host, side_by_side
@@ -234,7 +234,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     @property
-    def _replayed_parts(self) -> Cut | Uncut:
+    def _replayed_parts(self) -> CapturedSubmodules | Uncut:
         """The parts of a detector that scores replay."""
         return self.criterion.products(self._task).cut if isinstance(self.criterion, Ifso) else Uncut()
 

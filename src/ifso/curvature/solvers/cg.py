@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ifso.curvature.objective import System
-from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector, tell
+from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector, warn_note
 from ifso.errors import ScoreError
 
 
@@ -59,12 +59,12 @@ class ConjugateGradients:
 
     def _note(self, residual: float, steps: int, negative: bool) -> str:
         if negative:
-            return tell(
+            return warn_note(
                 f"cg met negative curvature after {steps} iterations, relative residual {residual:.1e}; "
                 f"raise damping ({self.damping:g}) or use curvature='gauss-newton'"
             )
         if residual > self.tolerance and not self.truncated:
-            return tell(
+            return warn_note(
                 f"cg did not converge: relative residual {residual:.1e} after {steps} iterations, wanted "
                 f"{self.tolerance:g}; raise iterations or damping ({self.damping:g})"
             )

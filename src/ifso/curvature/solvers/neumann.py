@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ifso.curvature.objective import System
-from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector, tell
+from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector, warn_note
 from ifso.errors import ScoreError
 
 
@@ -59,7 +59,7 @@ class Neumann:
         return Solution(total * step, float(term.norm()) / norm if self.measure else None, self.terms)
 
     def _diverges(self, u: Tensor, growth: float, k: int, step: float) -> Solution:
-        note = tell(
+        note = warn_note(
             f"the Neumann series diverges: term {k} is {growth:.2g} times v at step {step:.3g}; "
             "give a smaller step, or raise damping if the curvature is indefinite"
         )
