@@ -220,7 +220,7 @@ def test_a_score_that_is_not_finite_names_batch_and_group(model, graph):
 
 def test_scores_of_the_wrong_shape(model, graph):
     words = refusal(model, graph, loss_fn, batches(1), Mine(lambda task, batch: torch.ones(3)))
-    assert words == "criterion 'mine' gave scores of shape (3,) for 14 units"
+    assert words == "criterion 'mine' must give 14 scores, one for each unit, got shape (3,)"
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,9 @@ class _Scores:
 
     @property
     def replayed(self) -> bool:
-        """Did the last call replay parts of the network?"""
-        return isinstance(self.criterion, Ifso) and bool(self.criterion.products(self.task).cut.replayed)
+        """Whether the last call replayed parts of the network."""
+        parts = self.criterion.replayed_parts(self.task)
+        return parts is not None and bool(parts.replayed)
 
     @property
     def note(self) -> str:

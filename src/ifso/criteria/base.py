@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from ifso.curvature.weight_space import Reader, readers
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
 
+if TYPE_CHECKING:
+    from ifso.curvature.submodule_capture import CapturedSubmodules
+
 Needs = Literal["nothing", "weights", "activations", "gradients", "curvature"]
 
 
@@ -25,13 +28,15 @@ Needs = Literal["nothing", "weights", "activations", "gradients", "curvature"]
 class Task:
     """What is scored. ``kept`` [units + 1], from :meth:`ChannelGraph.kept`, says which units are still in ``M``.
 
-    One task lives as long as one call of :func:`ifso.score`, so that it can hold what all batches share.
+    One task lasts for all batches of a :class:`~ifso.criteria.scorer.Scorer`, so that it can hold what they share.
+    Where it ``shrinks``, units go meanwhile: their weights become zero and their entries of ``kept`` False, in place.
     """
 
     model: nn.Module
     graph: ChannelGraph
     loss_fn: LossFn
     kept: Tensor
+    shrinks: bool = False
 
     def memo(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` made when it was first asked for under that key."""
@@ -133,6 +138,24 @@ class Criterion(ABC):
         """How scores of the task were computed, if not as usual; else empty."""
         return ""
 
+    def survivors(self, task: Task) -> Mapping[str, Tensor]:  # noqa: ARG002 (most look at zeros and ``kept`` only)
+        """Factors by parameter, 1 where a weight is left, that are to be narrowed in place when units go.
+
+        Only asked of a task that ``shrinks``.
+        """
+        return {}
+
+    def micro_batched(self, size: int) -> Criterion | None:  # noqa: ARG002 (most are means over samples)
+        """The same criterion cutting batches into parts of ``size`` samples itself.
+
+        None if it is exact enough to take the mean of the parts' scores.
+        """
+        return None
+
+    def replayed_parts(self, task: Task) -> CapturedSubmodules | None:  # noqa: ARG002 (most capture nothing)
+        """The submodules that are replayed as CUDA graphs while the rest of the network runs as ever, if any."""
+        return None
+
     @abstractmethod
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores ≥ 0 of all units [units] on one batch; entries of units that are not kept do not count.
@@ -146,9 +169,8 @@ class Criterion(ABC):
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
             if not _matches(value, hints[option.name]):
-                raise ScoreError(
-                    f"criterion {self.name!r}: {option.name}={value!r} will not do; give {_described(hints[option.name])}"
-                )
+                wanted = _described(hints[option.name])
+                raise ScoreError(f"criterion {self.name!r}: {option.name} must be {wanted}, got {value!r}")
 
 
 def _matches(value: Any, hint: Any) -> bool:

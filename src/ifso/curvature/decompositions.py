@@ -126,7 +126,7 @@ def _reduced(loss: Tensor, mean: Tensor, reduction: str) -> Tensor:
     return {"mean": mean, "sum": loss.sum(), "none": loss}[reduction]
 
 
-WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     F.silu: silu,
     F.mish: mish,
     F.hardsigmoid: hardsigmoid,

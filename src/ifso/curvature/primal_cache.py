@@ -17,7 +17,7 @@ NARROW = 64
 
 
 def is_careful(careful: bool | None, weight: Tensor) -> bool:
-    """The choice for one layer; None leaves it to the layer's width."""
+    """Whether one layer is computed carefully; ``careful=None`` leaves it to the layer's width."""
     return max(weight.shape[:2]) <= NARROW if careful is None else careful
 
 
@@ -55,7 +55,7 @@ class CachedCall:
     _version: int = 0
 
     def needs_care(self, x: Tensor) -> bool:
-        """Would the layer be rounded to TF32, though it should not?"""
+        """Whether the layer would be rounded to TF32, though it should not."""
         rounded = conv_settings().fp32_precision == "tf32"
         return self.careful and x.is_cuda and x.dtype == torch.float32 and rounded
 
@@ -84,14 +84,13 @@ class CachedCall:
 class PrimalCache:
     """The calls of layers of one batch in the order of the forward pass. The first pass writes, later ones read.
 
-    ``leaders`` are the recorded parts of the network (:class:`ifso.curvature.submodule_capture.CapturedSubmodules`) that the first
-    pass
-    replayed, each with its turn: they hold the calls of their layers themselves, until their next turn.
+    ``captured`` are the captured calls of submodules (:class:`ifso.curvature.captured_call.CapturedCall`) that the
+    first pass replayed, each with its number of replays: they hold the calls of their layers until the next replay.
     """
 
     calls: list[CachedCall] = field(default_factory=list)
     passes: int = 0
-    leaders: dict[Any, Any] = field(default_factory=dict)
+    captured: dict[Any, Any] = field(default_factory=dict)
     _next: int = 0
 
     def start(self) -> None:
@@ -99,16 +98,16 @@ class PrimalCache:
         self._next = 0
         self.passes += 1
 
-    def forget(self) -> None:
-        """Nothing is known."""
+    def clear(self) -> None:
+        """Forget all calls."""
         self.calls.clear()
-        self.leaders.clear()
+        self.captured.clear()
 
     def for_reading(self) -> PrimalCache:
         """The same for a pass that may add to it: what it adds is not kept here."""
         return PrimalCache([replace(call) for call in self.calls])
 
-    def call(self, key: Any, careful: bool) -> CachedCall:
+    def next_call(self, key: Any, careful: bool) -> CachedCall:
         """The record of the next call; a new one if the model took another way than before."""
         if self._next < len(self.calls) and self.calls[self._next].key != key:
             del self.calls[self._next :]
