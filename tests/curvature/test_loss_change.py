@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import ifso
 from ifso.curvature.continuation import ContinuationOptions
 from ifso.curvature.loss_change import true_loss_change
-from ifso.curvature.masked_model import MaskedModel
-from ifso.curvature.objective import Objective
+from ifso.curvature.objective import MaskedModel, Objective
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import SOLVERS
 from ifso.errors import KeepError, ScoreError

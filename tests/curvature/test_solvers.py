@@ -15,7 +15,7 @@ import ifso
 from ifso.curvature.objective import Objective, System
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import SOLVERS, SolverWarning, create_solver
-from ifso.curvature.solvers.neumann import largest_eigenvalue
+from ifso.curvature.solvers.iterative import largest_eigenvalue
 from ifso.errors import ScoreError
 
 CLOSE = 1e-6

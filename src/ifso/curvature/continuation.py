@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ifso.curvature.masked_model import MaskedModel
-from ifso.curvature.objective import Objective
+from ifso.curvature.objective import MaskedModel, Objective
 from ifso.curvature.quadratic_models import QuadraticModel
 from ifso.errors import ScoreError
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.curvature.continuation import ContinuationOptions, ContinuationSolver, Point
-from ifso.curvature.masked_model import MaskedModel
-from ifso.curvature.objective import Objective, System
+from ifso.curvature.objective import MaskedModel, Objective, System
 from ifso.curvature.products import Products
 from ifso.curvature.quadratic_models import QuadraticModel, quadratic_model, with_damping
 from ifso.curvature.solvers import (

@@ -56,17 +56,3 @@ def checked_positive(solver: str, **values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ScoreError(f"solver {solver!r}: {name}={value} must be above 0")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """u = scale·v. The paper has scale 1; the authors' program 1/weight_decay, which leaves every ranking as it is."""
-
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        checked_positive("identity", scale=self.scale)
-
-    def solve(self, system: System, v: Tensor) -> Solution:
-        """scale·v."""
-        return Solution(checked_vector(system, v) * self.scale, None, 0)
