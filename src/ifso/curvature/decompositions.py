@@ -1,4 +1,10 @@
-"""Functions spelt out in simpler ones, where forward mode lacks them, fails or has no second derivative."""
+"""Functions written in simpler ones, where forward mode lacks them, fails or has no second derivative.
+
+:data:`DECOMPOSITIONS` are torch functions, which :class:`ifso.curvature.dual_mode.DualMode` exchanges when they are
+called. :data:`RULES` are ATen operators met in the backward pass and inside other functions: dropout on a GPU, also
+that of attention, and sampling at a grid. PyTorch keeps a table of such forms, which it looks into where it would
+otherwise refuse; nothing else in the process changes.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +23,22 @@ from torch._ops import OpOverloadPacket
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.autograd.function import once_differentiable
+from torch.nn._reduction import legacy_get_string
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+aten = torch.ops.aten
 
-def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    """x σ(x)."""
-    return _given(input, lambda z: z * z.sigmoid(), inplace)
-
-
-def mish(input: Tensor, inplace: bool = False) -> Tensor:
-    """x tanh(softplus(x))."""
-    return _given(input, lambda z: z * F.softplus(z).tanh(), inplace)
+_NEAREST, _CUBIC = 1, 2
+_BORDER, _REFLECTION = 1, 2
 
 
-def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    """A line between 0 and 1."""
-    return _given(input, lambda z: ((z + 3) / 6).clamp(0, 1), inplace)
+def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An activation with the arguments of PyTorch's."""
+
+    def activation(input: Tensor, inplace: bool = False) -> Tensor:
+        return input.copy_(function(input.clone())) if inplace else function(input)
+
+    return activation
 
 
 def group_norm(
@@ -83,11 +89,7 @@ def mse_loss(
     weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """(input − target)²."""
-    square = (input - target) ** 2
-    if weight is not None:
-        square = square * weight
-    mean = square.mean() if weight is None else square.sum() / weight.expand_as(square).sum()
-    return _reduced(square, mean, _old_name(size_average, reduce, reduction))
+    return _reduced((input - target) ** 2, _reduction_of(size_average, reduce, reduction), weight)
 
 
 def huber_loss(
@@ -96,40 +98,32 @@ def huber_loss(
     """A parabola, then a line."""
     error = (input - target).abs()
     loss = torch.where(error < delta, 0.5 * (input - target) ** 2, delta * (error - 0.5 * delta))
-    if weight is not None:
-        loss = loss * weight
-    mean = loss.mean() if weight is None else loss.sum() / weight.expand_as(loss).sum()
-    return _reduced(loss, mean, reduction)
+    return _reduced(loss, reduction, weight)
 
 
 def soft_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Tensor:
     """log(1 + exp(−target · input))."""
-    loss = F.softplus(-target * input)
-    return _reduced(loss, loss.mean(), _old_name(size_average, reduce, reduction))
+    return _reduced(F.softplus(-target * input), _reduction_of(size_average, reduce, reduction))
 
 
-def _given(x: Tensor, function: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
-    return x.copy_(function(x.clone())) if inplace else function(x)
+def _reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
+    """The reduction, which older code gives in two other arguments."""
+    return reduction if size_average is None and reduce is None else legacy_get_string(size_average, reduce, False)
 
 
-def _old_name(size_average: Any, reduce: Any, reduction: str) -> str:
-    if size_average is None and reduce is None:
-        return reduction
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
-
-
-def _reduced(loss: Tensor, mean: Tensor, reduction: str) -> Tensor:
-    return {"mean": mean, "sum": loss.sum(), "none": loss}[reduction]
+def _reduced(loss: Tensor, reduction: str, weight: Tensor | None = None) -> Tensor:
+    loss = loss if weight is None else loss * weight
+    if reduction == "mean":
+        return loss.mean() if weight is None else loss.sum() / weight.expand_as(loss).sum()
+    return {"sum": loss.sum(), "none": loss}[reduction]
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    F.silu: silu,
-    F.mish: mish,
-    F.hardsigmoid: hardsigmoid,
+    F.silu: _elementwise(lambda x: x * x.sigmoid()),
+    F.mish: _elementwise(lambda x: x * F.softplus(x).tanh()),
+    F.hardsigmoid: _elementwise(lambda x: ((x + 3) / 6).clamp(0, 1)),
     F.group_norm: group_norm,
     torch._weight_norm: weight_norm,
     F.scaled_dot_product_attention: attention,
@@ -147,7 +141,7 @@ LINEAR_IN_INPUT = frozenset({"torchvision.roi_align", "torchvision.ps_roi_align"
 
 
 def is_linear_in_input(func: Any) -> bool:
-    """Is the function one of these operators?"""
+    """Return whether the function is one of :data:`LINEAR_IN_INPUT`."""
     return isinstance(func, OpOverloadPacket) and str(func) in LINEAR_IN_INPUT
 
 
@@ -209,13 +203,6 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, lams: Sequence
         leaf = torch.zeros_like(x).requires_grad_()
         y = function(leaf)
     return [torch.autograd.grad(y, leaf, lam, retain_graph=True)[0] for lam in lams]
-
-
-aten = torch.ops.aten
-
-_NEAREST, _CUBIC = 1, 2
-
-_BORDER, _REFLECTION = 1, 2
 
 
 @cache

@@ -296,9 +296,9 @@ def _batch_norm_backward(
     lam_y_dot = scale * (lam_x_dot - x_dot_mean * lam_mean - x_dot_hat * lam_hat)
     to_x_dot = scale * rstd * lam_hat
     to_x = rstd * (rstd * lam_y_dot - to_x_dot * x_dot_hat)
-    back_dot = torch.addcmul(_column(to_x * mean + to_x_dot * x_dot_mean, x), x, _column(to_x, x), value=-1)
-    back_dot.addcmul_(back, _column(rstd * x_dot_hat, x), value=-1)
-    back_dot.addcmul_(x_dot, _column(to_x_dot, x), value=-1)
+    back_dot = torch.addcmul(along(to_x * mean + to_x_dot * x_dot_mean, 1, x), x, along(to_x, 1, x), value=-1)
+    back_dot.addcmul_(back, along(rstd * x_dot_hat, 1, x), value=-1)
+    back_dot.addcmul_(x_dot, along(to_x_dot, 1, x), value=-1)
     if lam_dot is not None:
         back_dot.add_(_b(lam_dot, x, gain, mean, rstd, eps)[0])
     return back, back_dot.to(back.dtype)
@@ -307,10 +307,6 @@ def _batch_norm_backward(
 def _b(grad: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``B(grad)``, ``Σ x̂·grad`` and ``Σ grad`` per channel."""
     return aten.native_batch_norm_backward(grad, x, gain, None, None, mean, rstd, True, eps, [True, True, True])
-
-
-def _column(vector: Tensor, like: Tensor) -> Tensor:
-    return along(vector, 1, like)
 
 
 def along(vector: Tensor, dim: int, like: Tensor) -> Tensor:

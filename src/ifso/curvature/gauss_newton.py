@@ -42,27 +42,29 @@ def gauss_newton_product(
         without_checkpoints(),
     ):
         with ALONE, forward_ad.dual_level():
-            cut = _Linearization(tensors, dots)
-            with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, PassOptions(fused=False))):
+            split = _Linearization(tensors, dots)
+            before = model.register_forward_pre_hook(split.enter, with_kwargs=True)
+            after = model.register_forward_hook(split.leave)
+            with before, after, below_other_modes(DualMode(split.plans, PassOptions(fused=False))):
                 loss = checked(loss_fn(model, batch))
-            if not cut.outputs:
+            if not split.outputs:
                 raise ScoreError(
                     "loss_fn never calls model(...), so the Gauss-Newton matrix has no output to linearise; "
                     "call the model in loss_fn, or choose curvature='hessian'"
                 )
-            direct = [leaf for leaf in cut.direct.values() if leaf is not None]
-            leaves = [leaf for _, leaf in cut.outputs]
+            direct = [leaf for leaf in split.direct.values() if leaf is not None]
+            leaves = [leaf for _, leaf in split.outputs]
             grads = torch.autograd.grad(loss, [*leaves, *direct], allow_unused=True)
             tangents = [None if grad is None else forward_ad.unpack_dual(grad).tangent for grad in grads]
         back = [
             (primal, tangent)
-            for (primal, _), tangent in zip(cut.outputs, tangents[: len(leaves)], strict=True)
+            for (primal, _), tangent in zip(split.outputs, tangents[: len(leaves)], strict=True)
             if tangent is not None and primal.requires_grad
         ]
-        through = _pull_back(back, list(cut.inside.values()))
-    beside = dict(zip(cut.direct, tangents[len(leaves) :], strict=True))
+        through = _pull_back(back, list(split.inside.values()))
+    beside = dict(zip(split.direct, tangents[len(leaves) :], strict=True))
     return {
-        name: sum_present(through.get(id(cut.inside.get(name))), beside.get(name))
+        name: sum_present(through.get(id(split.inside.get(name))), beside.get(name))
         for name in tensors
     }  # fmt: skip
 
@@ -116,11 +118,7 @@ class _Linearization:
             leaves[name] = forward_ad.make_dual(leaf, self._dots[name])
         return leaves[name]
 
-    def at_output_of(self, model: nn.Module) -> _Hooks:
-        """Cut at every call of the model."""
-        return _Hooks(model, self._enter, self._leave)
-
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -129,7 +127,7 @@ class _Linearization:
                     "does not follow; choose curvature='hessian'"
                 )
 
-    def _leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
         del args
         self._depth -= 1
         values, shape = tree_flatten(output)
@@ -143,20 +141,3 @@ class _Linearization:
         dual = leaf if tangent is None else forward_ad.make_dual(leaf, tangent.detach())
         self.outputs.append((primal, dual))
         return dual
-
-
-class _Hooks:
-    """Forward hooks on the root of a model."""
-
-    def __init__(self, model: nn.Module, enter: Any, leave: Any) -> None:
-        self._model, self._enter, self._leave = model, enter, leave
-
-    def __enter__(self) -> None:
-        self._handles = [
-            self._model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self._model.register_forward_hook(self._leave),
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()

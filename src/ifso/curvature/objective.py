@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.batches import tensor_pieces
+from ifso.common.loss_fn import scalar
 from ifso.common.torch_state import forget_caches, undisturbed
 from ifso.costs.cost import check_fits
 from ifso.curvature.gauss_newton import gauss_newton_product
@@ -54,17 +55,9 @@ class Objective:
     def loss(self, *, or_infinity: bool = False) -> float:
         """L(W); a loss that is not finite is an error, or infinity if asked for (when trying a step)."""
         self.spent += LOSS
-        values = []
         with undisturbed(self.model), torch.no_grad():
-            for batch in self.batches:
-                loss = self.loss_fn(self.model, batch)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    raise ScoreError("loss_fn must return a scalar tensor (a mean or a sum)")
-                values.append(float(loss))
-        mean = sum(values) / len(values)
-        if or_infinity and not math.isfinite(mean):
-            return math.inf
-        return _finite_number(mean, "the loss")
+            mean = sum(float(scalar(self.loss_fn(self.model, batch))) for batch in self.batches) / len(self.batches)
+        return math.inf if or_infinity and not math.isfinite(mean) else _finite_number(mean)
 
     def gradient(self, *, or_infinity: bool = False) -> tuple[float, Tensor]:
         """L(W) and ∂L/∂W; with ``or_infinity``, numbers that are not finite make the loss infinite."""
@@ -78,7 +71,7 @@ class Objective:
         count = len(self.batches)
         if or_infinity and not (math.isfinite(loss) and bool(torch.isfinite(total).all())):
             return math.inf, total
-        return _finite_number(loss / count, "the loss"), finite(total.div_(count), "the gradient of the loss")
+        return _finite_number(loss / count), finite(total.div_(count), "the gradient of the loss")
 
     def hessian(self, vector: Tensor) -> Tensor:
         """H·vector."""
@@ -107,19 +100,16 @@ class Objective:
         Every tensor of a batch is cut along its first dim; ``group_size`` samples make up one "sample" (batch norm in
         train mode needs more than one).
         """
-        self._refuse_lonely_samples(group_size)
-        self.spent += GRADIENT
-        for batch in self.batches:
-            for part in tensor_pieces(batch, group_size):
-                yield finite(self.products.gradient(part)[1], "the gradient of a sample")
-
-    def _refuse_lonely_samples(self, group_size: int) -> None:
         norms = nn.modules.batchnorm._BatchNorm
         if group_size == 1 and any(isinstance(m, norms) and m.training for m in self.model.modules()):
             raise ScoreError(
                 "gradients per sample are not defined with batch norm in train mode; call model.eval(), "
                 "or set group_size to 2 or more"
             )
+        self.spent += GRADIENT
+        for batch in self.batches:
+            for part in tensor_pieces(batch, group_size):
+                yield finite(self.products.gradient(part)[1], "the gradient of a sample")
 
 
 class System:
@@ -160,10 +150,10 @@ def finite(vector: Tensor, what: str) -> Tensor:
     return vector
 
 
-def _finite_number(value: float, what: str) -> float:
-    if not math.isfinite(value):
-        raise ScoreError(f"{what} is {value}; check the batches and the weights")
-    return value
+def _finite_number(loss: float) -> float:
+    if not math.isfinite(loss):
+        raise ScoreError(f"the loss must be finite, got {loss}; check the batches and the weights")
+    return loss
 
 
 class MaskedModel:

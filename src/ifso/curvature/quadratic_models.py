@@ -102,8 +102,7 @@ class SolverModel:
         return with_damping(self._solver, damping).solve(self._system, vector).u
 
     def with_gradient(self, gradient: Tensor) -> None:
-        """The solver asks the network anew."""
-        del gradient
+        """None: the solver asks the network anew."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,7 @@ class LanczosModel:
         return turned @ self.basis + (vector - inside @ self.basis) / (float(values.min()) + damping)
 
     def with_gradient(self, gradient: Tensor) -> None:
-        """The subspace was made for one gradient only."""
-        del gradient
+        """None: the subspace was made for one gradient only."""
 
 
 def lanczos_model(system: System, v: Tensor, iterations: int) -> LanczosModel:

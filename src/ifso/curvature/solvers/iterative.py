@@ -14,6 +14,20 @@ from ifso.errors import ScoreError
 
 
 @dataclass(frozen=True)
+class Identity:
+    """u = scale·v. The paper has scale 1; the authors' program 1/weight_decay, which leaves every ranking as it is."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        checked_positive("identity", scale=self.scale)
+
+    def solve(self, system: System, v: Tensor) -> Solution:
+        """scale·v."""
+        return Solution(checked_vector(system, v) * self.scale, None, 0)
+
+
+@dataclass(frozen=True)
 class Neumann:
     """u = γ Σ_{k=0..terms} V_k with V_0 = v, V_k = (I − γ(C + λI)) V_{k−1}.
 
@@ -33,8 +47,7 @@ class Neumann:
         checked_positive("neumann", power_iterations=self.power_iterations)
         if self.step is not None:
             checked_positive("neumann", step=self.step)
-        if self.terms < 0 or not self.damping >= 0:
-            raise ScoreError(f"solver 'neumann': terms={self.terms} and damping={self.damping} must not be negative")
+        checked_positive("neumann", or_zero=True, terms=self.terms, damping=self.damping)
 
     def solve(self, system: System, v: Tensor) -> Solution:
         """The partial sum."""
@@ -55,16 +68,13 @@ class Neumann:
                 total += term
             last = float(term.norm())
             if last > before * (1 + 1e-9) or steepest > 2 / step:
-                return self._diverges(total * step, last / norm, k, step)
+                note = warn_note(
+                    f"the Neumann series diverges: term {k} is {last / norm:.2g} times v at step {step:.3g}; "
+                    "give a smaller step, or raise damping if the curvature is indefinite"
+                )
+                return Solution(total * step, last / norm, k, note)
             before = last
         return Solution(total * step, float(term.norm()) / norm if self.measure else None, self.terms)
-
-    def _diverges(self, u: Tensor, growth: float, k: int, step: float) -> Solution:
-        note = warn_note(
-            f"the Neumann series diverges: term {k} is {growth:.2g} times v at step {step:.3g}; "
-            "give a smaller step, or raise damping if the curvature is indefinite"
-        )
-        return Solution(u, growth, k, note)
 
 
 def largest_eigenvalue(system: System, damping: float = 0.0, iterations: int = 10) -> float:
@@ -84,20 +94,6 @@ def largest_eigenvalue(system: System, damping: float = 0.0, iterations: int = 1
 
 
 @dataclass(frozen=True)
-class Identity:
-    """u = scale·v. The paper has scale 1; the authors' program 1/weight_decay, which leaves every ranking as it is."""
-
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        checked_positive("identity", scale=self.scale)
-
-    def solve(self, system: System, v: Tensor) -> Solution:
-        """scale·v."""
-        return Solution(checked_vector(system, v) * self.scale, None, 0)
-
-
-@dataclass(frozen=True)
 class ConjugateGradients:
     """Solve (C + λI) u = v until ‖v − (C + λI)u‖ ≤ tolerance·‖v‖, in at most ``iterations`` products.
 
@@ -113,8 +109,7 @@ class ConjugateGradients:
 
     def __post_init__(self) -> None:
         checked_positive("cg", tolerance=self.tolerance, iterations=self.iterations)
-        if not self.damping >= 0:
-            raise ScoreError(f"solver 'cg': damping={self.damping} must not be negative")
+        checked_positive("cg", or_zero=True, damping=self.damping)
 
     def solve(self, system: System, v: Tensor) -> Solution:
         """u and the residual reached."""

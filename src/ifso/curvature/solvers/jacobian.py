@@ -1,4 +1,10 @@
-"""The Gauss-Newton matrix from a few backward passes per sample, inverted exactly."""
+"""Rows R with RᵀR ≈ Gauss-Newton: a few backward passes give the whole matrix, which is then inverted exactly.
+
+For outputs f_n of sample n, the loss has the curvature ∇²ℓ_n = Σ_i λ_i q_i q_iᵀ (C × C, a matter of the outputs alone).
+The vector √λ_i q_i pulled back through the network is a row per sample; the ``rank`` largest i of every sample take
+``rank`` backward passes. With rank = C the matrix is G exactly; near an optimum of a classifier the first few say it
+all, as the outputs are sure of themselves.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +24,16 @@ from ifso.curvature.solvers.kfac import layer_matrices, recording_calls
 from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector
 from ifso.errors import ScoreError
 
+MOST_OUTPUTS = 256
+MEMORY_LIMIT, FEW_OUTPUTS = 2 * 2**30, 10
+"""Bytes that the rows may take, if the model has so many outputs."""
+
+_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+
 
 @dataclass(frozen=True)
 class JacobianRows:
-    """Solve (RᵀR + diag(D) + λI) u = v with the rows of :mod:`ifso.curvature.solvers.jacobian`.
+    """Solve (RᵀR + diag(D) + λI) u = v with the rows of :func:`sample_rows`.
 
     ``rank`` rows per sample at ``rank`` backward passes; as many as the model has outputs give the Gauss-Newton matrix
     itself. All of the spectrum is there, which conjugate gradients need a product each to find. For models with up to
@@ -62,8 +74,8 @@ class Factors:
     def __init__(self, rows: Tensor, diagonal: Tensor, support: Tensor | None) -> None:
         self._support, self._size = support, rows.shape[1]
         if support is not None:
-            self._places = support.nonzero()[:, 0]
-            rows, diagonal = rows[:, self._places], diagonal[self._places]
+            self._indices = support.nonzero()[:, 0]
+            rows, diagonal = rows[:, self._indices], diagonal[self._indices]
         self._rows, self._diagonal = rows, diagonal
         self._square = rows.t() @ rows if rows.shape[1] <= rows.shape[0] else None
 
@@ -85,20 +97,12 @@ class Factors:
         return self._scatter(inner / shifted - weights @ scaled)
 
     def _gather(self, vector: Tensor) -> Tensor:
-        return vector if self._support is None else vector[self._places]
+        return vector if self._support is None else vector[self._indices]
 
     def _scatter(self, vector: Tensor) -> Tensor:
         if self._support is None:
             return vector
-        return vector.new_zeros(self._size).index_copy_(0, self._places, vector)
-
-
-MOST_OUTPUTS = 256
-
-_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
-
-MEMORY_LIMIT, FEW_OUTPUTS = 2 * 2**30, 10
-"""Bytes that the rows may take, if the model has so many outputs."""
+        return vector.new_zeros(self._size).index_copy_(0, self._indices, vector)
 
 
 def obstacle(objective: Objective, rank: int) -> str:
@@ -144,15 +148,15 @@ def sample_rows(objective: Objective, rank: int) -> tuple[Tensor, Tensor]:
 def _rows_of_batch(objective: Objective, batch: Any, rank: int) -> tuple[list[Tensor], Tensor]:
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
     with undisturbed(objective.model), torch.enable_grad():
-        with _Leaf(objective.model) as leaf, recording_calls(_layers(objective), calls):
+        hook = _OutputLeaf()
+        with objective.model.register_forward_hook(hook), recording_calls(_layers(objective), calls):
             loss = checked(objective.loss_fn(objective.model, batch))
-        if leaf.output is None or leaf.value is None:
+        if hook.output is None or hook.leaf is None:
             raise ScoreError("loss_fn never calls model(...) with one output tensor; use solver='cg'")
-        cotangents = _roots(loss, leaf.value, rank)
         outputs = [output for _, _, output in calls]
         rows = []
-        for root in cotangents:
-            grads = torch.autograd.grad(leaf.output, outputs, root, retain_graph=True, allow_unused=True)
+        for root in _roots(loss, hook.leaf, rank):
+            grads = torch.autograd.grad(hook.output, outputs, root, retain_graph=True, allow_unused=True)
             rows.append(_rows(objective, calls, grads))
         return rows, _direct(objective, loss)
 
@@ -183,29 +187,20 @@ def _roots(loss: Tensor, output: Tensor, rank: int) -> list[Tensor]:
     return [(vectors[:, :, i] * values[:, i, None].clamp_min(0).sqrt()).view_as(output) for i in order]
 
 
-class _Leaf:
-    """Swap the model's output for a leaf, so that the loss can be differentiated twice without the network."""
+@dataclass
+class _OutputLeaf:
+    """A forward hook that exchanges the model's output for a leaf: the loss is differentiated without the network."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.output: Tensor | None = None
-        self.value: Tensor | None = None
+    output: Tensor | None = None
+    leaf: Tensor | None = None
 
-    def __enter__(self) -> _Leaf:
-        self._handle = self._model.register_forward_hook(self._swap)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _swap(self, _: nn.Module, args: Any, output: Any) -> Any:
-        del args
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor:  # noqa: ARG002 (torch's order)
         if not isinstance(output, Tensor) or self.output is not None:
             raise ScoreError(
                 "rows of the Gauss-Newton matrix need one call of a model with one output; use solver='cg'"
             )
-        self.output, self.value = output, output.detach().requires_grad_()
-        return self.value
+        self.output, self.leaf = output, output.detach().requires_grad_()
+        return self.leaf
 
 
 def _layers(objective: Objective) -> list[nn.Module]:
@@ -224,23 +219,16 @@ def _rows(
     """Per-sample gradients [N, weights] from what entered every layer and the gradients at what left it."""
     names = {id(tensor): name for name, tensor in objective.space.tensors.items()}
     parts: dict[str, Tensor] = {}
-    count = calls[0][1].shape[0]
     for (module, entering, _), grad in zip(calls, grads, strict=True):
-        if grad is None:
-            continue
-        for parameter, part in _per_sample(module, entering, grad):
+        for parameter, part in () if grad is None else _per_sample(module, entering, grad):
             if id(parameter) in names:
                 name = names[id(parameter)]
                 parts[name] = parts[name] + part if name in parts else part
-    tensors = objective.space.tensors
-    like = next(iter(tensors.values()))
-    return torch.cat(
-        [
-            parts[name].reshape(count, -1) if name in parts else like.new_zeros(count, tensor.numel())
-            for name, tensor in tensors.items()
-        ],
-        1,
-    )
+    count = calls[0][1].shape[0]
+    zeros = {
+        name: tensor.new_zeros(1).expand(count, tensor.numel()) for name, tensor in objective.space.tensors.items()
+    }
+    return torch.cat([parts.get(name, zero).reshape(count, -1) for name, zero in zeros.items()], 1)
 
 
 def _per_sample(module: nn.Module, entering: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,12 @@
-"""K-FAC and EK-FAC: one Kronecker product per layer."""
+"""K-FAC and EK-FAC: one Kronecker product per layer, from inputs and output gradients seen by hooks.
+
+Per layer with weight matrix W [out, in] (a convolution's kernel flattened, a bias as one more column):
+
+    A = 1/(N T) Σ_n Σ_t a aᵀ,      G = 1/N Σ_n Σ_t g gᵀ,
+
+over N samples and T positions (T = 1 for a linear layer on vectors), where g is the gradient of the sample's own loss.
+``loss_fn`` is taken to be the mean over the samples of a batch.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +52,12 @@ class Kfac:
         blocks = kronecker_blocks(system.objective, keeps, self.corrected)
         found: dict[str, Tensor | None] = {}
         for block in blocks:
-            found.update(self._by_block(block, parts))
+            found |= block.split(block.solve(block.joined(parts), self.damping))
         rest = [name for name in space.tensors if name not in found]
         if rest:
             squares = diagonal_fisher(system.objective)
             found.update({name: parts[name] / (squares[name] + self.damping) for name in rest})
         return Solution(system.restrict(space.flat(found)), None, len(blocks))
-
-    def _by_block(self, block: Block, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return block.split(block.solve(block.joined(parts), self.damping))
 
 
 @dataclass(eq=False)
@@ -114,20 +119,14 @@ def kronecker_blocks(objective: Objective, keeps: Mapping[str, Tensor], correcte
         raise ScoreError("K-FAC found no plain conv or linear layer among the weights; use solver='cg'")
     for block in blocks:
         block.diagonalise(samples)
-    if corrected:
-        _correct(objective, layers, samples)
-    return blocks
-
-
-def _correct(objective: Objective, layers: dict[nn.Module, Block], samples: int) -> None:
-    """EK-FAC: E[(Q_Gᵀ ∂L_n/∂W Q_A)²] in place of the products of eigenvalues."""
-    for block in layers.values():
-        if block.calls:
+    if corrected:  # EK-FAC: E[(Q_Gᵀ ∂L_n/∂W Q_A)²] in place of the products of eigenvalues
+        for block in blocks:
             block.moments = torch.zeros_like(block.moments)
-    for block, a, g in _statistics(objective, layers):
-        q_out, q_in = block.basis
-        gradients = torch.einsum("nto,nti->noi", (g * block.rows) @ q_out, (a * block.columns) @ q_in)
-        block.moments += gradients.square().sum(0) / samples
+        for block, a, g in _statistics(objective, layers):
+            q_out, q_in = block.basis
+            gradients = torch.einsum("nto,nti->noi", (g * block.rows) @ q_out, (a * block.columns) @ q_in)
+            block.moments += gradients.square().sum(0) / samples
+    return blocks
 
 
 def diagonal_fisher(objective: Objective) -> dict[str, Tensor]:
@@ -181,17 +180,15 @@ def _statistics(objective: Objective, layers: dict[nn.Module, Block]) -> Iterato
 
 @contextlib.contextmanager
 def recording_calls(modules: Iterable[nn.Module], caught: list[tuple[nn.Module, Tensor, Tensor]]) -> Iterator[None]:
-    """Within it (module, what entered, what left) of every call of the modules is appended to ``caught``."""
+    """Append (module, input, output) of every call of the modules to ``caught``."""
 
     def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         caught.append((module, args[0].detach(), output))
 
-    handles = [module.register_forward_hook(catch) for module in modules]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(catch))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def layer_matrices(module: nn.Module, entering: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
