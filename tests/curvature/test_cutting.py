@@ -21,9 +21,10 @@ from torchvision.models.detection.ssd import SSD
 
 import ifso
 from ifso.common.cuda_graphs import Recorded
+from ifso.common.torch_state import full_float32
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.primal_cache import PrimalCache, full_float32
+from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.products import Products
 from ifso.curvature.submodule_capture import MOST_SHAPES, CapturedSubmodules, capture_submodules
 from ifso.pruning.scoring_loop import ScoringLoop

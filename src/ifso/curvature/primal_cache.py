@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ifso.common.torch_state import conv_settings, full_float32
 from ifso.curvature.paired_batches import alias
 
 NARROW = 64
@@ -19,23 +19,6 @@ NARROW = 64
 def is_careful(careful: bool | None, weight: Tensor) -> bool:
     """Whether one layer is computed carefully; ``careful=None`` leaves it to the layer's width."""
     return max(weight.shape[:2]) <= NARROW if careful is None else careful
-
-
-def conv_settings() -> Any:
-    """The setting for convolutions alone: reading the one for all of cuDNN fails where a user has set them apart."""
-    return getattr(torch.backends.cudnn, "conv")  # noqa: B009 (torch's types do not know it)
-
-
-@contextlib.contextmanager
-def full_float32() -> Iterator[None]:
-    """Within it no convolution is rounded to TF32."""
-    conv = conv_settings()
-    before = conv.fp32_precision
-    conv.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        conv.fp32_precision = before
 
 
 @dataclass

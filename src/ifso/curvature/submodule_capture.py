@@ -24,9 +24,10 @@ from ifso.common.cuda_graphs import CONSTANTS, GraphRecord, NotCaptured, Record,
 from ifso.common.devices import out_of_memory
 from ifso.common.distributed import several
 from ifso.common.text import describe_error
+from ifso.common.torch_state import conv_settings
 from ifso.curvature.captured_call import CapturedCall, SubmoduleCall, without_modes
 from ifso.curvature.dual_mode import PassOptions
-from ifso.curvature.primal_cache import PrimalCache, conv_settings
+from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.taps import GradientTaps, ProductPass
 from ifso.graph.channel_graph import ChannelGraph
 
