@@ -45,7 +45,7 @@ class Task:
         return self._made[key]
 
     def renew(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` makes now, in the place of what is remembered under that key."""
+        """What ``make`` makes now, instead of what is remembered under that key."""
         self._made.pop(key, None)
         return self.memo(key, make)
 
@@ -77,18 +77,18 @@ class Task:
     @cached_property
     def makers(self) -> list[Reader]:
         """Slices that make units: the filters of every layer that produces them."""
-        found: dict[tuple[str, int], Tensor] = {}
+        owners: dict[tuple[str, int], Tensor] = {}
         for group in self.graph.groups:
             made = [member for member in group.members if member.role == "produces"]
             if not made:
                 raise ScoreError(
-                    f"group {group.name!r} has no filters of its own that make it; "
+                    f"group {group.name!r} is made by no filters; "
                     "use a criterion that looks where units are read, such as magnitude, taylor or ifso"
                 )
             for member in made:
                 owner, key = self.slices(group, member).owner, (member.parameter, member.dim)
-                found[key] = torch.maximum(found[key], owner) if key in found else owner
-        return [Reader(name, dim, owner) for (name, dim), owner in found.items()]
+                owners[key] = torch.maximum(owners[key], owner) if key in owners else owner
+        return [Reader(name, dim, owner) for (name, dim), owner in owners.items()]
 
     def slices(self, group: Group, member: Member) -> Reader:
         """A member's slices, with units numbered through the whole network."""
@@ -121,14 +121,14 @@ class Criterion(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs]
     masks_itself: ClassVar[bool] = False
-    """Does it want to see the weights of removed units, and take their masks into account itself?"""
+    """Whether it sees the weights of removed units, and takes their masks into account itself."""
 
     prepares: ClassVar[bool] = False
-    """Does it look at all batches, in :meth:`prepare`, before it scores any?"""
+    """Whether it looks at all batches, in :meth:`prepare`, before it scores any."""
 
     @property
     def needs_batches(self) -> bool:
-        """Must it see data?"""
+        """Whether it must see data."""
         return self.needs not in ("nothing", "weights")
 
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:  # noqa: B027 (most need not)
@@ -186,7 +186,7 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> str:
-    """A type as a person would say it.
+    """A type in words.
 
     >>> _words(Literal["mean", "sum"]), _words(int | None)
     ("'mean' or 'sum'", 'int or None')

@@ -114,10 +114,10 @@ def _samples(calls: list[tuple[MaskTap, Tensor]]) -> int:
     """N, the smallest number of rows of a layer that does not look at regions."""
     whole = [len(grad) for call, grad in calls if call.images is None]
     regions = [call.images for call, _ in calls if call.images is not None and len(call.images)]
-    found = min(whole, default=0) or max((int(images[-1]) + 1 for images in regions), default=0)
-    if not found:
+    samples = min(whole, default=0) or max((int(images[-1]) + 1 for images in regions), default=0)
+    if not samples:
         raise ScoreError("a batch holds no samples; give batches that hold some")
-    return found
+    return samples
 
 
 def _by_sample(call: MaskTap, grad: Tensor, samples: int, criterion: str) -> Tensor:

@@ -35,9 +35,9 @@ class HRank(Criterion):
         ranks, maps = torch.zeros(2, number, dtype=torch.float64, device=task.device)
 
         def visit(name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
-            found = _ranks(in_rows(x, dim), name)
-            ranks.add_(sum_by_unit(found.sum(0), owner, number))
-            maps.add_(sum_by_unit(torch.full_like(found[0], found.shape[0]), owner, number))
+            of_maps = _ranks(in_rows(x, dim), name)
+            ranks.add_(sum_by_unit(of_maps.sum(0), owner, number))
+            maps.add_(sum_by_unit(torch.full_like(of_maps[0], of_maps.shape[0]), owner, number))
             return x
 
         with undisturbed(task.model), ReadingLayers(task, visit, everywhere=False):

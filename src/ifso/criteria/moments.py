@@ -35,13 +35,13 @@ class Moments:
         """Those of [groups, rows, k], in float32 or better."""
         groups, _, columns = rows.shape
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        found = cls(
+        moments = cls(
             torch.zeros(groups, columns, columns, dtype=dtype, device=rows.device),
             torch.zeros(groups, columns, dtype=dtype, device=rows.device),
             rows.to(dtype).mean(1).nan_to_num(0, 0, 0),
         )
-        found.add(rows)
-        return found
+        moments.add(rows)
+        return moments
 
     def empty(self) -> Moments:
         """Those of no rows, with the same shift."""
@@ -71,12 +71,12 @@ class Moments:
     def matrix(self, centred: bool) -> Tensor:
         """Covariance, or second moment, [groups, k, k], in float64; zero where only rounding is left."""
         shifted, mean = self.sums.double() / self.rows, self.mean()
-        found = self.products.double() / self.rows - shifted.unsqueeze(2) * shifted.unsqueeze(1)
-        variance = found.diagonal(dim1=1, dim2=2)
+        matrix = self.products.double() / self.rows - shifted.unsqueeze(2) * shifted.unsqueeze(1)
+        variance = matrix.diagonal(dim1=1, dim2=2)
         rounding = 16 * torch.finfo(self.products.dtype).eps * shifted.square()
         constant = (variance <= ROUNDING * (variance + mean.square())) | (variance <= rounding)
-        found = found.masked_fill(constant.unsqueeze(2) | constant.unsqueeze(1), 0)
-        return found if centred else found + mean.unsqueeze(2) * mean.unsqueeze(1)
+        matrix = matrix.masked_fill(constant.unsqueeze(2) | constant.unsqueeze(1), 0)
+        return matrix if centred else matrix + mean.unsqueeze(2) * mean.unsqueeze(1)
 
 
 @dataclass
@@ -94,9 +94,9 @@ class Halves:
     def of(cls, rows: Tensor, samples: int, number: int) -> Halves:
         """Those of the first rows [groups, samples · positions, k] that are seen."""
         shift = Moments.of(rows)
-        found = cls((shift.empty(), shift.empty()))
-        found.add(rows, samples, number)
-        return found
+        halves = cls((shift.empty(), shift.empty()))
+        halves.add(rows, samples, number)
+        return halves
 
     def add(self, rows: Tensor, samples: int, number: int) -> None:
         """Take in [groups, samples · positions, k] of batch ``number``."""

@@ -89,9 +89,9 @@ class ReadingLayers(TorchFunctionMode):
         if is_composite(func):
             return self._attention(func, args, kwargs)
         self._follow_regions(func, args)
-        found = self._readers_of(argument(args, kwargs, "weight")) if func in LAYERS else []
-        if found:
-            return self._layer(func, args, kwargs, found)
+        readers = self._readers_of(argument(args, kwargs, "weight")) if func in LAYERS else []
+        if readers:
+            return self._layer(func, args, kwargs, readers)
         result = func(*args, **kwargs)
         if self._everywhere and not self._samples:
             self._refuse_other_uses(func, (args, kwargs), result)

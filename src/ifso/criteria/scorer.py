@@ -169,12 +169,12 @@ def score(
         outcome = _score_on_this_rank(model, graph, loss_fn, batches, _as_criterion(criterion, options), keep)
     except Exception as error:
         outcome = error
-    found = over_ranks(outcome, graph.num_units)
-    if not found.count:
+    result = over_ranks(outcome, graph.num_units)
+    if not result.count:
         raise ScoreError(
             "batches ran out before the first one; give an iterable with a batch in it (a generator can be used once)"
         )
-    mean = found.total / found.count
+    mean = result.total / result.count
     return {group.name: mean[group.units].clone() for group in graph.groups}
 
 

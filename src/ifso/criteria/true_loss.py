@@ -82,8 +82,8 @@ class TrueLoss(Criterion):
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
             objective = self._objective(loss, caught, taps.number)
-            found = mask_gradients(objective, taps.seen, self.name, layers.samples)
-        samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
+            gradients = mask_gradients(objective, taps.seen, self.name, layers.samples)
+        samples, by_sample = summed_by_sample(gradients, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
 

@@ -116,9 +116,9 @@ class _ForwardBackward:
         with _set_fwd_grad_enabled(True):
             lams = [make_dual(lam, lam_dot) for lam, lam_dot in self.lams]
             grads = torch.autograd.grad(self._results, self._wanted, lams, allow_unused=True) if lams else ()
-            found = [(None, None) if grad is None else _pair(grad) for grad in grads]
+            pairs = [(None, None) if grad is None else _pair(grad) for grad in grads]
         self._results, self._wanted = [], []
-        return found
+        return pairs
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CapturedCall:
             work = _ForwardBackward(call, plan, options, leads)
             _fill(work.inputs, call.leaves)
             work.warm_up()
-            self._found, self._forward = record(work.forward, pool)
+            self._numbers, self._forward = record(work.forward, pool)
             self._back, self._backward = record(work.backward, pool)
         self._inputs, self._outputs, self._lams = work.inputs, work.outputs, work.lams
         self._spec, self._keys = work.spec, work.keys
@@ -159,15 +159,15 @@ class CapturedCall:
         self.replays += 1
         _fill(self._inputs, leaves)
         self._forward()
-        pairs = [_copied(pair) for pair in self._found]
+        pairs = [_copied(pair) for pair in self._numbers]
         kinds = _differentiated(self._outputs)
         moving = [pair for pair, differentiated in zip(pairs, kinds, strict=True) if differentiated]
         beside = zip(leaves, self._inputs, strict=True)
         asked = [unpack_dual(leaf).primal for leaf, mine in beside if isinstance(mine, StaticInput) and mine.asked]
         through = iter(_Replayed.apply(self, taps, moving, taps.uncollected(), dual_zero(), *asked) if moving else ())
         tensors = iter([next(through) if kind else _dual(pair) for pair, kind in zip(pairs, kinds, strict=True)])
-        found = [next(tensors) if isinstance(output, StaticOutput) else output for output in self._outputs]
-        return tree_unflatten(found, self._spec)
+        results = [next(tensors) if isinstance(output, StaticOutput) else output for output in self._outputs]
+        return tree_unflatten(results, self._spec)
 
     def back(self, taps: GradientTaps, lams: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What comes back to the inputs that are asked; the taps collect."""

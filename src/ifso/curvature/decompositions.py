@@ -231,9 +231,9 @@ def grid_sampler_backward(
     align_corners: bool,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the image and of the places where it is sampled."""
+    """Gradients of the image and of the points where it is sampled."""
     first, second = backward_of(
-        lambda image, places: grid_sample(image, places, interpolation_mode, padding_mode, align_corners),
+        lambda image, points: grid_sample(image, points, interpolation_mode, padding_mode, align_corners),
         grad_output,
         (input, grid),
         output_mask,
@@ -248,8 +248,10 @@ def backward_of(
     with torch.enable_grad():
         leaves = [_leaf(tensor, wanted) for tensor, wanted in zip(inputs, asked, strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(function(*leaves), wanted, grad, allow_unused=True) if wanted else ())
-    grads = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        grads_of_wanted = iter(
+            torch.autograd.grad(function(*leaves), wanted, grad, allow_unused=True) if wanted else ()
+        )
+    grads = [next(grads_of_wanted) if leaf.requires_grad else None for leaf in leaves]
     return [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(grads, inputs, strict=True)]
 
 
@@ -265,16 +267,16 @@ def grid_sample(image: Tensor, grid: Tensor, interpolation: int, padding: int, a
     The numbers of ``interpolation`` (linear, nearest, cubic) and ``padding`` (zeros, border, reflection) are ATen's.
     """
     sides = image.shape[2:]
-    places = [
+    points = [
         ((one + 1) * (side - 1) / 2) if align_corners else (((one + 1) * side - 1) / 2)
         for one, side in zip(grid.unbind(-1)[::-1], sides, strict=True)
     ]
     if interpolation != _CUBIC:
-        places = [_inside(place, side, padding, align_corners) for place, side in zip(places, sides, strict=True)]
-    corners = [_corners(place, interpolation) for place in places]
+        points = [_inside(point, side, padding, align_corners) for point, side in zip(points, sides, strict=True)]
+    corners = [_corners(point, interpolation) for point in points]
     total = torch.zeros((), dtype=image.dtype, device=image.device)
     for corner in product(*corners):
-        weight = torch.ones_like(places[0])
+        weight = torch.ones_like(points[0])
         index = []
         for (at, share), side in zip(corner, sides, strict=True):
             at = at if interpolation != _CUBIC else _inside(at, side, padding, align_corners).detach()
@@ -293,13 +295,13 @@ def _picked(image: Tensor, index: Sequence[Tensor]) -> Tensor:
     return image.flatten(2).gather(2, flat.flatten(2)).view(flat.shape)
 
 
-def _corners(place: Tensor, interpolation: int) -> list[tuple[Tensor, Tensor]]:
-    """Whole numbers around a place along one side, each with its share of the result."""
-    number = place.detach()
+def _corners(point: Tensor, interpolation: int) -> list[tuple[Tensor, Tensor]]:
+    """Whole numbers around a point along one side, each with its share of the result."""
+    number = point.detach()
     if interpolation == _NEAREST:
         return [(number.round(), torch.ones_like(number))]
     low = number.floor()
-    part = place - low
+    part = point - low
     if interpolation != _CUBIC:
         return [(low, 1 - part), (low + 1, part)]
     shares = (_far(part + 1), _near(part), _near(1 - part), _far(2 - part))
@@ -316,17 +318,17 @@ def _far(x: Tensor, a: float = -0.75) -> Tensor:
     return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
 
-def _inside(place: Tensor, side: int, padding: int, align_corners: bool) -> Tensor:
-    """A place outside of the image led back to its border, or mirrored at it."""
+def _inside(point: Tensor, side: int, padding: int, align_corners: bool) -> Tensor:
+    """A point outside of the image led back to its border, or mirrored at it."""
     if padding == _REFLECTION:
         low, span = (0.0, side - 1.0) if align_corners else (-0.5, float(side))
         if not span:
-            return torch.zeros_like(place)
-        beyond = (place - low).abs()
+            return torch.zeros_like(point)
+        beyond = (point - low).abs()
         turns = (beyond.detach() / span).floor()
         rest = beyond - turns * span
-        place = torch.where(turns % 2 == 0, rest + low, span + low - rest)
-    return place.clamp(0, side - 1) if padding in (_BORDER, _REFLECTION) else place
+        point = torch.where(turns % 2 == 0, rest + low, span + low - rest)
+    return point.clamp(0, side - 1) if padding in (_BORDER, _REFLECTION) else point
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -48,11 +48,11 @@ class MaskedLoss:
 
     def scaled(self, tensors: Mapping[str, Tensor], masks: Sequence[Tensor]) -> dict[str, Tensor]:
         """M ⊙ W with a mask [units] for each reader."""
-        found = dict(tensors)
+        scaled = dict(tensors)
         for reader, mask in zip(self.readers, masks, strict=True):
-            tensor, entries = found[reader.parameter], torch.cat([mask, mask.new_ones(1)])
-            found[reader.parameter] = tensor * reader.spread(entries, tensor.shape)
-        return found
+            tensor, entries = scaled[reader.parameter], torch.cat([mask, mask.new_ones(1)])
+            scaled[reader.parameter] = tensor * reader.spread(entries, tensor.shape)
+        return scaled
 
     def stacked(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows [units] of all readers, zero where masks do not move."""
@@ -133,11 +133,11 @@ class DoubleBackward:
             grads = (
                 torch.autograd.grad(values, inputs, allow_unused=True) if values and inputs else [None] * len(inputs)
             )
-            found = _zeros_for_none(grads, inputs)
+            gradients = _zeros_for_none(grads, inputs)
         return (
-            masked.stacked(found)
+            masked.stacked(gradients)
             if kind == "sensitivity"
-            else masked.space.flat(dict(zip(weights, found, strict=True)))
+            else masked.space.flat(dict(zip(weights, gradients, strict=True)))
         )
 
     @contextlib.contextmanager
@@ -159,8 +159,8 @@ class DoubleBackward:
                 loss = checked(masked.loss_fn(masked.model, batch))
             inputs = [*weights.values(), *masks]
             grads = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-            found = _zeros_for_none(grads, inputs)
-            yield weights, masks, dict(zip(weights, found, strict=False)), found[len(weights) :]
+            gradients = _zeros_for_none(grads, inputs)
+            yield weights, masks, dict(zip(weights, gradients, strict=False)), gradients[len(weights) :]
 
 
 def _zeros_for_none(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -204,14 +204,14 @@ class Differences:
 
         try:
             with in_precision(self.masked.model, dtype), differentiable(self.masked.tensors.values()):
-                found = between(step)
+                difference = between(step)
                 if kind not in self._measured:
                     self._measured.add(kind)
-                    self.error = max(self.error, _relative(between(step / 2), found))
+                    self.error = max(self.error, _relative(between(step / 2), difference))
         except BaseException:
             self.dtype = before
             raise
-        return found.to(self.masked.moving.dtype)
+        return difference.to(self.masked.moving.dtype)
 
     def _scale(self, vector: Tensor | None) -> float:
         """How far to go along a vector to move the weights by their own size."""
@@ -262,9 +262,9 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             tensor.data = data
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖."""
-    apart, size = float((found - wanted).norm()), float(wanted.norm())
+def _relative(one: Tensor, other: Tensor) -> float:
+    """‖one − other‖ / ‖other‖."""
+    apart, size = float((one - other).norm()), float(other.norm())
     return apart / size if size else apart
 
 

@@ -31,7 +31,7 @@ def alias(x: Tensor, offset: int = 0, shape: Sequence[int] | None = None) -> Ten
 
 
 def split_batch(pair: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the second half of a batch [2N, …], in place."""
+    """The first and the second half of a batch [2N, …], on its memory."""
     shape = (pair.shape[0] // 2, *pair.shape[1:])
     return alias(pair, 0, shape), alias(pair, shape[0] * pair.stride(0), shape)
 
@@ -63,7 +63,7 @@ def as_one_batch(first: Tensor, second: Tensor) -> Tensor | None:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Is it contiguous, channels first or last?"""
+    """Return whether it is contiguous, channels first or last."""
     return x.is_contiguous() or (x.dim() > 2 and x.movedim(1, -1).is_contiguous())
 
 
@@ -75,7 +75,7 @@ def dense_format(x: Tensor) -> torch.memory_format:
 
 
 def fits_kernels(*tensors: Tensor) -> bool:
-    """Can :mod:`ifso.curvature.kernels` take these: on the current GPU, [N, C, …] in one dense layout, no float64?"""
+    """Return whether :mod:`ifso.curvature.kernels` takes these: on the current GPU, alike and dense, no float64."""
     first = tensors[0]
     return (
         first.is_cuda

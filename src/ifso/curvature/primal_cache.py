@@ -43,7 +43,7 @@ class CachedCall:
         return self.careful and x.is_cuda and x.dtype == torch.float32 and rounded
 
     def precision(self, x: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Within the context no convolution is rounded to TF32."""
+        """A context in which no convolution is rounded to TF32."""
         return full_float32() if self.needs_care(x) else contextlib.nullcontext()
 
     def keep_output(self, y: Tensor) -> None:
@@ -52,7 +52,7 @@ class CachedCall:
             self._output, self._version = y.detach(), y._version
 
     def output(self) -> Tensor | None:
-        """``y`` under a new name, unless it is unknown or the model has overwritten it (an in-place activation)."""
+        """``y`` under a new name, unless it is unknown or an activation has overwritten it in place."""
         if self._output is None or self._output._version != self._version:
             return None
         return alias(self._output)
@@ -87,11 +87,11 @@ class PrimalCache:
         self.captured.clear()
 
     def for_reading(self) -> PrimalCache:
-        """The same for a pass that may add to it: what it adds is not kept here."""
+        """A copy for a pass that may add to it."""
         return PrimalCache([replace(call) for call in self.calls])
 
     def next_call(self, key: Any, careful: bool) -> CachedCall:
-        """The record of the next call; a new one if the model took another way than before."""
+        """The record of the next call; a new one if the model makes other calls than before."""
         if self._next < len(self.calls) and self.calls[self._next].key != key:
             del self.calls[self._next :]
         if self._next == len(self.calls):

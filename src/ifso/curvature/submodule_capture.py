@@ -203,16 +203,16 @@ class CapturedSubmodules:
 
     def _children(self, module: nn.Module, prefix: str) -> dict[str, nn.Module]:
         """The modules below that have enough weights."""
-        found = {}
+        children = {}
         for key, child in module.named_children():
             name = f"{prefix}{key}"
             if sum(one.startswith(f"{name}.") for one in self._names) < LEAST_WEIGHTS:
                 continue
             if isinstance(child, _CONTAINERS):
-                found.update(self._children(child, f"{name}."))
+                children.update(self._children(child, f"{name}."))
             else:
-                found[name] = child
-        return found
+                children[name] = child
+        return children
 
     def _check_state(self, name: str, state: Hashable) -> None:
         """Forget what was recorded with weights elsewhere in memory, in another mode or precision."""

@@ -270,9 +270,9 @@ class ScoringLoop:
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for part, share in micro_batches(batch, self._micro_batch):
             with self.network.running(), torch.enable_grad(), not_reentrant():
-                found = checked(self._watched_loss(part))
-                new = torch.autograd.grad(found, self._parameters, allow_unused=True)
-            loss = loss + share * found.detach().double()
+                part_loss = checked(self._watched_loss(part))
+                new = torch.autograd.grad(part_loss, self._parameters, allow_unused=True)
+            loss = loss + share * part_loss.detach().double()
             gradients = [_added(old, grad, share) for old, grad in zip(gradients, new, strict=True)]
         return loss, gradients
 

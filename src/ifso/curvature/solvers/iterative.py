@@ -98,7 +98,7 @@ class ConjugateGradients:
     """Solve (C + λI) u = v until ‖v − (C + λI)u‖ ≤ tolerance·‖v‖, in at most ``iterations`` products.
 
     A direction d with dᵀ(C + λI)d ≤ 0 (negative curvature: C is indefinite and λ too small) ends it at the last u; both
-    that and running out of iterations is said in the note and by a :class:`SolverWarning`. ``truncated=True`` asks for
+    that and running out of iterations is in the note and a :class:`SolverWarning`. ``truncated=True`` asks for
     the first ``iterations`` steps on purpose (Martens' Hessian-free training): then running out is no news.
     """
 

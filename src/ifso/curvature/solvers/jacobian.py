@@ -138,10 +138,10 @@ def sample_rows(objective: Objective, rank: int) -> tuple[Tensor, Tensor]:
     batches = objective.curvature_batches
     rows, direct = [], torch.zeros_like(objective.space.current())
     for batch in batches:
-        found, diagonal = _rows_of_batch(objective, batch, rank)
-        rows += found
+        batch_rows, diagonal = _rows_of_batch(objective, batch, rank)
+        rows += batch_rows
         direct += diagonal
-        objective.spent += LOSS * (1 + 2 * len(found)) / len(objective.batches)
+        objective.spent += LOSS * (1 + 2 * len(batch_rows)) / len(objective.batches)
     return torch.cat(rows) / len(batches) ** 0.5, (direct / len(batches)).clamp_min(0)
 
 

@@ -50,14 +50,14 @@ class Kfac:
         parts = space.split(v)
         keeps = space.split(torch.ones_like(v) if system.support is None else system.support)
         blocks = kronecker_blocks(system.objective, keeps, self.corrected)
-        found: dict[str, Tensor | None] = {}
+        solved: dict[str, Tensor | None] = {}
         for block in blocks:
-            found |= block.split(block.solve(block.joined(parts), self.damping))
-        rest = [name for name in space.tensors if name not in found]
+            solved |= block.split(block.solve(block.joined(parts), self.damping))
+        rest = [name for name in space.tensors if name not in solved]
         if rest:
             squares = diagonal_fisher(system.objective)
-            found.update({name: parts[name] / (squares[name] + self.damping) for name in rest})
-        return Solution(system.restrict(space.flat(found)), None, len(blocks))
+            solved.update({name: parts[name] / (squares[name] + self.damping) for name in rest})
+        return Solution(system.restrict(space.flat(solved)), None, len(blocks))
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ def kronecker_blocks(objective: Objective, keeps: Mapping[str, Tensor], correcte
         block.add(a, g)
     blocks = [block for block in layers.values() if block.calls]
     if not blocks:
-        raise ScoreError("K-FAC found no plain conv or linear layer among the weights; use solver='cg'")
+        raise ScoreError("K-FAC needs a plain conv or linear layer among the weights; use solver='cg'")
     for block in blocks:
         block.diagonalise(samples)
     if corrected:  # EK-FAC: E[(Q_Gᵀ ∂L_n/∂W Q_A)²] in place of the products of eigenvalues
@@ -143,7 +143,7 @@ def diagonal_fisher(objective: Objective) -> dict[str, Tensor]:
 def _layers(objective: Objective, keeps: Mapping[str, Tensor]) -> dict[nn.Module, Block]:
     tensors = objective.space.tensors
     names = {id(tensor): name for name, tensor in tensors.items()}
-    found = {}
+    blocks = {}
     for module in objective.model.modules():
         if not _is_plain(module) or id(module.weight) not in names:
             continue
@@ -152,8 +152,8 @@ def _layers(objective: Objective, keeps: Mapping[str, Tensor]) -> dict[nn.Module
         keep = torch.cat([keeps[name].reshape(shape[0], -1) for name in used], 1)
         rows, columns = (keep.amax(dim).to(tensors[used[0]].dtype) for dim in (1, 0))
         zeros = [line.new_zeros(len(line), len(line)) for line in (columns, rows)]
-        found[module] = Block(tuple(used), shape, rows, columns, zeros[0], zeros[1])
-    return found
+        blocks[module] = Block(tuple(used), shape, rows, columns, zeros[0], zeros[1])
+    return blocks
 
 
 def _is_plain(module: nn.Module) -> bool:
