@@ -324,11 +324,11 @@ def test_a_keep_that_will_not_do(model, graph):
         score(model, graph, loss_fn, batches(1), "taylor", keep={"stem.conv": torch.zeros(8).bool()})
 
 
-def test_criteria_that_will_not_do(model, graph):
+def test_bad_criteria(model, graph):
     assert "option 'p' beside a criterion object: set it in Magnitude(…)" in refusal(
         model, graph, None, None, Magnitude(), p=2
     )
-    assert "give a Criterion object or one of ifso" in refusal(model, graph, None, None, Taylor)
+    assert "criterion must be a Criterion object" in refusal(model, graph, None, None, Taylor)
     assert "no criterion 'tailor'" in refusal(model, graph, None, None, "tailor")
     assert "has no option 'seed'" in refusal(model, graph, None, None, "magnitude", seed=1)
 

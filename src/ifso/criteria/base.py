@@ -188,7 +188,7 @@ def _matches(value: Any, hint: Any) -> bool:
 def _described(hint: Any) -> str:
     """A type in words.
 
-    >>> _words(Literal["mean", "sum"]), _words(int | None)
+    >>> _described(Literal["mean", "sum"]), _described(int | None)
     ("'mean' or 'sum'", 'int or None')
     """
     origin = get_origin(hint)

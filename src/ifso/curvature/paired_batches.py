@@ -46,7 +46,7 @@ def as_one_batch(first: Tensor, second: Tensor) -> Tensor | None:
     """Both as one batch [2N, …] without copying, or None if they do not lie side by side.
 
     >>> first, second = halves(torch.zeros(2, 3))
-    >>> joined(first, second).shape, joined(second, first)
+    >>> as_one_batch(first, second).shape, as_one_batch(second, first)
     (torch.Size([4, 3]), None)
     """
     beside = (

@@ -128,7 +128,7 @@ def sum_by_unit(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
 def unit_indices(owner: Tensor, num_units: int) -> Tensor:
     """Indices of each owner in a vector of all units with a last entry for ``STAYS``.
 
-    >>> places(torch.tensor([0, 1, STAYS]), 5)
+    >>> unit_indices(torch.tensor([0, 1, STAYS]), 5)
     tensor([0, 1, 5])
     """
     return owner.masked_fill(owner == STAYS, num_units)

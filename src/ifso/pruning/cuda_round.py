@@ -110,7 +110,7 @@ def has_host_counters(optimizer: Optimizer) -> bool:
 
     >>> import torch
     >>> weights = [torch.zeros(1, requires_grad=True)]
-    >>> [counts_on_the_host(make(weights, lr=0.1)) for make in (torch.optim.SGD, torch.optim.Adam)]
+    >>> [has_host_counters(make(weights, lr=0.1)) for make in (torch.optim.SGD, torch.optim.Adam)]
     [False, True]
     """
     return not isinstance(optimizer, SGD) and not all(group.get("capturable") for group in optimizer.param_groups)
