@@ -150,7 +150,8 @@ class Refusing:
 @pytest.mark.parametrize("criterion", ["ifso", "group-fisher"])
 def test_a_loss_that_fails_only_within_a_capture_costs_no_more_than_the_capture(cause, criterion, monkeypatch):
     refusing, model, found = Refusing(cause), Net(), []
-    monkeypatch.setattr(capturing, "torch", SimpleNamespace(cuda=_no_gpu(refusing.graph)))
+    stand_in = SimpleNamespace(cuda=_no_gpu(refusing.graph), get_rng_state=torch.get_rng_state, equal=torch.equal)
+    monkeypatch.setattr(capturing, "torch", stand_in)
     monkeypatch.setattr(capturing, "_free_generator", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=tuple))
     for loss in (cross_entropy, refusing.loss):
@@ -317,7 +318,7 @@ def _no_gpu(graph: Callable[..., Any]) -> SimpleNamespace:
     """What a capture asks of torch.cuda."""
     return SimpleNamespace(
         graph=graph, graph_pool_handle=tuple, current_stream=str, synchronize=int, set_stream=str, current_device=int,
-        default_generators=[SimpleNamespace(get_offset=int)],
+        default_generators=[SimpleNamespace(get_offset=int)], is_available=bool,
     )  # fmt: skip
 
 
