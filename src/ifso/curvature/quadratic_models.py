@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,24 +13,24 @@ from ifso.curvature.solvers import ConjugateGradients, Identity, JacobianRows, S
 from ifso.curvature.solvers.jacobian import Factors
 
 
-class QuadraticModel(Protocol):
-    """The model at one point, for one gradient."""
+class QuadraticModel(ABC):
+    """The model at one point, for one gradient g and curvature C."""
 
+    @abstractmethod
     def solve(self, damping: float) -> Tensor:
         """u = (C + λI)⁻¹g."""
-        ...
 
+    @abstractmethod
     def decrease(self, damping: float) -> float:
         """gᵀu − ½uᵀCu at that u: by how much the model says the loss falls."""
-        ...
 
+    @abstractmethod
     def inverse(self, vector: Tensor, damping: float) -> Tensor:
         """(C + λI)⁻¹·vector for any vector, as well as the model knows C."""
-        ...
 
-    def with_gradient(self, gradient: Tensor) -> QuadraticModel | None:
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel | None:  # noqa: ARG002 (most know C along g only)
         """The same C with another g; None if C is not known well enough for that."""
-        ...
+        return None
 
 
 def quadratic_model(solver: Solver, system: System, gradient: Tensor) -> QuadraticModel:
@@ -42,7 +42,7 @@ def quadratic_model(solver: Solver, system: System, gradient: Tensor) -> Quadrat
     return SolverModel(solver, system, gradient)
 
 
-class RowsModel:
+class RowsModel(QuadraticModel):
     """C = RᵀR + diag(D)."""
 
     def __init__(self, factors: Factors, gradient: Tensor) -> None:
@@ -79,7 +79,7 @@ def with_damping(solver: Solver, damping: float) -> Solver:
     return solver
 
 
-class SolverModel:
+class SolverModel(QuadraticModel):
     """Any solver: its own damping is replaced. Every damping that is asked for is solved anew."""
 
     def __init__(self, solver: Solver, system: System, gradient: Tensor) -> None:
@@ -101,12 +101,9 @@ class SolverModel:
         """The solver once more."""
         return with_damping(self._solver, damping).solve(self._system, vector).u
 
-    def with_gradient(self, gradient: Tensor) -> None:
-        """None: the solver asks the network anew."""
-
 
 @dataclass(frozen=True)
-class LanczosModel:
+class LanczosModel(QuadraticModel):
     """The curvature C on the subspace spanned by v, Cv, C²v, …: C ≈ Q T Qᵀ.
 
     ``basis`` Q is [k, n] with orthonormal rows, ``values`` and ``vectors`` are the eigenpairs of T [k, k], ``norm`` is
@@ -135,9 +132,6 @@ class LanczosModel:
         values = self.values.abs()
         turned = self.vectors @ ((self.vectors.t() @ inside) / (values + damping))
         return turned @ self.basis + (vector - inside @ self.basis) / (float(values.min()) + damping)
-
-    def with_gradient(self, gradient: Tensor) -> None:
-        """None: the subspace was made for one gradient only."""
 
 
 def lanczos_model(system: System, v: Tensor, iterations: int) -> LanczosModel:
