@@ -18,7 +18,7 @@ from ifso.errors import IfsoError
 if TYPE_CHECKING:
     from ifso.costs import Cost, UnitCosts, cost, unit_costs
     from ifso.criteria.base import Criterion
-    from ifso.criteria.scoring import score
+    from ifso.criteria.scorer import score
     from ifso.curvature.loss_change import LossChange, true_loss_change
     from ifso.exporting.export import export
     from ifso.graph.balancing import balance
@@ -87,7 +87,7 @@ _HOME = {
     "prune": "ifso.pruning.prune",
     "recipe": "ifso.surgery.recipe",
     "save": "ifso.surgery.store",
-    "score": "ifso.criteria.scoring",
+    "score": "ifso.criteria.scorer",
     "trace": "ifso.graph.tracing",
     "true_loss_change": "ifso.curvature.loss_change",
     "unit_costs": "ifso.costs",

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ifso
 from ifso.cli.main import main
-from ifso.criteria.scoring import ScoreWarning
+from ifso.criteria.scorer import ScoreWarning
 from ifso.data import open_data
 from ifso.errors import BudgetError, CompactionError, DataError, IfsoError, KeepError, ScoreError, VerificationError
 from ifso.models import load_weights

@@ -14,7 +14,7 @@ import torch
 import ifso
 from ifso.cli.main import main
 from ifso.common.serialization import read_tensor_file, write_tensor_file
-from ifso.criteria.authors import Authors
+from ifso.criteria.finite_difference import Authors
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import names
 from ifso.criteria.true_loss import TrueLoss

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ifso
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 WORLD = 2

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.criteria.registry import create
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 ANY_USE = ("taylor", "magnitude", "random")

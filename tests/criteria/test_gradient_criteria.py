@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import NETS, mask_gradients, places
 from cases import CASES, image, run, tensors
 from nets import attention
+from reference.criteria import NETS, mask_gradients, places
 from torch import nn
 
 import ifso
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 SAMPLES = 3

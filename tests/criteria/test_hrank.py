@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from by_hand import NETS, inputs_of
 from cases import CASES
+from reference.criteria import NETS, inputs_of
 from torch import nn
 
 import ifso
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 

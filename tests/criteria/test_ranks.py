@@ -13,7 +13,7 @@ import rank as worker
 import torch
 
 import ifso
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import nn
 import ifso
 from ifso.criteria.base import Criterion
 from ifso.criteria.magnitude import Magnitude
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.criteria.taylor import Taylor
 from ifso.errors import KeepError, ScoreError, StaleGraphError, TraceError
 
@@ -220,7 +220,7 @@ def test_a_score_that_is_not_finite_names_batch_and_group(model, graph):
 
 def test_scores_of_the_wrong_shape(model, graph):
     words = refusal(model, graph, loss_fn, batches(1), Mine(lambda task, batch: torch.ones(3)))
-    assert words == "criterion 'mine' gave scores of shape (3,) for 14 units"
+    assert words == "criterion 'mine' must give 14 scores, one for each unit, got shape (3,)"
 
 
 @pytest.mark.parametrize(
@@ -324,11 +324,11 @@ def test_a_keep_that_will_not_do(model, graph):
         score(model, graph, loss_fn, batches(1), "taylor", keep={"stem.conv": torch.zeros(8).bool()})
 
 
-def test_criteria_that_will_not_do(model, graph):
+def test_bad_criteria(model, graph):
     assert "option 'p' beside a criterion object: set it in Magnitude(…)" in refusal(
         model, graph, None, None, Magnitude(), p=2
     )
-    assert "give a Criterion object or one of ifso" in refusal(model, graph, None, None, Taylor)
+    assert "criterion must be a Criterion object" in refusal(model, graph, None, None, Taylor)
     assert "no criterion 'tailor'" in refusal(model, graph, None, None, "tailor")
     assert "has no option 'seed'" in refusal(model, graph, None, None, "magnitude", seed=1)
 

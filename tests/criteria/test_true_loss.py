@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, image, random_keep, run, tensors
-from residuals import Truth, samples_of
+from reference.criteria import Truth, samples_of
 from torch import Tensor, nn
 
 import ifso
 from ifso.criteria import true_loss
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 DAMPING = 0.02

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import NETS, filter_of, inputs_of, outputs_of, per_unit, reading_slice
 from cases import CASES
+from reference.criteria import NETS, filter_of, inputs_of, outputs_of, per_unit, reading_slice
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import ifso
 from ifso.criteria.random import Random
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.errors import ScoreError
 
 ALL = pytest.mark.parametrize("name", NETS)

@@ -13,20 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from reference.cuda_graphs import taped
 from small_detectors import SIDE, boxes, fcos, retina
-from taped import taped
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.ssd import SSD
 
 import ifso
 from ifso.common.cuda_graphs import Recorded
+from ifso.common.torch_state import full_float32
 from ifso.criteria.base import Task
 from ifso.criteria.ifso import Ifso
-from ifso.curvature.primal_cache import Primal, full_float32
+from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.products import Products
-from ifso.curvature.submodule_capture import MOST_SHAPES, Cut, Uncut, cut_of
-from ifso.pruning.scoring_loop import Worker
+from ifso.curvature.submodule_capture import MOST_SHAPES, CapturedSubmodules, capture_submodules
+from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.tasks.detection import detection_loss
 
@@ -75,15 +76,15 @@ def pair(model: nn.Module, graph: Any, record: Any = taped, **options: Any) -> t
     """Plain products, and those with a cut."""
     loss = options.pop("loss", detection_loss)
     plain, cut = (Products(model, graph, loss, **options) for _ in range(2))
-    plain.cut = Uncut()
+    plain.captured = None
     if record is not None:
-        cut.cut = cut_of(model, graph, set(cut._tensors), record)
-    assert isinstance(cut.cut, Cut)
+        cut.captured = capture_submodules(model, graph, set(cut._tensors), record)
+    assert isinstance(cut.captured, CapturedSubmodules)
     return plain, cut
 
 
 def all_products(products: Products, batch: Any, shared: bool = True) -> list[Tensor]:
-    primal = Primal() if shared else None
+    primal = PrimalCache() if shared else None
     v = products.mixed(batch, primal)
     return [v, products.sensitivity(batch, v, primal), products.hessian(batch, v)]
 
@@ -120,11 +121,11 @@ def test_replayed_parts_equal_plain_ones(make: Callable[[], nn.Module], mode: st
     recorded = []
     for number, batch in enumerate(batches(3)):
         assert_equal(plain, cut, batch)
-        assert cut.cut.replayed == (BOTH if number else set())
-        recorded.append(len(cut.cut._pieces))
+        assert cut.captured.replayed == (BOTH if number else set())
+        recorded.append(len(cut.captured._calls))
         step(model)
     assert recorded == [0, 6, 6]
-    assert not cut.cut.refused
+    assert not cut.captured.refused
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -136,7 +137,7 @@ def test_every_manner_of_a_pass(options: dict[str, Any]) -> None:
     model.train()
     for batch in batches(2):
         assert_equal(plain, cut, batch)
-    assert cut.cut.replayed == BOTH
+    assert cut.captured.replayed == BOTH
 
 
 def test_half_precision() -> None:
@@ -149,7 +150,7 @@ def test_half_precision() -> None:
     for batch in batches(3, dtype=torch.float32):
         assert_equal(plain, cut, batch, 1e-6)
         step(model)
-    assert cut.cut.replayed == BOTH
+    assert cut.captured.replayed == BOTH
 
 
 def test_passes_that_share_nothing() -> None:
@@ -158,7 +159,7 @@ def test_passes_that_share_nothing() -> None:
     for batch in batches(3):
         assert_equal(plain, cut, batch, shared=False)
         step(model)
-    assert cut.cut.replayed == BOTH
+    assert cut.captured.replayed == BOTH
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
@@ -168,11 +169,11 @@ def test_scores_of_units(micro_batch: int | None) -> None:
     criterion = Ifso(micro_batch=micro_batch)
     tasks = [Task(model, graph, detection_loss, graph.kept(None)) for _ in range(2)]
     products = criterion.products(tasks[1])
-    products.cut = cut_of(model, graph, set(products._tensors), taped)
+    products.captured = capture_submodules(model, graph, set(products._tensors), taped)
     for batch in batches(3):
         wanted, found = (criterion.units(task, batch) for task in tasks)
         assert float((found - wanted).norm() / wanted.norm()) <= EXACT
-    assert products.cut.replayed == BOTH
+    assert products.captured.replayed == BOTH
 
 
 def test_weights_elsewhere_in_memory_are_recorded_anew() -> None:
@@ -184,10 +185,10 @@ def test_weights_elsewhere_in_memory_are_recorded_anew() -> None:
     convolution = model.head.classification_head.cls_logits
     convolution.weight.data = 2 * convolution.weight.data
     assert_equal(plain, cut, three)
-    assert "backbone" in cut.cut.replayed
-    assert "head" not in cut.cut.replayed
+    assert "backbone" in cut.captured.replayed
+    assert "head" not in cut.captured.replayed
     assert_equal(plain, cut, four)
-    assert cut.cut.replayed == BOTH
+    assert cut.captured.replayed == BOTH
 
 
 def test_passes_over_two_batches_in_turn_do_not_mix() -> None:
@@ -198,7 +199,7 @@ def test_passes_over_two_batches_in_turn_do_not_mix() -> None:
         assert_equal(plain, cut, batch)
     found = []
     for products in (plain, cut):
-        primals = Primal(), Primal()
+        primals = PrimalCache(), PrimalCache()
         v = products.mixed(three, primals[0])
         products.mixed(four, primals[1])
         found.append(products.sensitivity(three, v, primals[0]))
@@ -237,8 +238,8 @@ def test_a_part_that_is_called_twice() -> None:
     plain, cut = products_of(model)
     for seed in range(3):
         assert_equal(plain, cut, images(seed))
-    assert cut.cut.replayed == {"body"}
-    assert len(cut.cut._pieces) == 6
+    assert cut.captured.replayed == {"body"}
+    assert len(cut.captured._calls) == 6
 
 
 def test_a_pass_that_follows_adds_nothing_to_what_it_reads() -> None:
@@ -248,8 +249,8 @@ def test_a_pass_that_follows_adds_nothing_to_what_it_reads() -> None:
     plain, cut = products_of(model)
     for seed in range(3):
         assert_equal(plain, cut, images(seed))
-    leaders = [piece for (_, kind, *_), piece in cut.cut._pieces.items() if kind == "mixed"]
-    missing = [[call.back is None for call in piece.primal.calls] for piece in leaders]
+    leaders = [piece for (_, kind, *_), piece in cut.captured._calls.items() if kind == "mixed"]
+    missing = [[call.back is None for call in piece.cache.calls] for piece in leaders]
     assert missing == 2 * [[True, True, False, False, False]]
 
 
@@ -282,7 +283,7 @@ def test_an_output_that_is_not_always_used() -> None:
     plain, cut = products_of(model)
     for seed, shift in enumerate((1, 1, -1, 1)):
         assert_equal(plain, cut, images(seed) + shift)
-    assert cut.cut.replayed == {"part"}
+    assert cut.captured.replayed == {"part"}
 
 
 def test_few_shapes_are_recorded() -> None:
@@ -291,10 +292,10 @@ def test_few_shapes_are_recorded() -> None:
     for side in range(11, 12 + MOST_SHAPES):
         for seed in range(2):
             assert_equal(plain, cut, images(seed, side))
-        assert bool(cut.cut.replayed) == (side < 11 + MOST_SHAPES)
-    assert "shapes" in cut.cut.refused["body"]
+        assert bool(cut.captured.replayed) == (side < 11 + MOST_SHAPES)
+    assert "shapes" in cut.captured.refused["body"]
     assert_equal(plain, cut, images(2, 11))
-    assert cut.cut.replayed == {"body"}
+    assert cut.captured.replayed == {"body"}
 
 
 class Around(Siamese):
@@ -379,8 +380,8 @@ def test_what_cannot_be_replayed_runs_plainly_and_says_why(
     for seed in range(3):
         assert_equal(plain, cut, images(seed))
         torch.manual_seed(seed)
-    assert reason in cut.cut.refused["body"]
-    assert cut.cut.replayed == left
+    assert reason in cut.captured.refused["body"]
+    assert cut.captured.replayed == left
 
 
 class Waits(nn.Module):
@@ -393,8 +394,8 @@ def test_what_waits_for_values_gives_way_to_its_children() -> None:
     plain, cut = products_of(model)
     for seed in range(4):
         assert_equal(plain, cut, images(seed))
-    assert "not permitted" in cut.cut.refused["body"]
-    assert cut.cut.replayed == {"body.inner"}
+    assert "not permitted" in cut.captured.refused["body"]
+    assert cut.captured.replayed == {"body.inner"}
 
 
 def test_too_little_memory_to_record() -> None:
@@ -404,11 +405,11 @@ def test_too_little_memory_to_record() -> None:
     def record(*_: Any) -> Recorded:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    cut.cut._record = record
+    cut.captured._record = record
     for seed in range(3):
         assert_equal(plain, cut, images(seed))
-    assert "memory" in cut.cut.refused["body"]
-    assert not cut.cut.let_go()
+    assert "memory" in cut.captured.refused["body"]
+    assert not cut.captured.free()
 
 
 @pytest.mark.parametrize("course", ["mixed", "sensitivity"])
@@ -428,8 +429,8 @@ def test_what_is_recorded_is_let_go_where_memory_runs_out(course: str) -> None:
     cut.loss_fn = tight
     assert_equal(plain, cut, images(2))
     assert len(calls) == 4
-    assert not cut.cut.replayed
-    assert not cut.cut._pieces
+    assert not cut.captured.replayed
+    assert not cut.captured._calls
     calls.clear()
     with pytest.raises(torch.OutOfMemoryError):
         cut.mixed(images(3)) if course == "mixed" else all_products(cut, images(3))
@@ -438,11 +439,11 @@ def test_what_is_recorded_is_let_go_where_memory_runs_out(course: str) -> None:
 def test_nothing_is_cut_without_need() -> None:
     model = retina().double()
     graph = traced(model)
-    assert isinstance(Products(model, graph, detection_loss).cut, Uncut)
+    assert Products(model, graph, detection_loss).captured is None
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
     where = "cuda" if torch.cuda.is_available() else "cpu"
     graph = ifso.trace(plain.to(where), torch.zeros(1, 3, 8, 8, device=where))
-    assert isinstance(Products(plain, graph, squares).cut, Uncut)
+    assert Products(plain, graph, squares).captured is None
 
 
 @gpu
@@ -456,8 +457,8 @@ def test_captured_parts_on_a_gpu_equal_plain_ones(make: Callable[[], nn.Module],
     for batch in batches(4, device="cuda"):
         assert_equal(plain, cut, batch, 1e-9)
         step(model)
-    assert not cut.cut.refused
-    assert cut.cut.replayed == BOTH
+    assert not cut.captured.refused
+    assert cut.captured.replayed == BOTH
 
 
 @gpu
@@ -470,8 +471,8 @@ def test_captured_parts_on_a_gpu_with_its_own_kernels(make: Callable[[], nn.Modu
     for batch in batches(4, device="cuda", dtype=torch.float32):
         with full_float32():
             assert_equal(plain, cut, batch, 2e-3)
-    assert not cut.cut.refused
-    assert cut.cut.replayed == BOTH
+    assert not cut.captured.refused
+    assert cut.captured.replayed == BOTH
 
 
 @gpu
@@ -481,7 +482,7 @@ def test_a_frozen_layer_on_a_gpu() -> None:
     plain, cut = pair(model, ifso.trace(model, images(0).cuda()), None, loss=squares)
     for seed in range(4):
         assert_equal(plain, cut, images(seed).cuda(), 1e-9)
-    assert cut.cut.replayed == {"body"}
+    assert cut.captured.replayed == {"body"}
 
 
 @gpu
@@ -490,8 +491,8 @@ def test_a_part_on_a_gpu_that_waits_for_it_gives_way_to_its_children() -> None:
     plain, cut = pair(model, ifso.trace(model, images(0).cuda()), None, loss=squares)
     for seed in range(5):
         assert_equal(plain, cut, images(seed).cuda(), 1e-9)
-    assert set(cut.cut.refused) == {"body"}
-    assert cut.cut.replayed == {"body.inner"}
+    assert set(cut.captured.refused) == {"body"}
+    assert cut.captured.replayed == {"body.inner"}
 
 
 @gpu
@@ -503,11 +504,11 @@ def test_a_run_with_captured_parts_on_a_gpu_equals_a_plain_one() -> None:
     found: list[list[Tensor]] = []
     for cut in (False, True):
         network = ShrinkingNetwork(copy.deepcopy(model), graph)
-        worker = Worker(network, Ifso(), detection_loss, lambda ps: torch.optim.SGD(ps, lr=0.001, momentum=0.9))
-        products = worker.criterion.products(worker._task)
-        assert isinstance(products.cut, Cut)
+        worker = ScoringLoop(network, Ifso(), detection_loss, lambda ps: torch.optim.SGD(ps, lr=0.001, momentum=0.9))
+        products = worker.criterion.products(worker._scorer.task)
+        assert isinstance(products.captured, CapturedSubmodules)
         if not cut:
-            products.cut = Uncut()
+            products.captured = None
         said: list[str] = []
         worker.tell = said.append
         scores = []
@@ -517,7 +518,7 @@ def test_a_run_with_captured_parts_on_a_gpu_equals_a_plain_one() -> None:
                 scores.append(worker.collect()[0])
                 worker.remove_([int(scores[-1].masked_fill(scores[-1] == 0, torch.inf).argmin())])
         assert not said
-        assert products.cut.replayed == (BOTH if cut else ())
+        assert products.captured.replayed == (BOTH if cut else ())
         found.append(scores)
     for one, other in zip(*found, strict=True):
         assert float((one - other).norm() / one.norm()) < 1e-6

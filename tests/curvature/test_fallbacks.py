@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import ifso
-from ifso.criteria.scoring import ScoreWarning
+from ifso.criteria.scorer import ScoreWarning
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 

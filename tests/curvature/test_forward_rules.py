@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ifso
-from ifso.curvature.forward_rules import grid_sample
+from ifso.curvature.decompositions import grid_sample
 from ifso.curvature.products import Products
 
 INTERPOLATIONS, PADDINGS = ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection")

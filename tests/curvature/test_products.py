@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ALL, CASES, enliven_, random_keep, run, tensors
-from reference import Reference, layer_weights
+from reference.second_order import Reference, layer_weights
 from torch import Tensor, nn
 
 import ifso
-from ifso.curvature.primal_cache import LayerPrimal, is_careful
+from ifso.curvature.primal_cache import CachedCall, is_careful
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 
@@ -734,10 +734,10 @@ def test_a_careful_layer_is_not_rounded_and_the_setting_is_put_back():
     before = conv.fp32_precision
     try:
         conv.fp32_precision = "tf32"
-        with LayerPrimal("layer", careful=True).precision(OnGpu()):
+        with CachedCall("layer", careful=True).precision(OnGpu()):
             assert conv.fp32_precision == "ieee"
         assert conv.fp32_precision == "tf32"
-        with LayerPrimal("layer", careful=False).precision(OnGpu()):
+        with CachedCall("layer", careful=False).precision(OnGpu()):
             assert conv.fp32_precision == "tf32"
     finally:
         conv.fp32_precision = before

@@ -6,16 +6,16 @@ import copy
 import warnings
 from dataclasses import dataclass
 
-import dense
 import pytest
 import torch
+from reference import gauss_newton as dense
 from torch import Tensor, nn
 
 import ifso
 from ifso.curvature.objective import Objective, System
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import SOLVERS, SolverWarning, create_solver
-from ifso.curvature.solvers.neumann import largest_eigenvalue
+from ifso.curvature.solvers.iterative import largest_eigenvalue
 from ifso.errors import ScoreError
 
 CLOSE = 1e-6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import enliven_
 from mini import MiniRetina, MiniTwoStage, doubled, scene
-from reference import Reference
+from reference.second_order import Reference
 from torchvision.ops import FrozenBatchNorm2d
 
 import ifso

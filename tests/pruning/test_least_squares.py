@@ -1,4 +1,4 @@
-"""Weights fitted when inputs go, against plain least squares on what the layers really compute; see layer_truth.py."""
+"""Weights fitted when inputs go, against plain least squares on what the layers compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, difference, image, outputs, prunable_cases, random_keep, run
-from layer_truth import ridge, truth
+from reference.least_squares import ridge, truth
 from torch import Tensor, nn
 
 import ifso

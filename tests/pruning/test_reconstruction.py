@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case, image, outputs, prunable_cases, random_keep
-from layer_truth import watched
+from reference.least_squares import watched
 from small_runs import SmallResNet, listed
 from torch import Tensor, nn
 

@@ -19,8 +19,8 @@ import ifso
 from ifso.common import cuda_graphs as capturing
 from ifso.common.cuda_graphs import captures_go_to
 from ifso.criteria.registry import create
-from ifso.pruning.cuda_round import Replay, can_capture, side_by_side
-from ifso.pruning.scoring_loop import EAGER_ROUNDS, MOST_MISSES, Worker
+from ifso.pruning.cuda_round import CapturedRound, can_capture, side_by_side
+from ifso.pruning.scoring_loop import EAGER_ROUNDS, MOST_MISSES, ScoringLoop
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,7 +45,7 @@ def batches(number: int) -> list[list[tuple[Tensor, Tensor]]]:
     ]
 
 
-def history(worker: Worker) -> list[Tensor]:
+def history(worker: ScoringLoop) -> list[Tensor]:
     """Scores and weights after rounds, a removal, and rounds again."""
     found = []
     for number, lot in enumerate(batches(12)):
@@ -70,13 +70,13 @@ def test_captured_rounds_on_a_gpu_equal_plain_ones(criterion):
     workers = []
     for _ in range(2):
         network = ShrinkingNetwork(copy.deepcopy(model), graph)
-        workers.append(Worker(network, create(criterion), cross_entropy, sgd))
+        workers.append(ScoringLoop(network, create(criterion), cross_entropy, sgd))
         workers[-1].tell = said.append
     workers[0]._capture = False
     plain, captured = (history(worker) for worker in workers)
     assert not said
-    assert workers[1]._replays
-    assert not workers[0]._replays
+    assert workers[1]._captured
+    assert not workers[0]._captured
     for one, other in zip(plain, captured, strict=True):
         assert float((one - other).norm() / one.norm()) < 1e-6
 
@@ -84,8 +84,8 @@ def test_captured_rounds_on_a_gpu_equal_plain_ones(criterion):
 @gpu
 def test_a_batch_of_another_shape_on_a_gpu_is_no_batch_for_a_replay():
     total = torch.zeros((), device="cuda")
-    made = Replay.make(lambda held: total.add_(held[0].sum()), [torch.ones(3, device="cuda")])
-    assert isinstance(made, Replay)
+    made = CapturedRound.make(lambda held: total.add_(held[0].sum()), [torch.ones(3, device="cuda")])
+    assert isinstance(made, CapturedRound)
     assert float(total) == 0
     made([torch.full((3,), 2.0, device="cuda")])
     assert float(total) == 6
@@ -95,7 +95,7 @@ def test_a_batch_of_another_shape_on_a_gpu_is_no_batch_for_a_replay():
 
 @gpu
 def test_what_waits_for_the_gpu_is_refused_with_a_reason():
-    made = Replay.make(lambda held: held[0].sum().item(), [torch.ones(3, device="cuda")])
+    made = CapturedRound.make(lambda held: held[0].sum().item(), [torch.ones(3, device="cuda")])
     assert isinstance(made, str)
     assert float(torch.rand(2, device="cuda").sum()) > 0  # random numbers too can be drawn again
 
@@ -113,7 +113,7 @@ def test_a_loss_that_waits_for_the_gpu_is_not_captured_and_gives_the_same(criter
     said: list[str] = []
     found = []
     for loss in (cross_entropy, waiting):
-        worker = Worker(ShrinkingNetwork(copy.deepcopy(model), graph), create(criterion), loss, sgd)
+        worker = ScoringLoop(ShrinkingNetwork(copy.deepcopy(model), graph), create(criterion), loss, sgd)
         worker.tell = said.append
         found.append(history(worker))
     assert len(said) == 1
@@ -150,7 +150,8 @@ class Refusing:
 @pytest.mark.parametrize("criterion", ["ifso", "group-fisher"])
 def test_a_loss_that_fails_only_within_a_capture_costs_no_more_than_the_capture(cause, criterion, monkeypatch):
     refusing, model, found = Refusing(cause), Net(), []
-    monkeypatch.setattr(capturing, "torch", SimpleNamespace(cuda=_no_gpu(refusing.graph)))
+    stand_in = SimpleNamespace(cuda=_no_gpu(refusing.graph), get_rng_state=torch.get_rng_state, equal=torch.equal)
+    monkeypatch.setattr(capturing, "torch", stand_in)
     monkeypatch.setattr(capturing, "_free_generator", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=tuple))
     for loss in (cross_entropy, refusing.loss):
@@ -181,9 +182,9 @@ class Recording:
 
 def worker_of(
     model: nn.Module, optimizer: Any = sgd, criterion: str = "taylor", loss: Any = cross_entropy
-) -> tuple[Worker, list[str]]:
+) -> tuple[ScoringLoop, list[str]]:
     graph = ifso.trace(model, torch.zeros(2, 3, 8, 8))
-    worker, said = Worker(ShrinkingNetwork(model, graph), create(criterion), loss, optimizer), []
+    worker, said = ScoringLoop(ShrinkingNetwork(model, graph), create(criterion), loss, optimizer), []
     worker._capture, worker.tell = True, said.append
     return worker, said
 
@@ -272,10 +273,10 @@ def test_batches_that_are_never_alike_end_the_capture(monkeypatch):
     recording, (worker, said) = Recording(monkeypatch), worker_of(Net())
     for number in range(EAGER_ROUNDS + MOST_MISSES):
         worker.round([(*small(number), f"file {number}")], train=True)
-    assert (recording.captured, said, len(worker._replays)) == (1, [], 1)
+    assert (recording.captured, said, len(worker._captured)) == (1, [], 1)
     for number in range(2):
         worker.round([(*small(number), f"other {number}")], train=True)
-    assert (recording.captured, len(worker._replays)) == (1, 0)
+    assert (recording.captured, len(worker._captured)) == (1, 0)
     assert said == ["rounds run without a CUDA graph: 10 batches in a row differ in shapes, or in what is no tensor"]
 
 
@@ -283,7 +284,7 @@ def test_a_smaller_batch_now_and_then_does_not(monkeypatch):
     recording, (worker, said) = Recording(monkeypatch), worker_of(Net())
     for number in range(4 * MOST_MISSES):
         worker.round([small(number, 2 if number % 2 else 4)], train=True)
-    assert (recording.captured, said, len(worker._replays)) == (1, [], 1)
+    assert (recording.captured, said, len(worker._captured)) == (1, [], 1)
 
 
 def counting(net: nn.Module, x: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ def _no_gpu(graph: Callable[..., Any]) -> SimpleNamespace:
     """What a capture asks of torch.cuda."""
     return SimpleNamespace(
         graph=graph, graph_pool_handle=tuple, current_stream=str, synchronize=int, set_stream=str, current_device=int,
-        default_generators=[SimpleNamespace(get_offset=int)],
+        default_generators=[SimpleNamespace(get_offset=int)], is_available=bool,
     )  # fmt: skip
 
 

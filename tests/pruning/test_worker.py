@@ -16,7 +16,7 @@ from ifso.criteria.registry import create, find, names
 from ifso.errors import ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.moves import Moves
-from ifso.pruning.scoring_loop import MakeOptimizer, Worker
+from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
 from ifso.pruning.settings import sgd
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 
@@ -49,9 +49,11 @@ def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return sgd(parameters, learning_rate=0.05)
 
 
-def worker_on(case: Case, criterion: Any = "magnitude", make: MakeOptimizer = plain_sgd, train: bool = True) -> Worker:
+def worker_on(
+    case: Case, criterion: Any = "magnitude", make: MakeOptimizer = plain_sgd, train: bool = True
+) -> ScoringLoop:
     criterion = create(criterion) if isinstance(criterion, str) else criterion
-    return Worker(ShrinkingNetwork(case.model().train(train), case.graph()), criterion, loss_fn, make)
+    return ScoringLoop(ShrinkingNetwork(case.model().train(train), case.graph()), criterion, loss_fn, make)
 
 
 def some_units(case: Case, seed: int = 1, share: float = 0.3) -> list[int]:
@@ -73,7 +75,7 @@ def close(wanted: Tensor, found: Tensor, tolerance: float = 1e-9) -> bool:
     return float((wanted - found).abs().max()) <= tolerance * float(wanted.abs().max())
 
 
-def removed_slices(worker: Worker) -> dict[str, Tensor]:
+def removed_slices(worker: ScoringLoop) -> dict[str, Tensor]:
     """The numbers of every parameter that belong to removed units."""
     network, found = worker.network, {}
     for name, parameter in network.model.named_parameters():
@@ -169,7 +171,7 @@ def test_removal_by_removal(criterion):
 
 
 @torch.no_grad()
-def give_back_(twin: nn.Module, worker: Worker) -> None:
+def give_back_(twin: nn.Module, worker: ScoringLoop) -> None:
     """Weights of removed units as they were when they went, which the worker keeps for such a criterion."""
     for number, parameter in enumerate(twin.parameters()):
         parameter += worker.tensors()[f"ghost.{number}"]
@@ -278,7 +280,7 @@ def test_micro_batches_give_the_same(criterion):
     workers = []
     for short in (Short(1000), Short(2)):
         network = ShrinkingNetwork(case.model().eval(), case.graph())
-        worker = Worker(network, create(criterion), short, plain_sgd)
+        worker = ScoringLoop(network, create(criterion), short, plain_sgd)
         worker.tell = said.append
         worker.remove_(some_units(case))
         for _ in range(2):
@@ -336,7 +338,7 @@ def test_captured_rounds_are_the_same_as_others(criterion, name):
     workers = []
     for captured in (True, False):
         network = ShrinkingNetwork(case.model().cuda().train(), case.graph())
-        worker = Worker(network, create(criterion), on_gpu, plain_sgd)
+        worker = ScoringLoop(network, create(criterion), on_gpu, plain_sgd)
         worker._capture &= captured
         found = []
         for first in range(0, 8, 2):
@@ -346,8 +348,8 @@ def test_captured_rounds_are_the_same_as_others(criterion, name):
             worker.remove_(some_units(case, share=0.4)[first : first + 2])
         workers.append((worker, found))
     (one, found), (other, wanted) = workers
-    assert (criterion not in ("ifso", "taylor", "group-fisher")) or one._replays
-    assert not other._replays
+    assert (criterion not in ("ifso", "taylor", "group-fisher")) or one._captured
+    assert not other._captured
     for (scores, loss), (right, right_loss) in zip(found, wanted, strict=True):
         assert close(right, scores, 1e-7)
         assert loss == pytest.approx(right_loss, rel=1e-8)

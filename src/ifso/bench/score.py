@@ -17,12 +17,11 @@ from ifso.bench.correlation import spearman
 from ifso.common.devices import let_go_of
 from ifso.common.text import describe_error
 from ifso.common.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
-from ifso.common.torch_state import undisturbed
+from ifso.common.torch_state import conv_settings, undisturbed
 from ifso.costs.cost import count
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
-from ifso.curvature.primal_cache import conv_settings
 from ifso.curvature.weight_space import readers, weight_space
 from ifso.data.cifar import cifar_part, read_npz
 from ifso.data.compatibility import classes_of
@@ -211,8 +210,9 @@ class _Scores:
 
     @property
     def replayed(self) -> bool:
-        """Did the last call replay parts of the network?"""
-        return isinstance(self.criterion, Ifso) and bool(self.criterion.products(self.task).cut.replayed)
+        """Whether the last call replayed parts of the network."""
+        parts = self.criterion.replayed_parts(self.task)
+        return parts is not None and bool(parts.replayed)
 
     @property
     def note(self) -> str:

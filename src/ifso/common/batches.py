@@ -36,6 +36,20 @@ def pieces(batch: Any, size: int) -> Iterator[Any]:
         yield tuple(part[start : start + size] for part in batch)
 
 
+def micro_batches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
+    """The batch in parts of ``size`` samples, each with its share of all samples; whole if ``size`` is None.
+
+    >>> [(part.tolist(), share) for part, share in micro_batches(torch.arange(4), 3)]
+    [([0, 1, 2], 0.75), ([3], 0.25)]
+    """
+    if size is None:
+        yield batch, 1.0
+        return
+    total = num_samples(batch)
+    for part in pieces(batch, size):
+        yield part, num_samples(part) / total
+
+
 def is_lists(batch: Any) -> bool:
     """Is it lists of equal length, an item for each sample: (images, targets)?"""
     if not isinstance(batch, (tuple, list)) or not batch or not all(isinstance(part, list) for part in batch):

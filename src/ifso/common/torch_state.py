@@ -164,3 +164,20 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     with same_modes(model):
         model.eval()
         yield
+
+
+def conv_settings() -> Any:
+    """The setting for convolutions alone: reading the one for all of cuDNN fails where a user has set them apart."""
+    return getattr(torch.backends.cudnn, "conv")  # noqa: B009 (torch's types do not know it)
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """Within it no convolution is rounded to TF32."""
+    conv = conv_settings()
+    before = conv.fp32_precision
+    conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from ifso.curvature.weight_space import Reader, readers
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
 
+if TYPE_CHECKING:
+    from ifso.curvature.submodule_capture import CapturedSubmodules
+
 Needs = Literal["nothing", "weights", "activations", "gradients", "curvature"]
 
 
@@ -25,13 +28,15 @@ Needs = Literal["nothing", "weights", "activations", "gradients", "curvature"]
 class Task:
     """What is scored. ``kept`` [units + 1], from :meth:`ChannelGraph.kept`, says which units are still in ``M``.
 
-    One task lives as long as one call of :func:`ifso.score`, so that it can hold what all batches share.
+    One task lasts for all batches of a :class:`~ifso.criteria.scorer.Scorer`, so that it can hold what they share.
+    Where it ``shrinks``, units go meanwhile: their weights become zero and their entries of ``kept`` False, in place.
     """
 
     model: nn.Module
     graph: ChannelGraph
     loss_fn: LossFn
     kept: Tensor
+    shrinks: bool = False
 
     def memo(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` made when it was first asked for under that key."""
@@ -40,7 +45,7 @@ class Task:
         return self._made[key]
 
     def renew(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` makes now, in the place of what is remembered under that key."""
+        """What ``make`` makes now, instead of what is remembered under that key."""
         self._made.pop(key, None)
         return self.memo(key, make)
 
@@ -72,18 +77,18 @@ class Task:
     @cached_property
     def makers(self) -> list[Reader]:
         """Slices that make units: the filters of every layer that produces them."""
-        found: dict[tuple[str, int], Tensor] = {}
+        owners: dict[tuple[str, int], Tensor] = {}
         for group in self.graph.groups:
             made = [member for member in group.members if member.role == "produces"]
             if not made:
                 raise ScoreError(
-                    f"group {group.name!r} has no filters of its own that make it; "
+                    f"group {group.name!r} is made by no filters; "
                     "use a criterion that looks where units are read, such as magnitude, taylor or ifso"
                 )
             for member in made:
                 owner, key = self.slices(group, member).owner, (member.parameter, member.dim)
-                found[key] = torch.maximum(found[key], owner) if key in found else owner
-        return [Reader(name, dim, owner) for (name, dim), owner in found.items()]
+                owners[key] = torch.maximum(owners[key], owner) if key in owners else owner
+        return [Reader(name, dim, owner) for (name, dim), owner in owners.items()]
 
     def slices(self, group: Group, member: Member) -> Reader:
         """A member's slices, with units numbered through the whole network."""
@@ -116,14 +121,14 @@ class Criterion(ABC):
     name: ClassVar[str]
     needs: ClassVar[Needs]
     masks_itself: ClassVar[bool] = False
-    """Does it want to see the weights of removed units, and take their masks into account itself?"""
+    """Whether it sees the weights of removed units, and takes their masks into account itself."""
 
     prepares: ClassVar[bool] = False
-    """Does it look at all batches, in :meth:`prepare`, before it scores any?"""
+    """Whether it looks at all batches, in :meth:`prepare`, before it scores any."""
 
     @property
     def needs_batches(self) -> bool:
-        """Must it see data?"""
+        """Whether it must see data."""
         return self.needs not in ("nothing", "weights")
 
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:  # noqa: B027 (most need not)
@@ -132,6 +137,24 @@ class Criterion(ABC):
     def note(self, task: Task) -> str:  # noqa: ARG002 (most have nothing to say)
         """How scores of the task were computed, if not as usual; else empty."""
         return ""
+
+    def survivors(self, task: Task) -> Mapping[str, Tensor]:  # noqa: ARG002 (most look at zeros and ``kept`` only)
+        """Factors by parameter, 1 where a weight is left, that are to be narrowed in place when units go.
+
+        Only asked of a task that ``shrinks``.
+        """
+        return {}
+
+    def micro_batched(self, size: int) -> Criterion | None:  # noqa: ARG002 (most are means over samples)
+        """The same criterion cutting batches into parts of ``size`` samples itself.
+
+        None if it is exact enough to take the mean of the parts' scores.
+        """
+        return None
+
+    def replayed_parts(self, task: Task) -> CapturedSubmodules | None:  # noqa: ARG002 (most capture nothing)
+        """The submodules that are replayed as CUDA graphs while the rest of the network runs as ever, if any."""
+        return None
 
     @abstractmethod
     def units(self, task: Task, batch: Any) -> Tensor:
@@ -145,33 +168,32 @@ class Criterion(ABC):
         hints = get_type_hints(type(self))
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
-            if not _fits(value, hints[option.name]):
-                raise ScoreError(
-                    f"criterion {self.name!r}: {option.name}={value!r} will not do; give {_words(hints[option.name])}"
-                )
+            if not _matches(value, hints[option.name]):
+                wanted = _described(hints[option.name])
+                raise ScoreError(f"criterion {self.name!r}: {option.name} must be {wanted}, got {value!r}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
     if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
+        return any(_matches(value, part) for part in get_args(hint))
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     kind = origin or hint
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _words(hint: Any) -> str:
-    """A type as a person would say it.
+def _described(hint: Any) -> str:
+    """A type in words.
 
-    >>> _words(Literal["mean", "sum"]), _words(int | None)
+    >>> _described(Literal["mean", "sum"]), _described(int | None)
     ("'mean' or 'sum'", 'int or None')
     """
     origin = get_origin(hint)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in get_args(hint))
     if origin in (Union, UnionType):
-        return " or ".join(_words(part) for part in get_args(hint))
+        return " or ".join(_described(part) for part in get_args(hint))
     return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ifso.criteria.base import Criterion, Task
-from ifso.curvature.weight_space import Reader, add_up
+from ifso.curvature.weight_space import Reader, sum_by_unit
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Fpgm(Criterion):
             filters, owner = _filters(task.weight(maker.parameter), maker)
             alive = filters[kept[owner]]
             distances = torch.cdist(filters, alive, compute_mode="donot_use_mm_for_euclid_dist")
-            total += add_up(distances.sum(1, dtype=torch.float64), owner, task.graph.num_units)
+            total += sum_by_unit(distances.sum(1, dtype=torch.float64), owner, task.graph.num_units)
         return total
 
 

@@ -13,7 +13,7 @@ from ifso.common.loss_fn import checked
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
-from ifso.curvature.weight_space import places
+from ifso.curvature.weight_space import unit_indices
 from ifso.errors import ScoreError
 
 
@@ -39,7 +39,7 @@ class GroupFisher(Criterion):
 
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores [units]."""
-        taps = _Taps()
+        taps = _MaskTaps()
         with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
             with ReadingLayers(task, taps.visit, everywhere=True, in_rows=True) as taps.layers:
                 loss = checked(task.loss_fn(task.model, batch))
@@ -50,7 +50,7 @@ class GroupFisher(Criterion):
         return (by_sample * scale).square().sum(0)
 
 
-class Tap(NamedTuple):
+class MaskTap(NamedTuple):
     """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each.
 
     ``grid``: rows are tokens and samples, as in :class:`~ifso.criteria.reader_hooks.ReadingLayers`.
@@ -63,7 +63,7 @@ class Tap(NamedTuple):
     grid: tuple[int, int] | None = None
 
     @classmethod
-    def at(cls, name: str, x: Tensor, dim: int, owner: Tensor, layers: ReadingLayers | None) -> Tap:
+    def at(cls, name: str, x: Tensor, dim: int, owner: Tensor, layers: ReadingLayers | None) -> MaskTap:
         """A new mask for what a layer is about to read."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         rows = in_rows(x, dim).shape[:2]
@@ -73,7 +73,7 @@ class Tap(NamedTuple):
         return cls(name, mask, owner, images, None if layers is None else layers.grid)
 
 
-def mask_gradients(loss: Tensor, taps: list[Tap], criterion: str, samples: int) -> list[tuple[Tap, Tensor]]:
+def mask_gradients(loss: Tensor, taps: list[MaskTap], criterion: str, samples: int) -> list[tuple[MaskTap, Tensor]]:
     """Each call of a reading layer with ∂L/∂mask, zeros where the loss does not depend on it.
 
     ``samples`` is how many attention has seen, which tells samples from tokens.
@@ -87,7 +87,7 @@ def mask_gradients(loss: Tensor, taps: list[Tap], criterion: str, samples: int) 
     ]
 
 
-def _without_tokens(tap: Tap, grad: Tensor, samples: int, criterion: str) -> Tensor:
+def _without_tokens(tap: MaskTap, grad: Tensor, samples: int, criterion: str) -> Tensor:
     """Rows of tokens and samples added up over the tokens."""
     if tap.grid is None:
         return grad
@@ -99,26 +99,28 @@ def _without_tokens(tap: Tap, grad: Tensor, samples: int, criterion: str) -> Ten
     return grad.unflatten(0, tap.grid).sum(0 if tap.grid[1] == samples else 1)
 
 
-def summed_by_sample(calls: list[tuple[Tap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:
+def summed_by_sample(calls: list[tuple[MaskTap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:
     """The number of samples, and ∂L/∂mask of all calls added up [samples, units]."""
     samples = _samples(calls)
     total = torch.zeros(samples, num_units + 1, dtype=torch.float64, device=calls[0][1].device)
     for call, grad in calls:
-        total.index_add_(1, places(call.owner, num_units), _by_sample(call, grad.to(total.dtype), samples, criterion))
+        total.index_add_(
+            1, unit_indices(call.owner, num_units), _by_sample(call, grad.to(total.dtype), samples, criterion)
+        )
     return samples, total[:, :-1]
 
 
-def _samples(calls: list[tuple[Tap, Tensor]]) -> int:
+def _samples(calls: list[tuple[MaskTap, Tensor]]) -> int:
     """N, the smallest number of rows of a layer that does not look at regions."""
     whole = [len(grad) for call, grad in calls if call.images is None]
     regions = [call.images for call, _ in calls if call.images is not None and len(call.images)]
-    found = min(whole, default=0) or max((int(images[-1]) + 1 for images in regions), default=0)
-    if not found:
+    samples = min(whole, default=0) or max((int(images[-1]) + 1 for images in regions), default=0)
+    if not samples:
         raise ScoreError("a batch holds no samples; give batches that hold some")
-    return found
+    return samples
 
 
-def _by_sample(call: Tap, grad: Tensor, samples: int, criterion: str) -> Tensor:
+def _by_sample(call: MaskTap, grad: Tensor, samples: int, criterion: str) -> Tensor:
     """Rows [rows, channels] added up to [samples, channels]."""
     if call.images is not None:
         return grad.new_zeros(samples, grad.shape[1]).index_add_(0, call.images, grad)
@@ -131,15 +133,15 @@ def _by_sample(call: Tap, grad: Tensor, samples: int, criterion: str) -> Tensor:
 
 
 @dataclass
-class _Taps:
+class _MaskTaps:
     """A mask for every call of a reading layer: shared heads have one for each level."""
 
-    seen: list[Tap] = field(default_factory=list)
+    seen: list[MaskTap] = field(default_factory=list)
     layers: ReadingLayers | None = None
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Remember a new mask and let ``x`` pass through it."""
-        tap = Tap.at(name, x, dim, owner, self.layers)
+        tap = MaskTap.at(name, x, dim, owner, self.layers)
         self.seen.append(tap)
         return _Masked.apply(x, tap.mask, dim)
 

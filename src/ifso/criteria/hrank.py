@@ -11,7 +11,7 @@ from torch import Tensor
 from ifso.common.torch_state import undisturbed
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
-from ifso.curvature.weight_space import add_up
+from ifso.curvature.weight_space import sum_by_unit
 from ifso.errors import ScoreError
 
 
@@ -35,9 +35,9 @@ class HRank(Criterion):
         ranks, maps = torch.zeros(2, number, dtype=torch.float64, device=task.device)
 
         def visit(name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
-            found = _ranks(in_rows(x, dim), name)
-            ranks.add_(add_up(found.sum(0), owner, number))
-            maps.add_(add_up(torch.full_like(found[0], found.shape[0]), owner, number))
+            of_maps = _ranks(in_rows(x, dim), name)
+            ranks.add_(sum_by_unit(of_maps.sum(0), owner, number))
+            maps.add_(sum_by_unit(torch.full_like(of_maps[0], of_maps.shape[0]), owner, number))
             return x
 
         with undisturbed(task.model), ReadingLayers(task, visit, everywhere=False):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from ifso.common.batches import num_samples, pieces
+from ifso.common.batches import micro_batches
 from ifso.criteria.base import Criterion, Needs, Task
 from ifso.curvature.objective import Objective, System
-from ifso.curvature.primal_cache import Primal
+from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import create_solver
+from ifso.curvature.submodule_capture import CapturedSubmodules
 from ifso.errors import ScoreError
 
 
@@ -50,11 +52,11 @@ class Ifso(Criterion):
     careful: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse options that cannot be meant."""
+        """Check the options of the solver and the size of micro-batches."""
         super().__post_init__()
         create_solver(self.inverse, **(self.inverse_options or {}))
         if self.micro_batch is not None and self.micro_batch < 1:
-            raise ScoreError(f"criterion 'ifso': micro_batch={self.micro_batch} will not do; give 1 or more, or None")
+            raise ScoreError(f"criterion 'ifso': micro_batch must be 1 or more, or None; got {self.micro_batch}")
 
     def units(self, task: Task, batch: Any) -> Tensor:
         """|S| of every unit."""
@@ -64,33 +66,47 @@ class Ifso(Criterion):
     def signed(self, task: Task, batch: Any) -> Tensor:
         """1ᵀ ∂²L/∂W∂M H⁻¹ ∂²L/∂M∂W [readers, units], before absolute values are taken."""
         products = self.products(task)
-        parts = list(self._parts(batch))
-        primal = Primal() if self.micro_batch is None else None
+        parts = list(micro_batches(batch, self.micro_batch))
+        primal = PrimalCache() if self.micro_batch is None else None
         v = _mean((products.mixed(part, primal), share) for part, share in parts)
         u = self._solve(products, [part for part, _ in parts], v)
         return _mean((products.sensitivity(part, u, primal), share) for part, share in parts)
 
     def products(self, task: Task) -> Products:
-        """What is multiplied with, the same for all batches of a task."""
-        return task.memo(
-            ("products", self.weights, self.careful),
-            lambda: Products(
-                task.model, task.graph, task.loss_fn, kept=task.kept, weights=self.weights, careful=self.careful
-            ),
-        )
+        """What is multiplied with, the same for all batches of a task.
+
+        Where a task shrinks, removed weights are zero and need no mask: all units count as kept, and ``surviving``,
+        which is narrowed when units go, says which weights are left.
+        """
+
+        def make() -> Products:
+            kept = None if task.shrinks else task.kept
+            products = Products(
+                task.model, task.graph, task.loss_fn, kept=kept, weights=self.weights, careful=self.careful
+            )
+            if task.shrinks:
+                products.surviving = torch.ones_like(products.space.current())
+            return products
+
+        return task.memo(("products", self.weights, self.careful), make)
+
+    def survivors(self, task: Task) -> Mapping[str, Tensor]:
+        """The parts, by parameter, of the vector that says which weights are left."""
+        products = self.products(task)
+        assert products.surviving is not None
+        return products.space.split(products.surviving)
+
+    def micro_batched(self, size: int) -> Ifso:
+        """Batches are cut inside, which is exact: v is that of the whole batch."""
+        return replace(self, micro_batch=size)
+
+    def replayed_parts(self, task: Task) -> CapturedSubmodules | None:
+        """The submodules of a detector that the passes replay."""
+        return self.products(task).captured
 
     def note(self, task: Task) -> str:
         """Why, and how, scores were not computed on dual numbers."""
         return self.products(task).note
-
-    def _parts(self, batch: Any) -> Iterator[tuple[Any, float]]:
-        """The micro-batches and their shares of the samples."""
-        if self.micro_batch is None:
-            yield batch, 1.0
-            return
-        total = num_samples(batch)
-        for part in pieces(batch, self.micro_batch):
-            yield part, num_samples(part) / total
 
     def _solve(self, products: Products, parts: list[Any], v: Tensor) -> Tensor:
         """u = H⁻¹v."""

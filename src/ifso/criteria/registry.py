@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from ifso.criteria.base import Criterion
 
 _HOME = {
-    "ifso": "Ifso",
-    "true-loss": "TrueLoss",
-    "authors": "Authors",
-    "group-fisher": "GroupFisher",
-    "taylor": "Taylor",
-    "magnitude": "Magnitude",
-    "magnitude-average": "MagnitudeAverage",
-    "fpgm": "Fpgm",
-    "bn-scale": "BnScale",
-    "hrank": "HRank",
-    "random": "Random",
+    "ifso": ("ifso", "Ifso"),
+    "true-loss": ("true_loss", "TrueLoss"),
+    "authors": ("finite_difference", "Authors"),
+    "group-fisher": ("group_fisher", "GroupFisher"),
+    "taylor": ("taylor", "Taylor"),
+    "magnitude": ("magnitude", "Magnitude"),
+    "magnitude-average": ("magnitude", "MagnitudeAverage"),
+    "fpgm": ("fpgm", "Fpgm"),
+    "bn-scale": ("bn_scale", "BnScale"),
+    "hrank": ("hrank", "HRank"),
+    "random": ("random", "Random"),
 }
-"""Name: class, in the module of that name (with ``_`` for ``-``)."""
+"""Name: module of this package and class."""
 
 
 def names() -> tuple[str, ...]:
@@ -36,8 +36,8 @@ def find(name: str) -> type[Criterion]:
     """The class of a criterion."""
     if name not in _HOME:
         raise ScoreError(f"no criterion {name!r}; choose one of {', '.join(_HOME)}")
-    module = import_module(f"ifso.criteria.{name.replace('-', '_')}")
-    return getattr(module, _HOME[name])
+    module, kind = _HOME[name]
+    return getattr(import_module(f"ifso.criteria.{module}"), kind)
 
 
 def create(name: str, **options: Any) -> Criterion:

@@ -13,9 +13,10 @@ from torch.autograd import Function
 from ifso.common.loss_fn import checked, output_tensors, outputs_of
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.criteria.group_fisher import Tap, mask_gradients, summed_by_sample
-from ifso.criteria.reader_hooks import Halves, Moments, ReadingLayers, in_first_half, in_rows, mean_size
-from ifso.curvature.weight_space import places
+from ifso.criteria.group_fisher import MaskTap, mask_gradients, summed_by_sample
+from ifso.criteria.moments import Halves, Moments, in_first_half, mean_size
+from ifso.criteria.reader_hooks import ReadingLayers, in_rows
+from ifso.curvature.weight_space import unit_indices
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS
 
@@ -23,7 +24,7 @@ DAMPING = 0.01
 POSITIONS = 64
 _KEY = "true-loss"
 
-_Place = tuple[str, int]
+_ReaderKey = tuple[str, int]
 """The parameter and the dim of a reader."""
 
 
@@ -36,7 +37,7 @@ class TrueLoss(Criterion):
     with P = (Cov(x) + λI)⁻¹ of a layer's inputs, r_i = (P (x − E x))_i / P_ii. P and E x come from one half of the
     samples, x from the other, and the reverse: with few samples the inputs of a layer predict each other by chance,
     but only on samples that the prediction was fitted to. This is Proposition 1, ΔL_gt and not ΔL_ex, for the update
-    that :mod:`ifso.pruning.least_squares` makes, with the curvature of whole samples (Group Fisher has x_i in the place
+    that :mod:`ifso.pruning.least_squares` makes, with the curvature of whole samples (Group Fisher has x_i in the key
     of r_i). Layers coupled by the unit are added before squaring.
 
     * ``target``: ``"outputs"`` takes ℓ to be half the squared distance of the outputs from those that the network has
@@ -58,7 +59,7 @@ class TrueLoss(Criterion):
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:
         """See what every reading layer reads."""
         task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
-        inputs = task.renew(_KEY, lambda: _Inputs(self.damping, task.kept.cpu(), _units_at_positions(task)))
+        inputs = task.renew(_KEY, lambda: _InputStatistics(self.damping, task.kept.cpu(), _units_at_positions(task)))
         with ReadingLayers(task, inputs.visit, everywhere=False, in_rows=True) as inputs.layers:
             for batch in batches:
                 with undisturbed(task.model), torch.no_grad():
@@ -74,15 +75,15 @@ class TrueLoss(Criterion):
                 return self.units(task, batch)
             finally:
                 task.renew(_KEY, lambda: None)
-        taps = _Residuals(task.memo(_KEY, lambda: None), task.count(_KEY))
+        taps = _ResidualTaps(task.memo(_KEY, lambda: None), task.count(_KEY))
         with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
             layers = ReadingLayers(task, taps.visit, everywhere=False, in_rows=True)
             with layers as taps.layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
             objective = self._objective(loss, caught, taps.number)
-            found = mask_gradients(objective, taps.seen, self.name, layers.samples)
-        samples, by_sample = summed_by_sample(found, task.graph.num_units, self.name)
+            gradients = mask_gradients(objective, taps.seen, self.name, layers.samples)
+        samples, by_sample = summed_by_sample(gradients, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
 
@@ -122,7 +123,7 @@ class _Residual(NamedTuple):
 
 
 @dataclass
-class _Channels:
+class _ReadChannels:
     """What a layer reads [C], in ``groups`` that do not meet; ``kept`` [C] are the channels whose units are there."""
 
     groups: int
@@ -163,7 +164,7 @@ def _by_unit(inverse: Tensor, owner: Tensor) -> Tensor:
 
 
 @dataclass
-class _Inputs:
+class _InputStatistics:
     """What the reading layers read: first added up, then, when closed, as the maps to residuals.
 
     ``number`` is that of the batch.
@@ -172,14 +173,14 @@ class _Inputs:
     damping: float
     kept: Tensor
     positions: dict[str, Tensor]
-    seen: dict[_Place, _Channels] = field(default_factory=dict)
-    residuals: dict[_Place, list[_Residual]] = field(default_factory=dict)
+    seen: dict[_ReaderKey, _ReadChannels] = field(default_factory=dict)
+    residuals: dict[_ReaderKey, list[_Residual]] = field(default_factory=dict)
     layers: ReadingLayers | None = None
     number: int = 0
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Add the channels of ``x`` up, at some positions of each row."""
-        place, groups = place_of(self.layers)
+        key, groups = reader_key(self.layers)
         rows = in_rows(x.detach(), dim).unsqueeze(-1).flatten(2)
         units = self.positions.get(name)
         if units is not None and len(units) % rows.shape[2] == 0:
@@ -189,21 +190,21 @@ class _Inputs:
             chosen = torch.randperm(rows.shape[2], generator=generator, device="cpu")[:POSITIONS]
             rows = rows[:, :, chosen.to(x.device)]
         samples, rows = len(rows), rows.transpose(1, 2).flatten(0, 1).unsqueeze(0)
-        if place in self.seen:
-            self.seen[place].halves.add(rows, samples, self.number)
+        if key in self.seen:
+            self.seen[key].halves.add(rows, samples, self.number)
         else:
-            kept = self.kept[places(owner, len(self.kept) - 1).cpu()].to(x.device)
-            self.seen[place] = _Channels(groups, owner, kept, Halves.of(rows, samples, self.number))
+            kept = self.kept[unit_indices(owner, len(self.kept) - 1).cpu()].to(x.device)
+            self.seen[key] = _ReadChannels(groups, owner, kept, Halves.of(rows, samples, self.number))
         return x
 
     def close(self) -> None:
         """All batches were seen."""
-        for place, channels in self.seen.items():
-            self.residuals[place] = channels.residuals(self.damping)
+        for key, channels in self.seen.items():
+            self.residuals[key] = channels.residuals(self.damping)
         self.seen.clear()
 
 
-def place_of(layers: ReadingLayers | None) -> tuple[_Place, int]:
+def reader_key(layers: ReadingLayers | None) -> tuple[_ReaderKey, int]:
     """Which reader is being visited, and in how many groups its channels are read."""
     assert layers is not None
     assert layers.reader is not None
@@ -212,26 +213,26 @@ def place_of(layers: ReadingLayers | None) -> tuple[_Place, int]:
 
 
 @dataclass
-class _Residuals:
+class _ResidualTaps:
     """A mask for every call of a reading layer, through which residuals are added."""
 
-    inputs: _Inputs
+    inputs: _InputStatistics
     number: int
-    seen: list[Tap] = field(default_factory=list)
+    seen: list[MaskTap] = field(default_factory=list)
     layers: ReadingLayers | None = None
 
     def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """``x`` plus a mask, now zero, times what is left of each unit when the others predict it."""
-        place, _ = place_of(self.layers)
-        if place not in self.inputs.residuals:
+        key, _ = reader_key(self.layers)
+        if key not in self.inputs.residuals:
             return x
-        tap = Tap.at(name, x, dim, owner, self.layers)
+        tap = MaskTap.at(name, x, dim, owner, self.layers)
         self.seen.append(tap)
         first = in_first_half(len(tap.mask), self.number)
-        return _Shifted.apply(x, tap.mask, dim, self.inputs.residuals[place], first)
+        return _ShiftedByResidual.apply(x, tap.mask, dim, self.inputs.residuals[key], first)
 
 
-class _Shifted(Function):
+class _ShiftedByResidual(Function):
     """``x + mask ⊙ r`` at mask = 0, without keeping r; ``first`` rows belong to the first half of the samples."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Follow the minimum of the loss while the mask of removed units goes from 1 to 0.
+"""Follow the minimum of the loss while the mask of removed units goes from 1 to 0, and end with L-BFGS.
 
 On the way the surviving weights obey dW/dm = −H⁻¹ ∂²L/∂W∂m (the implicit derivative of Proposition 2). A step takes
 the mask to its next value and there solves (C + λI) u = ∂L/∂W: since ∂L/∂W at the new mask is, to first order, what was
@@ -6,58 +6,62 @@ left of it plus ∂²L/∂W∂m Δm, this is the predictor and Newton's correcto
 The damping λ is chosen by reading the real loss (Levenberg–Marquardt).
 
 Curvature is what costs most, and it moves less than the gradient: where the model can be solved for another gradient,
-that of the path's first step serves until the units are gone, and a second one for what follows. Then
-:mod:`ifso.curvature.lbfgs` goes on at one gradient a step.
+that of the first step serves until the units are gone, and a second one for what follows.
+
+The L-BFGS steps at the end cost one gradient each. Their first inverse Hessian is that of the quadratic model; the
+pairs (s, y) also pick up what the Gauss-Newton matrix leaves out of the Hessian. The model's damping is halved after
+every full step, so that flat directions get their turn, and raised when a step was too long.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from ifso.curvature.lbfgs import Polished, SecantInverse, polish
-from ifso.curvature.masked_model import Removal
-from ifso.curvature.objective import Objective
-from ifso.curvature.quadratic_models import Quadratic
+from ifso.curvature.objective import MaskedModel, Objective
+from ifso.curvature.quadratic_models import QuadraticModel
 from ifso.errors import ScoreError
 
-_FACTOR = 8.0
-_SMALLEST = 1e-7
+_DAMPING_FACTOR, _LEAST_DAMPING = 8.0, 1e-7
+_BACKTRACK, _ARMIJO, _LINE_SEARCH_STEPS = 0.3, 1e-4, 6
+_RELAX, _TIGHTEN, _LEAST_LBFGS_DAMPING, _MOST_LBFGS_DAMPING = 0.5, 4.0, 1e-5, 1e6
 
 
 @dataclass(frozen=True)
-class Effort:
+class ContinuationOptions:
     """How much work a path is.
 
     ``corrections`` at each mask on the way and ``last_corrections`` when the units are gone, each with the loss read at
-    ``trials`` dampings or a few more; then ``polish`` quasi-Newton steps. ``renew`` measures the curvature at every
-    correction instead of twice. ``bend`` > 1 makes the steps of the mask smaller towards its end.
+    ``trials`` dampings or a few more; then ``lbfgs_steps``. ``renew`` measures the curvature at every correction
+    instead of twice. ``exponent`` > 1 makes the steps of the mask smaller towards its end.
     """
 
     corrections: int = 1
     last_corrections: int = 1
-    polish: int = 24
+    lbfgs_steps: int = 24
     trials: int = 2
     renew: bool = False
-    bend: float = 1.0
+    exponent: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("corrections", "last_corrections", "trials", "bend"):
+        for name in ("corrections", "last_corrections", "trials", "exponent"):
             if not getattr(self, name) > 0:
-                raise ScoreError(f"Effort: {name}={getattr(self, name)} must be above 0")
-        if self.polish < 0:
-            raise ScoreError(f"Effort: polish={self.polish} must not be negative")
+                raise ScoreError(f"effort: {name} must be above 0, got {getattr(self, name)}")
+        if self.lbfgs_steps < 0:
+            raise ScoreError(f"effort: lbfgs_steps must be 0 or more, got {self.lbfgs_steps}")
 
 
-def schedule(steps: int, bend: float = 1.0) -> list[float]:
+def mask_schedule(steps: int, exponent: float = 1.0) -> list[float]:
     """Values of the mask on the way from 1 to 0.
 
-    >>> schedule(4)
+    >>> mask_schedule(4)
     [0.75, 0.5, 0.25, 0.0]
     """
-    return [(1 - step / steps) ** bend for step in range(1, steps + 1)]
+    return [(1 - step / steps) ** exponent for step in range(1, steps + 1)]
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class Point:
 
 
 @dataclass
-class Walk:
-    """The path walked so far; ``model`` is the last quadratic model, measured where the mask was ``model_mask``.
+class Continuation:
+    """The state on the path; ``model`` is the last quadratic model, measured where the mask was ``model_mask``.
 
     ``steepest`` is the norm of the gradient when the units had just gone.
     """
@@ -80,83 +84,178 @@ class Walk:
     weights: Tensor
     damping: float
     points: list[Point] = field(default_factory=list)
-    model: Quadratic | None = None
+    model: QuadraticModel | None = None
     model_mask: float = 1.0
     steepest: float = 0.0
 
 
-class Follower:
-    """Walks the path; ``model_at(gradient)`` makes the quadratic model where the network is now."""
+class ContinuationSolver:
+    """Predictor-corrector along the mask; ``model_at(gradient)`` makes the quadratic model where the network is now."""
 
     def __init__(
-        self, removal: Removal, objective: Objective, model_at: Callable[[Tensor], Quadratic], effort: Effort
+        self,
+        masked: MaskedModel,
+        objective: Objective,
+        model_at: Callable[[Tensor], QuadraticModel],
+        options: ContinuationOptions,
     ) -> None:
-        self._removal, self._objective, self._model_at, self._effort = removal, objective, model_at, effort
+        self._masked, self._objective, self._model_at, self._options = masked, objective, model_at, options
 
-    def walk(self, steps: int, damping: float) -> tuple[Walk, Polished]:
-        """All steps; the removed units are gone at the end."""
-        walk = Walk(self._removal.start(), damping)
-        for mask in schedule(steps, self._effort.bend):
-            with self._removal.at(mask):
-                for _ in range(self._effort.corrections if mask else self._effort.last_corrections):
-                    if not self._correct(walk, mask):
+    def solve(self, steps: int, damping: float) -> tuple[Continuation, LbfgsResult]:
+        """All steps and the L-BFGS steps after them; the removed units are gone at the end."""
+        state = Continuation(self._masked.start(), damping)
+        for mask in mask_schedule(steps, self._options.exponent):
+            with self._masked.at(mask):
+                for _ in range(self._options.corrections if mask else self._options.last_corrections):
+                    if not self._correct(state, mask):
                         break
                 if mask == 0:
-                    return walk, self._polish(walk)
+                    inverse = state.model.inverse if state.model is not None else _scaled_identity
+                    self._masked.assign_(state.weights)
+                    first = LbfgsInverse(inverse, state.damping)
+                    steps = self._options.lbfgs_steps
+                    return state, minimize_lbfgs(self._objective, self._masked, state.weights, first, steps)
         raise AssertionError("a schedule ends at 0")
 
-    def _polish(self, walk: Walk) -> Polished:
-        inverse = walk.model.inverse if walk.model is not None else lambda vector, damping: vector / (1 + damping)
-        self._removal.put(walk.weights)
-        secant = SecantInverse(inverse, walk.damping)
-        return polish(self._objective, self._removal, walk.weights, secant, self._effort.polish)
-
-    def _correct(self, walk: Walk, mask: float) -> bool:
-        """One damped step of the surviving weights; False if no damping lowers the loss."""
-        self._removal.put(walk.weights)
+    def _correct(self, state: Continuation, mask: float) -> bool:
+        """Take one damped step of the surviving weights; return whether some damping lowers the loss."""
+        self._masked.assign_(state.weights)
         before, gradient = self._objective.gradient()
-        gradient = gradient * self._removal.support
+        gradient = gradient * self._masked.support
         norm = float(gradient.norm())
-        walk.steepest = max(walk.steepest, norm) if mask == 0 else 0.0
+        state.steepest = max(state.steepest, norm) if mask == 0 else 0.0
         if norm == 0:
             return False
-        model = self._model(walk, mask, gradient)
-        damping, loss = self._search(walk, model, before)
+        model = self._model(state, mask, gradient)
+        damping, loss = self._search(state, model, before)
         if not loss < before:
             return False
-        walk.weights = walk.weights - model.solve(damping)
-        walk.damping = max(damping, _SMALLEST)
-        walk.points.append(Point(mask, loss, damping, (before - loss) / model.decrease(damping)))
+        state.weights = state.weights - model.solve(damping)
+        state.damping = max(damping, _LEAST_DAMPING)
+        state.points.append(Point(mask, loss, damping, (before - loss) / model.decrease(damping)))
         return True
 
-    def _model(self, walk: Walk, mask: float, gradient: Tensor) -> Quadratic:
-        """The model at hand for this gradient, or a new one: at the start, and when the units have just gone."""
-        held = walk.model
-        if held is not None and not self._effort.renew and (mask or not walk.model_mask):
-            again = held.with_gradient(gradient)
-            if again is not None:
-                walk.model = again
-                return again
-        walk.model, walk.model_mask = self._model_at(gradient), mask
-        return walk.model
+    def _model(self, state: Continuation, mask: float, gradient: Tensor) -> QuadraticModel:
+        """The last model for this gradient, or a new one: at the start, and when the units have just gone."""
+        model = None
+        if state.model is not None and not self._options.renew and (mask or not state.model_mask):
+            model = state.model.with_gradient(gradient)
+        if model is None:
+            model, state.model_mask = self._model_at(gradient), mask
+        state.model = model
+        return model
 
-    def _search(self, walk: Walk, model: Quadratic, before: float) -> tuple[float, float]:
+    def _search(self, state: Continuation, model: QuadraticModel, before: float) -> tuple[float, float]:
         """The damping with the lowest real loss, near the last one; raised as far as needed if the loss rises."""
-        read: dict[float, float] = {}
+        losses: dict[float, float] = {}
 
         def loss_at(damping: float) -> float:
-            self._removal.put(walk.weights - model.solve(damping))
-            read[damping] = self._objective.loss(or_infinity=True)
-            return read[damping]
+            self._masked.assign_(state.weights - model.solve(damping))
+            losses[damping] = self._objective.loss(or_infinity=True)
+            return losses[damping]
 
-        best, loss = walk.damping, loss_at(walk.damping)
-        while before <= loss and len(read) < 3 * self._effort.trials:
-            best *= _FACTOR
+        best, loss = state.damping, loss_at(state.damping)
+        while before <= loss and len(losses) < 3 * self._options.trials:
+            best *= _DAMPING_FACTOR
             loss = loss_at(best)
-        for factor in (1 / _FACTOR, _FACTOR):
-            while len(read) < self._effort.trials and best * factor not in read and best * factor >= _SMALLEST:
+        for factor in (1 / _DAMPING_FACTOR, _DAMPING_FACTOR):
+            while (
+                len(losses) < self._options.trials and best * factor not in losses and best * factor >= _LEAST_DAMPING
+            ):
                 other = loss_at(best * factor)
                 if other >= loss:
                     break
                 best, loss = best * factor, other
         return best, loss
+
+
+def _scaled_identity(vector: Tensor, damping: float) -> Tensor:
+    return vector / (1 + damping)
+
+
+@dataclass(frozen=True)
+class LbfgsResult:
+    """Where the steps ended.
+
+    ``left`` is the Newton decrement ½gᵀH⁻¹g there, ``agreement`` the real over the predicted fall of all steps
+    together (None if no step was taken).
+    """
+
+    weights: Tensor
+    loss: float
+    gradient: Tensor
+    left: float
+    agreement: float | None
+
+
+class LbfgsInverse:
+    """H⁻¹ as a product: a first inverse (C + λI)⁻¹, corrected by pairs (s, y = Hs)."""
+
+    def __init__(self, first: Callable[[Tensor, float], Tensor], damping: float) -> None:
+        self._first, self.damping = first, damping
+        self.pairs: list[tuple[Tensor, Tensor, float]] = []
+
+    def add(self, step: Tensor, change: Tensor) -> None:
+        """Keep a pair if it has positive curvature."""
+        product = float(step @ change)
+        if product > 1e-10 * float(step.norm() * change.norm()):
+            self.pairs.append((step, change, 1 / product))
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """H⁻¹·vector by the two-loop recursion."""
+        shares = []
+        for step, change, scale in reversed(self.pairs):
+            shares.append(scale * float(step @ vector))
+            vector = vector - shares[-1] * change
+        vector = self._first(vector, self.damping)
+        for (step, change, scale), share in zip(self.pairs, reversed(shares), strict=True):
+            vector = vector + (share - scale * float(change @ vector)) * step
+        return vector
+
+
+def minimize_lbfgs(
+    objective: Objective, masked: MaskedModel, weights: Tensor, inverse: LbfgsInverse, steps: int
+) -> LbfgsResult:
+    """Up to ``steps`` steps with backtracking from ``weights``, which must be in the model."""
+    loss, gradient = _gradient(objective, masked)
+    first, predicted = loss, 0.0
+    for _ in range(steps):
+        direction = inverse(gradient)
+        slope = float(gradient @ direction)
+        length, after = _line_search(objective, masked, weights, direction, loss, slope)
+        if after is None:
+            if not inverse.pairs and inverse.damping > _MOST_LBFGS_DAMPING:
+                break
+            inverse.pairs.clear()
+            inverse.damping *= _TIGHTEN
+            continue
+        predicted += slope * (length - length**2 / 2)
+        relaxed = max(_LEAST_LBFGS_DAMPING, inverse.damping * _RELAX)
+        inverse.damping = relaxed if length == 1 else inverse.damping * _TIGHTEN
+        inverse.add(-length * direction, after[1] - gradient)
+        weights = weights - length * direction
+        loss, gradient = after
+    masked.assign_(weights)
+    left = max(0.0, 0.5 * float(gradient @ inverse(gradient)))
+    return LbfgsResult(weights, loss, gradient, left, (first - loss) / predicted if predicted else None)
+
+
+def _line_search(
+    objective: Objective, masked: MaskedModel, weights: Tensor, direction: Tensor, loss: float, slope: float
+) -> tuple[float, tuple[float, Tensor] | None]:
+    """The length that lowers the loss enough, with loss and gradient there; None if none does."""
+    length = 1.0
+    for trial in range(_LINE_SEARCH_STEPS):
+        masked.assign_(weights - length * direction)
+        reached = objective.loss(or_infinity=True) if trial else math.nan
+        if not trial or reached < loss - _ARMIJO * length * slope:
+            after = _gradient(objective, masked)
+            if after[0] < loss - _ARMIJO * length * slope:
+                return length, after
+        length *= _BACKTRACK
+    return length, None
+
+
+def _gradient(objective: Objective, masked: MaskedModel) -> tuple[float, Tensor]:
+    loss, gradient = objective.gradient(or_infinity=True)
+    return loss, gradient * masked.support if math.isfinite(loss) else torch.zeros_like(gradient)

@@ -1,10 +1,20 @@
-"""Functions spelt out in simpler ones, where forward mode lacks them, fails or has no second derivative."""
+"""Functions written in simpler ones, where forward mode lacks them, fails or has no second derivative.
+
+:data:`DECOMPOSITIONS` are torch functions, which :class:`ifso.curvature.dual_mode.DualMode` exchanges when they are
+called. :data:`RULES` are ATen operators met in the backward pass and inside other functions: dropout on a GPU, also
+that of attention, and sampling at a grid. PyTorch keeps a table of such forms, which it looks into where it would
+otherwise refuse; nothing else in the process changes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import cache
+from importlib import import_module
+from itertools import product
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -13,22 +23,22 @@ from torch._ops import OpOverloadPacket
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.autograd.function import once_differentiable
+from torch.nn._reduction import legacy_get_string
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+aten = torch.ops.aten
 
-def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    """x σ(x)."""
-    return _given(input, lambda z: z * z.sigmoid(), inplace)
-
-
-def mish(input: Tensor, inplace: bool = False) -> Tensor:
-    """x tanh(softplus(x))."""
-    return _given(input, lambda z: z * F.softplus(z).tanh(), inplace)
+_NEAREST, _CUBIC = 1, 2
+_BORDER, _REFLECTION = 1, 2
 
 
-def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    """A line between 0 and 1."""
-    return _given(input, lambda z: ((z + 3) / 6).clamp(0, 1), inplace)
+def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An activation with the arguments of PyTorch's."""
+
+    def activation(input: Tensor, inplace: bool = False) -> Tensor:
+        return input.copy_(function(input.clone())) if inplace else function(input)
+
+    return activation
 
 
 def group_norm(
@@ -79,11 +89,7 @@ def mse_loss(
     weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """(input − target)²."""
-    square = (input - target) ** 2
-    if weight is not None:
-        square = square * weight
-    mean = square.mean() if weight is None else square.sum() / weight.expand_as(square).sum()
-    return _reduced(square, mean, _old_name(size_average, reduce, reduction))
+    return _reduced((input - target) ** 2, _reduction_of(size_average, reduce, reduction), weight)
 
 
 def huber_loss(
@@ -92,40 +98,32 @@ def huber_loss(
     """A parabola, then a line."""
     error = (input - target).abs()
     loss = torch.where(error < delta, 0.5 * (input - target) ** 2, delta * (error - 0.5 * delta))
-    if weight is not None:
-        loss = loss * weight
-    mean = loss.mean() if weight is None else loss.sum() / weight.expand_as(loss).sum()
-    return _reduced(loss, mean, reduction)
+    return _reduced(loss, reduction, weight)
 
 
 def soft_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Tensor:
     """log(1 + exp(−target · input))."""
-    loss = F.softplus(-target * input)
-    return _reduced(loss, loss.mean(), _old_name(size_average, reduce, reduction))
+    return _reduced(F.softplus(-target * input), _reduction_of(size_average, reduce, reduction))
 
 
-def _given(x: Tensor, function: Callable[[Tensor], Tensor], inplace: bool) -> Tensor:
-    return x.copy_(function(x.clone())) if inplace else function(x)
+def _reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
+    """The reduction, which older code gives in two other arguments."""
+    return reduction if size_average is None and reduce is None else legacy_get_string(size_average, reduce, False)
 
 
-def _old_name(size_average: Any, reduce: Any, reduction: str) -> str:
-    if size_average is None and reduce is None:
-        return reduction
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
+def _reduced(loss: Tensor, reduction: str, weight: Tensor | None = None) -> Tensor:
+    loss = loss if weight is None else loss * weight
+    if reduction == "mean":
+        return loss.mean() if weight is None else loss.sum() / weight.expand_as(loss).sum()
+    return {"sum": loss.sum(), "none": loss}[reduction]
 
 
-def _reduced(loss: Tensor, mean: Tensor, reduction: str) -> Tensor:
-    return {"mean": mean, "sum": loss.sum(), "none": loss}[reduction]
-
-
-WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
-    F.silu: silu,
-    F.mish: mish,
-    F.hardsigmoid: hardsigmoid,
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    F.silu: _elementwise(lambda x: x * x.sigmoid()),
+    F.mish: _elementwise(lambda x: x * F.softplus(x).tanh()),
+    F.hardsigmoid: _elementwise(lambda x: ((x + 3) / 6).clamp(0, 1)),
     F.group_norm: group_norm,
     torch._weight_norm: weight_norm,
     F.scaled_dot_product_attention: attention,
@@ -143,7 +141,7 @@ LINEAR_IN_INPUT = frozenset({"torchvision.roi_align", "torchvision.ps_roi_align"
 
 
 def is_linear_in_input(func: Any) -> bool:
-    """Is the function one of these operators?"""
+    """Return whether the function is one of :data:`LINEAR_IN_INPUT`."""
     return isinstance(func, OpOverloadPacket) and str(func) in LINEAR_IN_INPUT
 
 
@@ -205,3 +203,136 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, lams: Sequence
         leaf = torch.zeros_like(x).requires_grad_()
         y = function(leaf)
     return [torch.autograd.grad(y, leaf, lam, retain_graph=True)[0] for lam in lams]
+
+
+@cache
+def load_forward_mode() -> None:
+    """Let torch load its formulas, and take ours; it warns of deprecated functions that it calls itself in doing so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table: Any = import_module("torch._decomp.decompositions_for_jvp")
+        for operator, rule in RULES.items():
+            rule.__annotations__ = get_type_hints(rule)
+            table.register_decomposition_for_jvp(operator)(rule)
+            table._register_jit_decomposition_for_jvp(operator, use_python=True)
+
+
+def native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """λ times the mask that was drawn."""
+    return grad_output * (mask * scale)
+
+
+def grid_sampler_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the image and of the points where it is sampled."""
+    first, second = backward_of(
+        lambda image, points: grid_sample(image, points, interpolation_mode, padding_mode, align_corners),
+        grad_output,
+        (input, grid),
+        output_mask,
+    )
+    return first, second
+
+
+def backward_of(
+    function: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor], asked: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of the inputs that are ``asked``, zeros of others, all of them dual numbers where the inputs are."""
+    with torch.enable_grad():
+        leaves = [_leaf(tensor, wanted) for tensor, wanted in zip(inputs, asked, strict=True)]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        grads_of_wanted = iter(
+            torch.autograd.grad(function(*leaves), wanted, grad, allow_unused=True) if wanted else ()
+        )
+    grads = [next(grads_of_wanted) if leaf.requires_grad else None for leaf in leaves]
+    return [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(grads, inputs, strict=True)]
+
+
+def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
+    number, dot = unpack_dual(tensor)
+    leaf = number.detach().requires_grad_(wanted)
+    return leaf if dot is None else make_dual(leaf, dot.detach())
+
+
+def grid_sample(image: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool) -> Tensor:
+    """``F.grid_sample`` of an image [N, C, (D,) H, W] at a grid [N, (d,) h, w, 2 or 3], by plain indexing.
+
+    The numbers of ``interpolation`` (linear, nearest, cubic) and ``padding`` (zeros, border, reflection) are ATen's.
+    """
+    sides = image.shape[2:]
+    points = [
+        ((one + 1) * (side - 1) / 2) if align_corners else (((one + 1) * side - 1) / 2)
+        for one, side in zip(grid.unbind(-1)[::-1], sides, strict=True)
+    ]
+    if interpolation != _CUBIC:
+        points = [_inside(point, side, padding, align_corners) for point, side in zip(points, sides, strict=True)]
+    corners = [_corners(point, interpolation) for point in points]
+    total = torch.zeros((), dtype=image.dtype, device=image.device)
+    for corner in product(*corners):
+        weight = torch.ones_like(points[0])
+        index = []
+        for (at, share), side in zip(corner, sides, strict=True):
+            at = at if interpolation != _CUBIC else _inside(at, side, padding, align_corners).detach()
+            weight = weight * share * ((at >= 0) & (at < side))
+            index.append(at.clamp(0, side - 1).nan_to_num().long())
+        total = total + _picked(image, index) * weight.unsqueeze(1)
+    return total
+
+
+def _picked(image: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """The pixels [N, C, …] at whole numbers [N, …]."""
+    flat = torch.zeros_like(index[0])
+    for one, side in zip(index, image.shape[2:], strict=True):
+        flat = flat * side + one
+    flat = flat.unsqueeze(1).expand(-1, image.shape[1], *flat.shape[1:])
+    return image.flatten(2).gather(2, flat.flatten(2)).view(flat.shape)
+
+
+def _corners(point: Tensor, interpolation: int) -> list[tuple[Tensor, Tensor]]:
+    """Whole numbers around a point along one side, each with its share of the result."""
+    number = point.detach()
+    if interpolation == _NEAREST:
+        return [(number.round(), torch.ones_like(number))]
+    low = number.floor()
+    part = point - low
+    if interpolation != _CUBIC:
+        return [(low, 1 - part), (low + 1, part)]
+    shares = (_far(part + 1), _near(part), _near(1 - part), _far(2 - part))
+    return [(low + shift, share) for shift, share in zip((-1, 0, 1, 2), shares, strict=True)]
+
+
+def _near(x: Tensor, a: float = -0.75) -> Tensor:
+    """Keys' cubic, up to 1 away."""
+    return ((a + 2) * x - (a + 3)) * x * x + 1
+
+
+def _far(x: Tensor, a: float = -0.75) -> Tensor:
+    """Keys' cubic, from 1 to 2 away."""
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def _inside(point: Tensor, side: int, padding: int, align_corners: bool) -> Tensor:
+    """A point outside of the image led back to its border, or mirrored at it."""
+    if padding == _REFLECTION:
+        low, span = (0.0, side - 1.0) if align_corners else (-0.5, float(side))
+        if not span:
+            return torch.zeros_like(point)
+        beyond = (point - low).abs()
+        turns = (beyond.detach() / span).floor()
+        rest = beyond - turns * span
+        point = torch.where(turns % 2 == 0, rest + low, span + low - rest)
+    return point.clamp(0, side - 1) if padding in (_BORDER, _REFLECTION) else point
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout_backward.default: native_dropout_backward,
+    aten.grid_sampler_2d_backward.default: grid_sampler_backward,
+    aten.grid_sampler_3d_backward.default: grid_sampler_backward,
+}

@@ -17,9 +17,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.curvature.paired_batches import alias, dense_format, doubled, halves, is_dense, joined, kernels, parted, quick
-from ifso.curvature.primal_cache import LayerPrimal
-from ifso.curvature.weight_space import sum_of
+from ifso.curvature.paired_batches import (
+    alias,
+    as_one_batch,
+    dense_format,
+    empty_pair,
+    fits_kernels,
+    halves,
+    is_dense,
+    load_kernels,
+    split_batch,
+)
+from ifso.curvature.primal_cache import CachedCall
+from ifso.curvature.weight_space import sum_present
 
 aten = torch.ops.aten
 
@@ -90,7 +100,7 @@ class DualLayer(Function):
     def forward(
         ctx: Any,
         shape: ConvShape | LinearShape,
-        known: LayerPrimal,
+        known: CachedCall,
         x: Tensor,
         x_dot: Tensor | None,
         weight: Tensor,
@@ -99,7 +109,7 @@ class DualLayer(Function):
         mask_dot: Tensor | float | None,
         weight_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
         mask_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
-        spark: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
     ) -> Tensor:
         """``y`` with the tangent ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
         y = known.output()
@@ -107,7 +117,7 @@ class DualLayer(Function):
             with known.precision(x):
                 y = shape.apply(x, weight, bias)
             known.keep_output(y)
-        moved = sum_of(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
+        moved = sum_present(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
         y_dot = None if moved is None else shape.apply(moved, weight)
         if isinstance(mask_dot, float):
             plain = y if bias is None else y - along(bias, shape.channel_dim(y), y)
@@ -139,20 +149,22 @@ class DualLayer(Function):
             if isinstance(ctx.mask_dot, float):
                 lam, lam_dot = _met(lam, lam_dot, beside=not ctx.known.needs_care(lam))
             if to_weight:
-                weight_tangent = sum_of(_to_weight(shape, lam_dot, x, weight), _to_weight(shape, lam, moved, weight))
+                weight_tangent = sum_present(
+                    _to_weight(shape, lam_dot, x, weight), _to_weight(shape, lam, moved, weight)
+                )
             if to_x or to_mask:
                 back, straight = _back(ctx, lam, lam_dot, x, weight)
                 turned = None if weight_dot is None else shape.to_input(lam, x, weight_dot)
-                back_dot = sum_of(straight, turned)
+                back_dot = sum_present(straight, turned)
                 if to_mask:
                     mask_tangent = _per_channel(shape, x, back_dot, x_dot, back)
                 if isinstance(ctx.mask_dot, Tensor):
-                    back_dot = sum_of(back_dot, back * ctx.mask_dot)
+                    back_dot = sum_present(back_dot, back * ctx.mask_dot)
                 grad_x = back if back_dot is None else make_dual(back, back_dot)
         return None, None, grad_x, None, None, None, None, None, weight_tangent, mask_tangent, None
 
 
-def spark() -> Tensor:
+def dual_zero() -> Tensor:
     """A dual number as an input for functions that bring a tangent of their own: torch asks them for it.
 
     ``make_dual`` would do without, but what it gives is a view. A model that writes into a view (``relu_``, ``+=``) has
@@ -184,9 +196,9 @@ def _met(lam: Tensor, lam_dot: Tensor | None, *, beside: bool) -> tuple[Tensor, 
 
 def _back(ctx: Any, lam: Tensor, lam_dot: Tensor | None, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """``Wᵀλ`` (from an earlier pass if it is known) and ``Wᵀλ̇``."""
-    pair = None if ctx.known.back is not None or lam_dot is None else joined(lam, lam_dot)
+    pair = None if ctx.known.back is not None or lam_dot is None else as_one_batch(lam, lam_dot)
     if pair is not None:
-        back, straight = parted(ctx.shape.to_input(pair, doubled(x), weight))
+        back, straight = split_batch(ctx.shape.to_input(pair, empty_pair(x), weight))
         ctx.known.keep_back(back, half=True)
         return back, straight
     back = ctx.known.back
@@ -209,12 +221,12 @@ def _per_channel(
     if not pairs:
         return None
     flat = [tensor for pair in pairs for tensor in pair]
-    if shape.channel_dim(x) == 1 and quick(*flat):
-        return kernels().channel_dots(*flat)
+    if shape.channel_dim(x) == 1 and fits_kernels(*flat):
+        return load_kernels().channel_dots(*flat)
     rest = [axis for axis in range(x.dim()) if axis != shape.channel_dim(x)]
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = [(left * right).sum(rest, dtype=wide) if rest else left * right for left, right in pairs]
-    return sum_of(*parts)
+    return sum_present(*parts)
 
 
 class DualBatchNorm(Function):
@@ -233,14 +245,14 @@ class DualBatchNorm(Function):
         gain: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        spark: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
     ) -> Tensor:
         """``y`` with the tangent ``ẏ``."""
         if gain is None:
             gain = torch.ones(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        ctx.eps, ctx.quick = eps, quick(x, x_dot)
+        ctx.eps, ctx.quick = eps, fits_kernels(x, x_dot)
         if ctx.quick:
-            y, y_dot, *stats = kernels().batch_norm_forward(x, x_dot, gain, bias, eps)
+            y, y_dot, *stats = load_kernels().batch_norm_forward(x, x_dot, gain, bias, eps)
         else:
             y, mean, rstd = aten.native_batch_norm(x, gain, bias, None, None, True, 0.0, eps)
             y_dot, x_dot_hat, x_dot_sum = _b(x_dot, x, gain, mean, rstd, eps)
@@ -265,7 +277,7 @@ class DualBatchNorm(Function):
                 lam_dot = (
                     torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=dense_format(x))
                 )
-                back, back_dot = kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
+                back, back_dot = load_kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
             else:
                 back, back_dot = _batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats, ctx.eps)
         return make_dual(back, back_dot), None, None, None, None, None
@@ -284,9 +296,9 @@ def _batch_norm_backward(
     lam_y_dot = scale * (lam_x_dot - x_dot_mean * lam_mean - x_dot_hat * lam_hat)
     to_x_dot = scale * rstd * lam_hat
     to_x = rstd * (rstd * lam_y_dot - to_x_dot * x_dot_hat)
-    back_dot = torch.addcmul(_column(to_x * mean + to_x_dot * x_dot_mean, x), x, _column(to_x, x), value=-1)
-    back_dot.addcmul_(back, _column(rstd * x_dot_hat, x), value=-1)
-    back_dot.addcmul_(x_dot, _column(to_x_dot, x), value=-1)
+    back_dot = torch.addcmul(along(to_x * mean + to_x_dot * x_dot_mean, 1, x), x, along(to_x, 1, x), value=-1)
+    back_dot.addcmul_(back, along(rstd * x_dot_hat, 1, x), value=-1)
+    back_dot.addcmul_(x_dot, along(to_x_dot, 1, x), value=-1)
     if lam_dot is not None:
         back_dot.add_(_b(lam_dot, x, gain, mean, rstd, eps)[0])
     return back, back_dot.to(back.dtype)
@@ -295,10 +307,6 @@ def _batch_norm_backward(
 def _b(grad: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``B(grad)``, ``Σ x̂·grad`` and ``Σ grad`` per channel."""
     return aten.native_batch_norm_backward(grad, x, gain, None, None, mean, rstd, True, eps, [True, True, True])
-
-
-def _column(vector: Tensor, like: Tensor) -> Tensor:
-    return along(vector, 1, like)
 
 
 def along(vector: Tensor, dim: int, like: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
-from ifso.curvature.decompositions import WRITTEN_OUT, call_linear, is_linear_in_input
-from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, spark
-from ifso.curvature.primal_cache import LayerPrimal, Primal, is_careful
+from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
+from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, dual_zero
+from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
 
 @dataclass(eq=False)
-class Plan:
-    """What happens to one parameter of the model wherever it is used.
+class ParameterPlan:
+    """What one parameter of the model does wherever it is used.
 
     As the weight of a layer it has the tangent ``dot``, its input channels are scaled by a mask with the tangent
     ``mask_dot(groups)``, and ``weight_tap()`` and ``mask_tap(groups)`` collect. In any other use it is replaced by
@@ -42,30 +42,30 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How a pass is made; the first two as for :class:`ifso.curvature.products.Products`.
+class PassOptions:
+    """How a pass computes; the first two as for :class:`ifso.curvature.products.Products`.
 
-    ``primal`` is what passes over the same batch share, None if they share nothing.
+    ``cache`` is what passes over the same batch share, None if they share nothing.
     """
 
     fused: bool = True
     careful: bool | None = None
-    primal: Primal | None = None
+    cache: PrimalCache | None = None
 
-    def layer_primal(self, key: Any, weight: Tensor) -> LayerPrimal:
-        """What is known of the next call of a layer."""
+    def next_call(self, key: Any, weight: Tensor) -> CachedCall:
+        """What the cache has of the next call of a layer."""
         careful = is_careful(self.careful, weight)
-        return LayerPrimal(key, careful) if self.primal is None else self.primal.call(key, careful)
+        return CachedCall(key, careful) if self.cache is None else self.cache.next_call(key, careful)
 
 
 class DualMode(TorchFunctionMode):
-    """Runs layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
+    """Run layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
 
-    def __init__(self, plans: Mapping[int, Plan], manner: Manner) -> None:
+    def __init__(self, plans: Mapping[int, ParameterPlan], options: PassOptions) -> None:
         super().__init__()
-        self._plans, self._manner = plans, manner
-        if manner.primal is not None:
-            manner.primal.start()
+        self._plans, self._options = plans, options
+        if options.cache is not None:
+            options.cache.start()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,14 +75,14 @@ class DualMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             with _set_fwd_grad_enabled(False):
                 return func(*args, **kwargs)
-        if self._manner.fused and func in _BY_HAND:
-            result = _BY_HAND[func](self, *args, **kwargs)
+        if self._options.fused and func in _DUAL_LAYERS:
+            result = _DUAL_LAYERS[func](self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         args, kwargs = self._with_stand_ins(args), self._with_stand_ins(kwargs)
         if is_linear_in_input(func):
             return call_linear(func, *args, **kwargs)
-        return WRITTEN_OUT.get(func, func)(*args, **kwargs)
+        return DECOMPOSITIONS.get(func, func)(*args, **kwargs)
 
     def _with_stand_ins(self, value: Any) -> Any:
         """Arguments of a call, nested as they may be; ``tree_map`` takes longer than most calls on small tensors."""
@@ -94,12 +94,12 @@ class DualMode(TorchFunctionMode):
         return tree_map(self.stand_in, value) if isinstance(value, (tuple, list, dict)) else self.stand_in(value)
 
     @cached_property
-    def spark(self) -> Tensor:
+    def dual_zero(self) -> Tensor:
         """What makes torch ask layers for their tangents."""
-        return spark()
+        return dual_zero()
 
     def watches(self, *tensors: Tensor | None) -> bool:
-        """Has one of the tensors a plan?"""
+        """Whether one of the tensors has a plan."""
         return any(id(tensor) in self._plans for tensor in tensors if tensor is not None)
 
     def stand_in(self, value: Any) -> Any:
@@ -109,7 +109,7 @@ class DualMode(TorchFunctionMode):
 
     def layer(self, shape: ConvShape | LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         """A convolution or linear layer by :class:`DualLayer`."""
-        plan = self._plans.get(id(weight), Plan())
+        plan = self._plans.get(id(weight), ParameterPlan())
         x, x_dot = _primal_and_dot(self.stand_in(x))
         if not plan.in_layers or _derived(weight):
             return NotImplemented
@@ -121,8 +121,10 @@ class DualMode(TorchFunctionMode):
         late = bias if self.watches(bias) or _derived(bias) else None
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
-        known = self._manner.layer_primal((shape, id(weight), x.shape), weight)
-        result = DualLayer.apply(shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.spark)
+        known = self._options.next_call((shape, id(weight), x.shape), weight)
+        result = DualLayer.apply(
+            shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.dual_zero
+        )
         if late is not None:
             result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result
@@ -185,7 +187,7 @@ def _batch_norm(
     if training:
         if x_dot is None:
             return NotImplemented
-        return DualBatchNorm.apply(x, x_dot, weight, bias, eps, mode.spark)
+        return DualBatchNorm.apply(x, x_dot, weight, bias, eps, mode.dual_zero)
     assert running_mean is not None
     assert running_var is not None
     scale = (running_var + eps).rsqrt()
@@ -195,19 +197,19 @@ def _batch_norm(
 
 
 def _primal_and_dot(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Both halves; the tangent without a graph of its own, which nobody will walk."""
+    """Both halves; the tangent without a graph of its own."""
     primal, tangent = unpack_dual(x)
     return primal, None if tangent is None else tangent.detach()
 
 
 def _derived(tensor: Tensor | None) -> bool:
-    """Was it computed from something that moves or is differentiated?"""
+    """Whether it was computed from something that moves or is differentiated."""
     return tensor is not None and (
         (tensor.requires_grad and not tensor.is_leaf) or unpack_dual(tensor).tangent is not None
     )
 
 
-_BY_HAND: dict[Any, Callable[..., Any]] = {
+_DUAL_LAYERS: dict[Any, Callable[..., Any]] = {
     torch.conv1d: _conv(1),
     torch.conv2d: _conv(2),
     torch.conv3d: _conv(3),

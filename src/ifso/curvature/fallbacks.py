@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from ifso.common.devices import let_go_of, out_of_memory
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
 from ifso.curvature.weight_space import Reader, WeightSpace
 
 AGREEMENT = 0.01
@@ -33,7 +33,7 @@ STEPS = {torch.float64: 1e-6, torch.float32: 5e-3}
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedLoss:
     """L(M ⊙ W): the loss, ``tensors`` that move or are masked, those of them that are ``W``, and where masks act.
 
     ``moving`` [units] is 1 for the masks that move.
@@ -48,30 +48,25 @@ class Masked:
 
     def scaled(self, tensors: Mapping[str, Tensor], masks: Sequence[Tensor]) -> dict[str, Tensor]:
         """M ⊙ W with a mask [units] for each reader."""
-        found = dict(tensors)
+        scaled = dict(tensors)
         for reader, mask in zip(self.readers, masks, strict=True):
-            tensor, entries = found[reader.parameter], torch.cat([mask, mask.new_ones(1)])
-            found[reader.parameter] = tensor * reader.spread(entries, tensor.shape)
-        return found
-
-    def by_reader(self, numbers: Mapping[str, Tensor]) -> Tensor:
-        """Sums over the slices of each unit [readers, units] of numbers in the shapes of the parameters."""
-        count = len(self.moving)
-        return self.stacked([reader.gather(numbers[reader.parameter], count) for reader in self.readers])
+            tensor, entries = scaled[reader.parameter], torch.cat([mask, mask.new_ones(1)])
+            scaled[reader.parameter] = tensor * reader.spread(entries, tensor.shape)
+        return scaled
 
     def stacked(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows [units] of all readers, zero where masks do not move."""
         return torch.stack([row * self.moving for row in rows]) if rows else self.moving.new_zeros(0, len(self.moving))
 
 
-class WayAround:
+class Fallback:
     """Products by double backward where that is right, by differences where it is not, after forward mode has failed.
 
     Double backward is compared with differences once for each kind of product: a backward pass that cannot be
     differentiated need not say so. ``note`` tells which of the two it is, why, and how exact.
     """
 
-    def __init__(self, masked: Masked, error: Exception) -> None:
+    def __init__(self, masked: MaskedLoss, error: Exception) -> None:
         let_go_of(error)
         self._reason = _reason(error)
         self._exact: DoubleBackward | None = DoubleBackward(masked)
@@ -91,47 +86,29 @@ class WayAround:
             f"{self._reason}; estimated relative error {self._rough.error:.0e}"
         )
 
-    def mixed(self, batch: Any) -> Tensor:
-        """1ᵀ ∂²L/∂M∂W, over ``W``."""
-        return self._product("mixed", batch)
-
-    def hessian(self, batch: Any, vector: Tensor) -> Tensor:
-        """H·vector, over ``W``."""
-        return self._product("hessian", batch, vector)
-
-    def sensitivity(self, batch: Any, vector: Tensor) -> Tensor:
-        """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units]."""
-        return self._product("sensitivity", batch, vector)
-
-    def _product(self, kind: str, *arguments: Any) -> Tensor:
+    def product(self, kind: str, batch: Any, vector: Tensor | None = None) -> Tensor:
+        """The product of that kind: a method of :class:`ifso.curvature.products.Products`."""
         if self._exact is not None and kind in self._apart:
-            return getattr(self._exact, kind)(*arguments)
-        rough = getattr(self._rough, kind)(*arguments)
-        exact = self._exactly(kind, arguments)
-        if exact is None:
-            return rough
-        self._apart[kind] = _relative(exact, rough)
-        if self._apart[kind] <= max(AGREEMENT, 4 * self._rough.error):
-            return exact
-        self._exact = None
-        return rough
-
-    def _exactly(self, kind: str, arguments: Sequence[Any]) -> Tensor | None:
-        """The product by double backward; None, from then on, if there is none."""
+            return self._exact.product(kind, batch, vector)
+        rough = self._rough.product(kind, batch, vector)
         if self._exact is None:
-            return None
+            return rough
         try:
-            return getattr(self._exact, kind)(*arguments)
+            exact = self._exact.product(kind, batch, vector)
         except Exception as error:
             if out_of_memory(error):
                 raise
             let_go_of(error)
+        else:
+            self._apart[kind] = _relative(exact, rough)
+            if self._apart[kind] <= max(AGREEMENT, 4 * self._rough.error):
+                return exact
         self._exact = None
-        return None
+        return rough
 
 
-def may_go_around(error: Exception) -> bool:
-    """Is it about the pass, not about memory, and is there time for another one?"""
+def can_fall_back(error: Exception) -> bool:
+    """Return whether the error is about the pass, not about memory, and nothing is being captured."""
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return not out_of_memory(error) and not capturing
 
@@ -140,35 +117,33 @@ def may_go_around(error: Exception) -> bool:
 class DoubleBackward:
     """The backward pass of the backward pass."""
 
-    masked: Masked
+    masked: MaskedLoss
 
-    def mixed(self, batch: Any) -> Tensor:
-        """1ᵀ ∂²L/∂M∂W."""
-        with self._first(batch) as (weights, _, _, to_masks):
-            moved = [(one * self.masked.moving).sum() for one in to_masks]
-            return self._over_weights(_again(moved, list(weights.values())))
-
-    def hessian(self, batch: Any, vector: Tensor) -> Tensor:
-        """H·vector."""
-        with self._first(batch) as (weights, _, to_weights, _):
-            return self._over_weights(_again(self._along(vector, to_weights), list(weights.values())))
-
-    def sensitivity(self, batch: Any, vector: Tensor) -> Tensor:
-        """∂/∂M ⟨vector, ∂L/∂W⟩."""
-        with self._first(batch) as (_, masks, to_weights, _):
-            rows = _again(self._along(vector, to_weights), masks)
-            return self.masked.stacked(rows)
-
-    def _over_weights(self, grads: list[Tensor]) -> Tensor:
-        return self.masked.space.flat(dict(zip(self.masked.space.tensors, grads, strict=True)))
-
-    def _along(self, vector: Tensor, to_weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """⟨vector, ∂L/∂W⟩, by parameter."""
-        dots = self.masked.space.split(vector)
-        return [(dots[name] * grad).sum() for name, grad in to_weights.items()]
+    def product(self, kind: str, batch: Any, vector: Tensor | None) -> Tensor:
+        """The gradient of 1ᵀ ∂L/∂M ("mixed") or of ⟨vector, ∂L/∂W⟩, over ``M`` ("sensitivity") or ``W``."""
+        masked = self.masked
+        with self._gradients(batch) as (weights, masks, to_weights, to_masks):
+            if vector is None:
+                values = [(grad * masked.moving).sum() for grad in to_masks]
+            else:
+                dots = masked.space.split(vector)
+                values = [(dots[name] * grad).sum() for name, grad in to_weights.items()]
+            inputs = masks if kind == "sensitivity" else list(weights.values())
+            values = [value for value in values if value.requires_grad]
+            grads = (
+                torch.autograd.grad(values, inputs, allow_unused=True) if values and inputs else [None] * len(inputs)
+            )
+            gradients = _zeros_for_none(grads, inputs)
+        return (
+            masked.stacked(gradients)
+            if kind == "sensitivity"
+            else masked.space.flat(dict(zip(weights, gradients, strict=True)))
+        )
 
     @contextlib.contextmanager
-    def _first(self, batch: Any) -> Iterator[tuple[dict[str, Tensor], list[Tensor], dict[str, Tensor], list[Tensor]]]:
+    def _gradients(
+        self, batch: Any
+    ) -> Iterator[tuple[dict[str, Tensor], list[Tensor], dict[str, Tensor], list[Tensor]]]:
         """``W`` and ``M`` as leaves, ∂L/∂W and ∂L/∂M, to be differentiated again."""
         masked = self.masked
         leaves = {name: tensor.detach() for name, tensor in masked.tensors.items()}
@@ -177,26 +152,18 @@ class DoubleBackward:
         with undisturbed(masked.model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
             scaled = masked.scaled(leaves, masks)
             plans = {
-                id(tensor): Plan(stand_in=lambda name=name: scaled[name], in_layers=False)  # type: ignore[misc]
+                id(tensor): ParameterPlan(stand_in=lambda name=name: scaled[name], in_layers=False)  # type: ignore[misc]
                 for name, tensor in masked.tensors.items()
             }
-            with below_other_modes(DualMode(plans, Manner(fused=False))):
+            with below_other_modes(DualMode(plans, PassOptions(fused=False))):
                 loss = checked(masked.loss_fn(masked.model, batch))
             inputs = [*weights.values(), *masks]
-            found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-            grads = _or_zeros(found, inputs)
-            count = len(weights)
-            yield weights, masks, dict(zip(weights, grads[:count], strict=True)), grads[count:]
+            grads = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+            gradients = _zeros_for_none(grads, inputs)
+            yield weights, masks, dict(zip(weights, gradients, strict=False)), gradients[len(weights) :]
 
 
-def _again(values: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The gradient of the sum of the values; zeros where they do not depend on an input."""
-    moving = [value for value in values if value.requires_grad]
-    found = torch.autograd.grad(moving, inputs, allow_unused=True) if moving and inputs else [None] * len(inputs)
-    return _or_zeros(found, inputs)
-
-
-def _or_zeros(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _zeros_for_none(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, grads, strict=True)]
 
 
@@ -208,84 +175,66 @@ class Differences:
     result.
     """
 
-    masked: Masked
+    masked: MaskedLoss
     error: float = 0.0
     dtype: torch.dtype | None = None
     _measured: set[str] = field(default_factory=set)
 
-    def mixed(self, batch: Any) -> Tensor:
-        """1ᵀ ∂²L/∂M∂W."""
-
-        def gradient(tensors: Mapping[str, Tensor], amount: float) -> Tensor:
-            ones = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
-            mask = 1 + amount * self.masked.moving.to(self.dtype)
-            factors = self.masked.scaled(ones, [mask] * len(self.masked.readers))
-            grads = self._gradient({name: tensor * factors[name] for name, tensor in tensors.items()}, batch)
-            return self.masked.space.flat({name: grads[name] * factors[name] for name in self.masked.space.tensors})
-
-        return self._difference("mixed", gradient, 1.0)
-
-    def hessian(self, batch: Any, vector: Tensor) -> Tensor:
-        """H·vector."""
-
-        def gradient(tensors: Mapping[str, Tensor], amount: float) -> Tensor:
-            grads = self._gradient(self._moved(tensors, vector, amount), batch)
-            return self.masked.space.flat({name: grads[name] for name in self.masked.space.tensors})
-
-        return self._difference("hessian", gradient, self._scale(vector))
-
-    def sensitivity(self, batch: Any, vector: Tensor) -> Tensor:
-        """∂/∂M ⟨vector, ∂L/∂W⟩."""
-
-        def gradient(tensors: Mapping[str, Tensor], amount: float) -> Tensor:
-            moved = self._moved(tensors, vector, amount)
-            grads = self._gradient(moved, batch)
-            return self.masked.by_reader({name: tensor * grads[name] for name, tensor in moved.items()})
-
-        return self._difference("sensitivity", gradient, self._scale(vector))
-
-    def _moved(self, tensors: Mapping[str, Tensor], vector: Tensor, amount: float) -> dict[str, Tensor]:
-        dots = self.masked.space.split(vector.to(self.dtype))
-        return {name: tensor + amount * dots[name] if name in dots else tensor for name, tensor in tensors.items()}
-
-    def _scale(self, vector: Tensor) -> float:
-        """How far to go along a vector to move the weights by their own size."""
-        length = float(vector.norm())
-        return float(self.masked.space.current().norm()) / length if length else 1.0
-
-    def _difference(self, kind: str, gradient: Callable[[Mapping[str, Tensor], float], Tensor], scale: float) -> Tensor:
+    def product(self, kind: str, batch: Any, vector: Tensor | None) -> Tensor:
         """[f(step) − f(−step)] / 2 step, in the precision of the weights."""
         if self.dtype is not None:
-            return self._in(self.dtype, kind, gradient, scale)
+            return self._difference(self.dtype, kind, batch, vector)
         own = self.masked.moving.dtype
         try:
-            return self._in(torch.float64, kind, gradient, scale)
+            return self._difference(torch.float64, kind, batch, vector)
         except Exception as error:
             if own == torch.float64 or out_of_memory(error):
                 raise
             let_go_of(error)
-        return self._in(own, kind, gradient, scale)
+        return self._difference(own, kind, batch, vector)
 
-    def _in(
-        self, dtype: torch.dtype, kind: str, gradient: Callable[[Mapping[str, Tensor], float], Tensor], scale: float
-    ) -> Tensor:
+    def _difference(self, dtype: torch.dtype, kind: str, batch: Any, vector: Tensor | None) -> Tensor:
         self.dtype, before = dtype, self.dtype
-        step = STEPS.get(dtype, STEPS[torch.float32]) * scale
+        step = STEPS.get(dtype, STEPS[torch.float32]) * self._scale(vector)
         tensors = {name: tensor.detach().to(dtype) for name, tensor in self.masked.tensors.items()}
 
         def between(step: float) -> Tensor:
-            return (gradient(tensors, step) - gradient(tensors, -step)) / (2 * step)
+            ahead, behind = (self._at(kind, batch, vector, tensors, amount) for amount in (step, -step))
+            return (ahead - behind) / (2 * step)
 
         try:
             with in_precision(self.masked.model, dtype), differentiable(self.masked.tensors.values()):
-                found = between(step)
+                difference = between(step)
                 if kind not in self._measured:
                     self._measured.add(kind)
-                    self.error = max(self.error, _relative(between(step / 2), found))
+                    self.error = max(self.error, _relative(between(step / 2), difference))
         except BaseException:
             self.dtype = before
             raise
-        return found.to(self.masked.moving.dtype)
+        return difference.to(self.masked.moving.dtype)
+
+    def _scale(self, vector: Tensor | None) -> float:
+        """How far to go along a vector to move the weights by their own size."""
+        length = 0.0 if vector is None else float(vector.norm())
+        return float(self.masked.space.current().norm()) / length if length else 1.0
+
+    def _at(self, kind: str, batch: Any, vector: Tensor | None, tensors: Mapping[str, Tensor], amount: float) -> Tensor:
+        """∂L/∂W where all masks ("mixed") or the weights have moved by an amount, or ∂L/∂M ("sensitivity") there."""
+        masked = self.masked
+        if vector is None:
+            ones = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+            mask = 1 + amount * masked.moving.to(self.dtype)
+            factors = masked.scaled(ones, [mask] * len(masked.readers))
+            grads = self._gradient({name: tensor * factors[name] for name, tensor in tensors.items()}, batch)
+            return masked.space.flat({name: grads[name] * factors[name] for name in masked.space.tensors})
+        dots = masked.space.split(vector.to(self.dtype))
+        moved = {name: tensor + amount * dots[name] if name in dots else tensor for name, tensor in tensors.items()}
+        grads = self._gradient(moved, batch)
+        if kind == "hessian":
+            return masked.space.flat({name: grads[name] for name in masked.space.tensors})
+        slopes = {name: tensor * grads[name] for name, tensor in moved.items()}
+        count = len(masked.moving)
+        return masked.stacked([reader.gather(slopes[reader.parameter], count) for reader in masked.readers])
 
     def _gradient(self, tensors: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
         """∇L where the model has these tensors."""
@@ -296,15 +245,12 @@ class Differences:
         with undisturbed(self.masked.model), torch.enable_grad():
             loss = checked(self.masked.loss_fn(self.masked.model, batch))
             grads = torch.autograd.grad(loss, list(mine.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(tensors[name]) if grad is None else grad
-            for name, grad in zip(mine, grads, strict=True)
-        }
+        return dict(zip(mine, _zeros_for_none(grads, list(tensors.values())), strict=True))
 
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within it the model computes in another precision; afterwards every tensor is the one that it was."""
+    """Let the model compute in another precision; afterwards every tensor is the one that it was."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     try:
@@ -316,9 +262,9 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             tensor.data = data
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖."""
-    apart, size = float((found - wanted).norm()), float(wanted.norm())
+def _relative(one: Tensor, other: Tensor) -> float:
+    """‖one − other‖ / ‖other‖."""
+    apart, size = float((one - other).norm()), float(other.norm())
     return apart / size if size else apart
 
 

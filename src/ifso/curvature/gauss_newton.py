@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.forward_rules import load_forward_mode
-from ifso.curvature.weight_space import sum_of
+from ifso.curvature.decompositions import load_forward_mode
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.curvature.weight_space import sum_present
 from ifso.errors import ScoreError
 
 
@@ -34,29 +34,37 @@ def gauss_newton_product(
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
     load_forward_mode()
-    with _explained(), undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
+    with (
+        _reraise_as_score_error(),
+        undisturbed(model),
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        without_checkpoints(),
+    ):
         with ALONE, forward_ad.dual_level():
-            cut = _Cut(tensors, dots)
-            with cut.at_output_of(model), below_other_modes(DualMode(cut.plans, Manner(fused=False))):
+            split = _Linearization(tensors, dots)
+            before = model.register_forward_pre_hook(split.enter, with_kwargs=True)
+            after = model.register_forward_hook(split.leave)
+            with before, after, below_other_modes(DualMode(split.plans, PassOptions(fused=False))):
                 loss = checked(loss_fn(model, batch))
-            if not cut.outputs:
+            if not split.outputs:
                 raise ScoreError(
                     "loss_fn never calls model(...), so the Gauss-Newton matrix has no output to linearise; "
                     "call the model in loss_fn, or choose curvature='hessian'"
                 )
-            direct = [leaf for leaf in cut.direct.values() if leaf is not None]
-            leaves = [leaf for _, leaf in cut.outputs]
+            direct = [leaf for leaf in split.direct.values() if leaf is not None]
+            leaves = [leaf for _, leaf in split.outputs]
             grads = torch.autograd.grad(loss, [*leaves, *direct], allow_unused=True)
             tangents = [None if grad is None else forward_ad.unpack_dual(grad).tangent for grad in grads]
         back = [
             (primal, tangent)
-            for (primal, _), tangent in zip(cut.outputs, tangents[: len(leaves)], strict=True)
+            for (primal, _), tangent in zip(split.outputs, tangents[: len(leaves)], strict=True)
             if tangent is not None and primal.requires_grad
         ]
-        through = _pull_back(back, list(cut.inside.values()))
-    beside = dict(zip(cut.direct, tangents[len(leaves) :], strict=True))
+        through = _pull_back(back, list(split.inside.values()))
+    beside = dict(zip(split.direct, tangents[len(leaves) :], strict=True))
     return {
-        name: sum_of(through.get(id(cut.inside.get(name))), beside.get(name))
+        name: sum_present(through.get(id(split.inside.get(name))), beside.get(name))
         for name in tensors
     }  # fmt: skip
 
@@ -65,7 +73,7 @@ _SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", 
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _reraise_as_score_error() -> Iterator[None]:
     """What forward mode cannot differentiate is refused in one line, with what can; other errors pass."""
     try:
         yield
@@ -89,7 +97,7 @@ def _pull_back(back: list[tuple[Tensor, Tensor]], inside: list[Tensor]) -> dict[
     return {id(leaf): grad for leaf, grad in zip(inside, primals, strict=True)}
 
 
-class _Cut:
+class _Linearization:
     """Parameters as dual numbers, one leaf inside the model and another outside it; outputs of the model as leaves."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]) -> None:
@@ -99,7 +107,7 @@ class _Cut:
         self.direct: dict[str, Tensor] = {}
         self.outputs: list[tuple[Tensor, Tensor]] = []
         self.plans = {
-            id(tensor): Plan(stand_in=partial(self._stand_in, name), in_layers=False)
+            id(tensor): ParameterPlan(stand_in=partial(self._stand_in, name), in_layers=False)
             for name, tensor in tensors.items()
         }
 
@@ -110,11 +118,7 @@ class _Cut:
             leaves[name] = forward_ad.make_dual(leaf, self._dots[name])
         return leaves[name]
 
-    def at_output_of(self, model: nn.Module) -> _Hooks:
-        """Cut at every call of the model."""
-        return _Hooks(model, self._enter, self._leave)
-
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -123,7 +127,7 @@ class _Cut:
                     "does not follow; choose curvature='hessian'"
                 )
 
-    def _leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
         del args
         self._depth -= 1
         values, shape = tree_flatten(output)
@@ -137,20 +141,3 @@ class _Cut:
         dual = leaf if tangent is None else forward_ad.make_dual(leaf, tangent.detach())
         self.outputs.append((primal, dual))
         return dual
-
-
-class _Hooks:
-    """Forward hooks on the root of a model."""
-
-    def __init__(self, model: nn.Module, enter: Any, leave: Any) -> None:
-        self._model, self._enter, self._leave = model, enter, leave
-
-    def __enter__(self) -> None:
-        self._handles = [
-            self._model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self._model.register_forward_hook(self._leave),
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()

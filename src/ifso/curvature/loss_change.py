@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ifso.common.loss_fn import LossFn, WatchedLoss
-from ifso.curvature.continuation import Effort, Follower, Point
-from ifso.curvature.ggn_rows import MOST_OUTPUTS, obstacle
-from ifso.curvature.masked_model import Removal
-from ifso.curvature.objective import Objective, System
+from ifso.curvature.continuation import ContinuationOptions, ContinuationSolver, Point
+from ifso.curvature.objective import MaskedModel, Objective, System
 from ifso.curvature.products import Products
-from ifso.curvature.quadratic_models import quadratic, with_damping
+from ifso.curvature.quadratic_models import QuadraticModel, quadratic_model, with_damping
 from ifso.curvature.solvers import (
     ConjugateGradients,
     JacobianRows,
@@ -23,8 +21,9 @@ from ifso.curvature.solvers import (
     Solver,
     SolverWarning,
     create_solver,
-    tell,
+    warn_note,
 )
+from ifso.curvature.solvers.jacobian import MOST_OUTPUTS, obstacle
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph, Keep
 
@@ -34,7 +33,7 @@ _AGREES = 0.25
 
 @dataclass(frozen=True)
 class LossChange:
-    """The loss changes of one removal.
+    """The loss changes of one masked.
 
     ``existing`` is ΔL_ex (old weights), ``true`` the estimate of ΔL_gt (weights settled), ``weight_update`` ΔW by
     parameter name (zero on removed slices), ``reached`` the loss change really read at W* + ΔW, so that
@@ -77,7 +76,7 @@ def true_loss_change(
     apply: bool = False,
     curvature: str = "gauss-newton",
     damping: float = 1e-3,
-    effort: Effort | None = None,
+    effort: ContinuationOptions | None = None,
     weights: str = "all",
     curvature_batches: int | None = None,
 ) -> LossChange:
@@ -85,8 +84,7 @@ def true_loss_change(
 
     ``path_steps=1`` is Proposition 1 literally: ΔL_ex − ½gᵀ(C + λI)⁻¹g with g and C at (W*, M̂). With more steps the
     mask of the removed units is lowered from 1 to 0 and the surviving weights follow
-    (:mod:`ifso.curvature.continuation`);
-    ``effort`` says how much work that is.
+    (:mod:`ifso.curvature.continuation`).
 
     Args:
         model: with BN in eval or train mode, as it is to be judged; not changed unless ``apply``.
@@ -103,31 +101,37 @@ def true_loss_change(
         effort: corrections and trials on the path.
         weights: ``"all"`` trainable parameters settle, or only conv and linear ``"layers"``.
         curvature_batches: only the first so many batches are used for curvature (cheaper).
+
+    Returns:
+        The loss changes with old and with settled weights, the weight update, and how far to trust them.
+
+    Raises:
+        ScoreError: an option is out of range, a loss or gradient is not finite, or the solver does not fit the network.
     """
     if path_steps < 1:
-        raise ScoreError(f"path_steps={path_steps}; give 1 (Proposition 1) or more")
+        raise ScoreError(f"path_steps must be 1 (Proposition 1) or more, got path_steps={path_steps}")
     if not damping > 0:
-        raise ScoreError(f"damping={damping}; it must be above 0")
+        raise ScoreError(f"damping must be above 0, got damping={damping}")
     products = Products(model, graph, WatchedLoss(loss_fn), weights=weights)
     objective = Objective(products, batches, curvature_batches=curvature_batches)
-    removal = Removal(products, graph, keep)
-    system = System(objective, curvature, removal.support)
+    masked = MaskedModel(products, graph, keep)
+    system = System(objective, curvature, masked.support)
     chosen, notes = _choose(solver, objective, curvature, path_steps)
-    if removal.has_reductions and path_steps > 1:
+    if masked.has_reductions and path_steps > 1:
         notes.append("layers that take statistics over channels leave the removed units out from the path's start on")
     try:
         start = objective.loss()
-        with removal.at(0.0):
+        with masked.at(0.0):
             existing = objective.loss() - start
         if path_steps == 1:
-            end = _proposition_1(removal, system, chosen, damping, notes)
+            end = _proposition_1(masked, system, chosen, damping, notes)
         else:
-            end = _path(removal, system, chosen, damping, path_steps, effort or Effort(), start, notes)
-        update = end.weights - removal.start()
+            end = _path(masked, system, chosen, damping, path_steps, effort or ContinuationOptions(), start, notes)
+        update = end.weights - masked.start()
     finally:
-        removal.restore()
+        masked.restore()
     if apply:
-        removal.put(end.weights)
+        masked.assign_(end.weights)
     return LossChange(
         existing=existing,
         true=end.loss - end.left - start,
@@ -159,31 +163,29 @@ class _End:
 
 
 def _choose(solver: str | Solver, objective: Objective, curvature: str, steps: int) -> tuple[Solver, list[str]]:
-    """The solver, and what has to be said about it."""
+    """The solver, and a note where it is not the one that ``"auto"`` prefers."""
+    notes = []
     if solver == "auto":
         rows = JacobianRows() if steps > 1 else JacobianRows(rank=MOST_OUTPUTS)
         why = "it has the Hessian to invert" if curvature == "hessian" else obstacle(objective, rows.rank)
         if not why:
             return rows, []
-        solver = "cg"
-        notes = [f"solver 'cg', since {why}"] if why else []
-    else:
-        notes = []
+        solver, notes = "cg", [f"solver 'cg', since {why}"]
     if solver == "cg":
         return ConjugateGradients(iterations=_CG_ON_PATH if steps > 1 else _CG_LITERAL), notes
     return create_solver(solver), notes
 
 
-def _proposition_1(removal: Removal, system: System, solver: Solver, damping: float, notes: list[str]) -> _End:
+def _proposition_1(masked: MaskedModel, system: System, solver: Solver, damping: float, notes: list[str]) -> _End:
     """ΔL_ex − ½gᵀ(C + λI)⁻¹g."""
-    weights = removal.start()
-    with removal.at(0.0):
+    weights = masked.start()
+    with masked.at(0.0):
         before, gradient = system.objective.gradient()
         gradient = system.restrict(gradient)
         solution = _solve(solver, system, gradient, damping, notes)
         predicted = 0.5 * float(gradient @ solution.u)
         weights = weights - solution.u
-        removal.put(weights)
+        masked.assign_(weights)
         loss, rest = system.objective.gradient()
     agreement = (before - loss) / predicted if predicted else 1.0
     left, norms = loss - (before - predicted), (float(gradient.norm()), float(system.restrict(rest).norm()))
@@ -203,28 +205,32 @@ def _solve(solver: Solver, system: System, gradient: Tensor, damping: float, not
         raise ScoreError("the Hessian stays indefinite however it is damped; use curvature='gauss-newton'")
     notes.append(f"{system.curvature} matrix damped by {damping:g}")
     if solution.note:
-        notes.append(tell(solution.note))
+        notes.append(warn_note(solution.note))
     return solution
 
 
 def _path(
-    removal: Removal,
+    masked: MaskedModel,
     system: System,
     solver: Solver,
     damping: float,
     steps: int,
-    effort: Effort,
+    options: ContinuationOptions,
     start: float,
     notes: list[str],
 ) -> _End:
     """The loss reached at the end of the path, and what its last steps say is still to come (at most half of it)."""
-    follower = Follower(removal, system.objective, lambda gradient: quadratic(solver, system, gradient), effort)
-    walk, end = follower.walk(steps, damping)
-    agreement = end.agreement if end.agreement is not None else walk.points[-1].agreement if walk.points else 1.0
+
+    def model_at(gradient: Tensor) -> QuadraticModel:
+        return quadratic_model(solver, system, gradient)
+
+    state, end = ContinuationSolver(masked, system.objective, model_at, options).solve(steps, damping)
+    points = state.points
+    agreement = end.agreement if end.agreement is not None else points[-1].agreement if points else 1.0
     if agreement < _AGREES:
         notes.append("nothing is extrapolated: the quadratic model did not agree with the loss")
     left = min(end.left, max(0.0, end.loss - start) / 2) if agreement >= _AGREES else 0.0
-    return _End(end.weights, end.loss, left, walk.steepest, float(end.gradient.norm()), agreement, walk.points)
+    return _End(end.weights, end.loss, left, state.steepest, float(end.gradient.norm()), agreement, points)
 
 
 def _trust(end: _End, start: float) -> float:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ifso.common.batches import tensor_pieces
-from ifso.common.torch_state import undisturbed
+from ifso.common.loss_fn import scalar
+from ifso.common.torch_state import forget_caches, undisturbed
+from ifso.costs.cost import check_fits
 from ifso.curvature.gauss_newton import gauss_newton_product
 from ifso.curvature.products import Products
+from ifso.curvature.weight_space import survivors
 from ifso.errors import ScoreError
+from ifso.graph.balancing import check_keep
+from ifso.graph.channel_graph import STAYS, ChannelGraph, Keep
+from ifso.graph.reductions import ExactReductions
+from ifso.surgery.mask import masked
 
 GRADIENT, PRODUCT, LOSS = 1.0, 2.0, 1 / 3
 """What a gradient, a product with a curvature matrix and a loss cost, in gradients over all batches."""
@@ -47,17 +55,9 @@ class Objective:
     def loss(self, *, or_infinity: bool = False) -> float:
         """L(W); a loss that is not finite is an error, or infinity if asked for (when trying a step)."""
         self.spent += LOSS
-        values = []
         with undisturbed(self.model), torch.no_grad():
-            for batch in self.batches:
-                loss = self.loss_fn(self.model, batch)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    raise ScoreError("loss_fn must return a scalar tensor (a mean or a sum)")
-                values.append(float(loss))
-        mean = sum(values) / len(values)
-        if or_infinity and not math.isfinite(mean):
-            return math.inf
-        return _finite_number(mean, "the loss")
+            mean = sum(float(scalar(self.loss_fn(self.model, batch))) for batch in self.batches) / len(self.batches)
+        return math.inf if or_infinity and not math.isfinite(mean) else _finite_number(mean)
 
     def gradient(self, *, or_infinity: bool = False) -> tuple[float, Tensor]:
         """L(W) and ∂L/∂W; with ``or_infinity``, numbers that are not finite make the loss infinite."""
@@ -71,7 +71,7 @@ class Objective:
         count = len(self.batches)
         if or_infinity and not (math.isfinite(loss) and bool(torch.isfinite(total).all())):
             return math.inf, total
-        return _finite_number(loss / count, "the loss"), finite(total.div_(count), "the gradient of the loss")
+        return _finite_number(loss / count), finite(total.div_(count), "the gradient of the loss")
 
     def hessian(self, vector: Tensor) -> Tensor:
         """H·vector."""
@@ -100,19 +100,16 @@ class Objective:
         Every tensor of a batch is cut along its first dim; ``group_size`` samples make up one "sample" (batch norm in
         train mode needs more than one).
         """
-        self._refuse_lonely_samples(group_size)
-        self.spent += GRADIENT
-        for batch in self.batches:
-            for part in tensor_pieces(batch, group_size):
-                yield finite(self.products.gradient(part)[1], "the gradient of a sample")
-
-    def _refuse_lonely_samples(self, group_size: int) -> None:
         norms = nn.modules.batchnorm._BatchNorm
         if group_size == 1 and any(isinstance(m, norms) and m.training for m in self.model.modules()):
             raise ScoreError(
                 "gradients per sample are not defined with batch norm in train mode; call model.eval(), "
                 "or set group_size to 2 or more"
             )
+        self.spent += GRADIENT
+        for batch in self.batches:
+            for part in tensor_pieces(batch, group_size):
+                yield finite(self.products.gradient(part)[1], "the gradient of a sample")
 
 
 class System:
@@ -153,7 +150,99 @@ def finite(vector: Tensor, what: str) -> Tensor:
     return vector
 
 
-def _finite_number(value: float, what: str) -> float:
-    if not math.isfinite(value):
-        raise ScoreError(f"{what} is {value}; check the batches and the weights")
-    return value
+def _finite_number(loss: float) -> float:
+    if not math.isfinite(loss):
+        raise ScoreError(f"the loss must be finite, got {loss}; check the batches and the weights")
+    return loss
+
+
+class MaskedModel:
+    """A model from which ``keep`` removes units by a mask, and the weights that survive them.
+
+    ``support`` is 1 over the surviving weights of W and 0 over the others; the mask scales the slices that read the
+    removed units. At m = 0 the state is that of :func:`ifso.masked`.
+    """
+
+    def __init__(self, products: Products, graph: ChannelGraph, keep: Keep) -> None:
+        check_fits(products.model, graph)
+        self._kept = graph.kept(keep)
+        check_keep(graph, self._kept)
+        self._products, self._graph, self._keep = products, graph, keep
+        self.space = products.space
+        named = dict(products.model.named_parameters())
+        self._reading = {reader.parameter: named[reader.parameter] for reader in products.readers}
+        self._tensors = {**self._reading, **self.space.tensors}
+        self._originals = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        self._alive = survivors(self.space, graph, self._kept)
+        self.support = self.space.flat(
+            {name: alive.to(self._tensors[name].dtype) for name, alive in self._alive.items()}
+        )
+
+    @property
+    def removed(self) -> int:
+        """How many units go."""
+        return int((~self._kept).sum())
+
+    @property
+    def has_reductions(self) -> bool:
+        """Whether functions over channels (layer norm …) make the path start away from the model."""
+        return bool(self._graph.reductions)
+
+    def start(self) -> Tensor:
+        """W as the model had it."""
+        return self.space.flat({name: self._originals[name] for name in self.space.tensors})
+
+    def direction(self) -> Tensor:
+        """∂U/∂m for U = m ⊙ W: the slices of W that read removed units, as they were; zero elsewhere."""
+        names = self.space.tensors.keys() & self._reading
+        return self.space.flat({name: self._originals[name] * (1 - self._factor(name, 0.0)) for name in names})
+
+    @contextlib.contextmanager
+    def at(self, m: float) -> Iterator[None]:
+        """Set the removed units' mask to m; surviving weights stay as they are assigned, before and after."""
+        if m == 0:
+            with masked(self._products.model, self._graph, self._keep):
+                yield
+            return
+        forget_caches(self._products.model)
+        factors = {name: self._factor(name, m) for name in self._reading}
+        try:
+            self._scale_(factors, masked=True)
+            reductions = self._graph.reductions
+            exact = ExactReductions(self._products.model, reductions, self._kept) if reductions else None
+            with exact or contextlib.nullcontext():
+                yield
+        finally:
+            self._scale_(factors, masked=False)
+
+    @torch.no_grad()
+    def _scale_(self, factors: Mapping[str, Tensor], *, masked: bool) -> None:
+        """Scale the slices that read removed units, or put them back."""
+        for name, factor in factors.items():
+            original = self._originals[name]
+            tensor = self._reading[name]
+            tensor.copy_(torch.where(factor == 1, tensor, original * factor if masked else original))
+
+    def _factor(self, name: str, m: float) -> Tensor:
+        tensor = self._reading[name]
+        entries = torch.full((self._kept.numel(),), m, dtype=tensor.dtype, device=tensor.device)
+        entries[self._kept.to(tensor.device)] = 1
+        entries[STAYS] = 1
+        factor = torch.ones((), dtype=tensor.dtype, device=tensor.device)
+        for reader in self._products.readers:
+            if reader.parameter == name:
+                factor = factor * reader.spread(entries, tensor.shape)
+        return factor
+
+    @torch.no_grad()
+    def assign_(self, weights: Tensor) -> None:
+        """Put surviving weights into the model; the others stay as they are."""
+        for name, part in self.space.split(weights).items():
+            tensor = self.space.tensors[name]
+            tensor.copy_(torch.where(self._alive[name], part, tensor))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put every weight back as it was."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(self._originals[name])

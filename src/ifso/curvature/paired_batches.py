@@ -30,23 +30,23 @@ def alias(x: Tensor, offset: int = 0, shape: Sequence[int] | None = None) -> Ten
     return bare.set_(x.untyped_storage(), x.storage_offset() + offset, shape or x.shape, x.stride())
 
 
-def parted(pair: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the second half of a batch [2N, …], in place."""
+def split_batch(pair: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second half of a batch [2N, …], on its memory."""
     shape = (pair.shape[0] // 2, *pair.shape[1:])
     return alias(pair, 0, shape), alias(pair, shape[0] * pair.stride(0), shape)
 
 
-def doubled(x: Tensor) -> Tensor:
+def empty_pair(x: Tensor) -> Tensor:
     """An empty batch of twice the size, for functions that look at its shape only."""
     shape = (2 * x.shape[0], *x.shape[1:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=dense_format(x))
 
 
-def joined(first: Tensor, second: Tensor) -> Tensor | None:
+def as_one_batch(first: Tensor, second: Tensor) -> Tensor | None:
     """Both as one batch [2N, …] without copying, or None if they do not lie side by side.
 
     >>> first, second = halves(torch.zeros(2, 3))
-    >>> joined(first, second).shape, joined(second, first)
+    >>> as_one_batch(first, second).shape, as_one_batch(second, first)
     (torch.Size([4, 3]), None)
     """
     beside = (
@@ -63,7 +63,7 @@ def joined(first: Tensor, second: Tensor) -> Tensor | None:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Is it contiguous, channels first or last?"""
+    """Return whether it is contiguous, channels first or last."""
     return x.is_contiguous() or (x.dim() > 2 and x.movedim(1, -1).is_contiguous())
 
 
@@ -74,8 +74,8 @@ def dense_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
-def quick(*tensors: Tensor) -> bool:
-    """Can :mod:`ifso.curvature.kernels` take these: on the current GPU, [N, C, …] in one dense layout, no float64?"""
+def fits_kernels(*tensors: Tensor) -> bool:
+    """Return whether :mod:`ifso.curvature.kernels` takes these: on the current GPU, alike and dense, no float64."""
     first = tensors[0]
     return (
         first.is_cuda
@@ -95,6 +95,6 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def kernels() -> Any:
+def load_kernels() -> Any:
     """The module with the kernels; only where :func:`quick` said yes."""
     return import_module("ifso.curvature.kernels")

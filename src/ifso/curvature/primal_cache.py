@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ifso.common.torch_state import conv_settings, full_float32
 from ifso.curvature.paired_batches import alias
 
 NARROW = 64
@@ -17,29 +17,12 @@ NARROW = 64
 
 
 def is_careful(careful: bool | None, weight: Tensor) -> bool:
-    """The choice for one layer; None leaves it to the layer's width."""
+    """Whether one layer is computed carefully; ``careful=None`` leaves it to the layer's width."""
     return max(weight.shape[:2]) <= NARROW if careful is None else careful
 
 
-def conv_settings() -> Any:
-    """The setting for convolutions alone: reading the one for all of cuDNN fails where a user has set them apart."""
-    return getattr(torch.backends.cudnn, "conv")  # noqa: B009 (torch's types do not know it)
-
-
-@contextlib.contextmanager
-def full_float32() -> Iterator[None]:
-    """Within it no convolution is rounded to TF32."""
-    conv = conv_settings()
-    before = conv.fp32_precision
-    conv.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        conv.fp32_precision = before
-
-
 @dataclass
-class LayerPrimal:
+class CachedCall:
     """One call of a layer: its output ``y`` and the gradient ``x̄`` of its input.
 
     With ``careful``, they are computed in full float32 also where TF32 is allowed: second derivatives taken at a
@@ -55,12 +38,12 @@ class LayerPrimal:
     _version: int = 0
 
     def needs_care(self, x: Tensor) -> bool:
-        """Would the layer be rounded to TF32, though it should not?"""
+        """Whether the layer would be rounded to TF32, though it should not."""
         rounded = conv_settings().fp32_precision == "tf32"
         return self.careful and x.is_cuda and x.dtype == torch.float32 and rounded
 
     def precision(self, x: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Within the context no convolution is rounded to TF32."""
+        """A context in which no convolution is rounded to TF32."""
         return full_float32() if self.needs_care(x) else contextlib.nullcontext()
 
     def keep_output(self, y: Tensor) -> None:
@@ -69,7 +52,7 @@ class LayerPrimal:
             self._output, self._version = y.detach(), y._version
 
     def output(self) -> Tensor | None:
-        """``y`` under a new name, unless it is unknown or the model has overwritten it (an in-place activation)."""
+        """``y`` under a new name, unless it is unknown or an activation has overwritten it in place."""
         if self._output is None or self._output._version != self._version:
             return None
         return alias(self._output)
@@ -81,17 +64,16 @@ class LayerPrimal:
 
 
 @dataclass
-class Primal:
+class PrimalCache:
     """The calls of layers of one batch in the order of the forward pass. The first pass writes, later ones read.
 
-    ``leaders`` are the recorded parts of the network (:class:`ifso.curvature.submodule_capture.Cut`) that the first
-    pass
-    replayed, each with its turn: they hold the calls of their layers themselves, until their next turn.
+    ``captured`` are the captured calls of submodules (:class:`ifso.curvature.captured_call.CapturedCall`) that the
+    first pass replayed, each with its number of replays: they hold the calls of their layers until the next replay.
     """
 
-    calls: list[LayerPrimal] = field(default_factory=list)
+    calls: list[CachedCall] = field(default_factory=list)
     passes: int = 0
-    leaders: dict[Any, Any] = field(default_factory=dict)
+    captured: dict[Any, Any] = field(default_factory=dict)
     _next: int = 0
 
     def start(self) -> None:
@@ -99,20 +81,20 @@ class Primal:
         self._next = 0
         self.passes += 1
 
-    def forget(self) -> None:
-        """Nothing is known."""
+    def clear(self) -> None:
+        """Forget all calls."""
         self.calls.clear()
-        self.leaders.clear()
+        self.captured.clear()
 
-    def for_reading(self) -> Primal:
-        """The same for a pass that may add to it: what it adds is not kept here."""
-        return Primal([replace(call) for call in self.calls])
+    def for_reading(self) -> PrimalCache:
+        """A copy for a pass that may add to it."""
+        return PrimalCache([replace(call) for call in self.calls])
 
-    def call(self, key: Any, careful: bool) -> LayerPrimal:
-        """The record of the next call; a new one if the model took another way than before."""
+    def next_call(self, key: Any, careful: bool) -> CachedCall:
+        """The record of the next call; a new one if the model makes other calls than before."""
         if self._next < len(self.calls) and self.calls[self._next].key != key:
             del self.calls[self._next :]
         if self._next == len(self.calls):
-            self.calls.append(LayerPrimal(key, careful, shared=True))
+            self.calls.append(CachedCall(key, careful, shared=True))
         self._next += 1
         return self.calls[self._next - 1]

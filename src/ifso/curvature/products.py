@@ -8,13 +8,26 @@ With U = M ⊙ W, and everything at M = 1:
 :meth:`hessian`         H u = ∂²L/∂W∂W u         tangent of ∂L/∂W as the weights move along u
 ======================  =======================  ==========================================
 
-Each is one forward and one backward pass on dual numbers. A loss that forward mode cannot differentiate goes another
-way (:mod:`ifso.curvature.fallbacks`), from then on, and ``note`` says so.
+Each is one forward and one backward pass on dual numbers ``x + ε·ẋ``, made of these parts:
+
+============================  ===================================================================================
+``ParameterPlan``             what one parameter does in a pass: its tangent, its mask's tangent, what is collected
+``GradientTaps``              the plans of all parameters, and what a pass has collected by them
+``ProductPass``               a kind of product: the function that fills in the plans, and the vector u
+``PassOptions``               how a pass computes: by formulas of ours, in which precision, with which cache
+``PrimalCache``               outputs and gradients of the layers on one batch, computed by its first pass
+``DualMode``                  the torch function mode that runs layers on dual numbers by their plans
+``CapturedSubmodules``        submodules that passes replay as CUDA graphs; None where there are none
+``Fallback``                  the same products by double backward or by differences of gradients
+============================  ===================================================================================
+
+A loss that forward mode cannot differentiate takes the fallback from then on, and ``note`` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,12 +37,12 @@ from torch import Tensor, nn
 from ifso.common.devices import out_of_memory
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.dual_mode import Manner
-from ifso.curvature.fallbacks import Masked, WayAround, may_go_around
-from ifso.curvature.primal_cache import Primal
-from ifso.curvature.submodule_capture import cut_of
-from ifso.curvature.taps import Course, Taps, dual_pass
-from ifso.curvature.weight_space import Reader, add_up, readers, sum_of, survivors, weight_space
+from ifso.curvature.dual_mode import PassOptions
+from ifso.curvature.fallbacks import Fallback, MaskedLoss, can_fall_back
+from ifso.curvature.primal_cache import PrimalCache
+from ifso.curvature.submodule_capture import capture_submodules
+from ifso.curvature.taps import GradientTaps, ProductPass, dual_pass
+from ifso.curvature.weight_space import Reader, readers, sum_by_unit, sum_present, survivors, weight_space
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 
@@ -41,7 +54,7 @@ class Products:
     ``careful`` computes the network itself (not the tangents) in full float32 even where TF32 is allowed; None does
     so for narrow layers, where it costs next to nothing.
     ``fused=False`` leaves every operation to PyTorch's forward mode: slower, for comparison.
-    ``cut`` says which parts of the network are replayed as CUDA graphs (:class:`ifso.curvature.submodule_capture.Cut`).
+    ``captured`` are the submodules that are replayed as CUDA graphs, if any.
     """
 
     def __init__(
@@ -63,24 +76,36 @@ class Products:
         self.device = some.device
         named = dict(model.named_parameters())
         self.readers = readers(graph, some.device)
-        _refuse_buffers(self.readers, named)
-        self._moving = (graph.kept(None) if kept is None else kept.clone()).to(some.device, some.dtype)
-        self._moving[STAYS] = 0
-        self.surviving = self._surviving(graph, kept)
         self._masks: dict[str, list[Reader]] = {}
         for reader in self.readers:
+            if reader.parameter not in named:
+                raise ScoreError(
+                    f"units are read through {reader.parameter}, which is no parameter; make masks of "
+                    "torch.nn.utils.prune permanent with its remove(module, name), or use a criterion of first "
+                    "derivatives, such as taylor"
+                )
             self._masks.setdefault(reader.parameter, []).append(reader)
         self._tensors = {**self.space.tensors, **{name: named[name] for name in self._masks}}
+        self._moving = (graph.kept(None) if kept is None else kept.clone()).to(some.device, some.dtype)
+        self._moving[STAYS] = 0
+        self.surviving: Tensor | None = None
+        if kept is not None and not bool(kept.all()):
+            alive = survivors(self.space, graph, kept)
+            self.surviving = self.space.flat({name: part.to(some.dtype) for name, part in alive.items()})
         self._channels: dict[tuple[str, int], Tensor] = {}
         self._mask_dots: dict[tuple[str, int], Tensor | float] = {}
-        self._whole, self._factors = self._where_all_move(), self._all_factors()
-        self.cut = cut_of(model, graph, set(self._tensors))
-        self._way: WayAround | None = None
+        self._whole = self._where_all_move()
+        self._factors: dict[str, Any] = {
+            name: sum(reader.spread(self._moving, self._tensors[name].shape) for reader in masks)
+            for name, masks in self._masks.items()
+        }
+        self.captured = capture_submodules(model, graph, set(self._tensors))
+        self._fallback: Fallback | None = None
 
     @property
     def note(self) -> str:
-        """Which way is taken where forward mode cannot be, why, and how exact it is; empty in general."""
-        return "" if self._way is None else self._way.note
+        """Which fallback is used, why, and how exact it is; empty as long as forward mode works."""
+        return "" if self._fallback is None else self._fallback.note
 
     def gradient(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss and its gradient over ``W``."""
@@ -89,94 +114,96 @@ class Products:
             grads = torch.autograd.grad(loss, list(self.space.tensors.values()), allow_unused=True)
         return loss.detach(), self.space.flat(dict(zip(self.space.tensors, grads, strict=True)))
 
-    def mixed(self, batch: Any, primal: Primal | None = None) -> Tensor:
-        """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``. Passes over one batch may share a ``primal``."""
-        v = self._found(lambda: self._mixed(batch, primal), lambda way: way.mixed(batch))
+    def mixed(self, batch: Any, cache: PrimalCache | None = None) -> Tensor:
+        """v = 1ᵀ ∂²L/∂M∂W, a vector over ``W``. Passes over one batch may share a ``cache``."""
+        v = self._product(ProductPass("mixed", self._plan_mixed), batch, cache, self._mixed_of)
         return v if self.surviving is None else v * self.surviving
 
-    def hessian(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
+    def hessian(self, batch: Any, vector: Tensor, cache: PrimalCache | None = None) -> Tensor:
         """H·vector over ``W``."""
-        return self._found(lambda: self._hessian(batch, vector, primal), lambda way: way.hessian(batch, vector))
+        return self._product(ProductPass("hessian", self._plan_hessian, vector), batch, cache, self._hessian_of)
 
-    def sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None = None) -> Tensor:
+    def sensitivity(self, batch: Any, vector: Tensor, cache: PrimalCache | None = None) -> Tensor:
         """∂/∂M ⟨vector, ∂L/∂W⟩ [readers, units], signed: their sum over readers is the derivative for shared masks."""
-        return self._found(lambda: self._sensitivity(batch, vector, primal), lambda way: way.sensitivity(batch, vector))
+        kind = ProductPass("sensitivity", self._plan_sensitivity, vector)
+        return self._product(kind, batch, cache, lambda taps: self._sensitivity_of(taps, vector))
 
-    def _found(self, pass_: Callable[[], Tensor], otherwise: Callable[[WayAround], Tensor]) -> Tensor:
-        """What the pass gives, or another way if it fails and that does not."""
-        if self._way is not None:
-            return otherwise(self._way)
+    def _product(
+        self, kind: ProductPass, batch: Any, cache: PrimalCache | None, result_of: Callable[[GradientTaps], Tensor]
+    ) -> Tensor:
+        """The product by dual numbers, or by the fallback if that works where they fail."""
+        if self._fallback is not None:
+            return self._fallback.product(kind.name, batch, kind.vector)
         try:
-            return pass_()
+            return result_of(self._collect(kind, batch, cache))
         except Exception as error:
-            found = self._around(error, otherwise) if may_go_around(error) else None
-            if found is None:
+            product = self._fall_back(error, kind, batch) if can_fall_back(error) else None
+            if product is None:
                 raise
-            return found
+            return product
 
-    def _around(self, error: Exception, otherwise: Callable[[WayAround], Tensor]) -> Tensor | None:
-        """The same another way, which is taken from then on; None if the loss has no gradient either."""
+    def _fall_back(self, error: Exception, kind: ProductPass, batch: Any) -> Tensor | None:
+        """The product by a fallback, which is used from then on; None if the loss has no gradient either."""
         moving = self._moving[:STAYS]
-        masked = Masked(self.model, self.loss_fn, self._tensors, self.space, self.readers, moving)
-        way = WayAround(masked, error)
+        masked = MaskedLoss(self.model, self.loss_fn, self._tensors, self.space, self.readers, moving)
+        fallback = Fallback(masked, error)
         try:
-            found = otherwise(way)
+            product = fallback.product(kind.name, batch, kind.vector)
         except Exception as other:
             if out_of_memory(other):
                 raise
             return None
-        self._way = way
-        return found
+        self._fallback = fallback
+        return product
 
-    def _mixed(self, batch: Any, primal: Primal | None) -> Tensor:
-        taps = self._collect(Course("mixed", self._plan_mixed), batch, primal)
+    def _collect(self, kind: ProductPass, batch: Any, cache: PrimalCache | None) -> GradientTaps:
+        """What a pass over the batch collects; once more without captured parts, if they leave too little memory."""
+        try:
+            return self._run(kind, batch, cache)
+        except (RuntimeError, ScoreError) as error:
+            if not out_of_memory(error) or self.captured is None or not self.captured.free():
+                raise
+        if cache is not None:
+            cache.clear()
+        return self._run(kind, batch, cache)
+
+    def _run(self, kind: ProductPass, batch: Any, cache: PrimalCache | None) -> GradientTaps:
+        options, taps = PassOptions(self._fused, self._careful, cache), GradientTaps(self._fused)
+        kind.plan(taps, kind.vector)
+        replaying = nullcontext() if self.captured is None else self.captured.within(kind, taps, options)
+        dual_pass(self.model, self.loss_fn, batch, taps, options, replaying)
+        return taps
+
+    def _mixed_of(self, taps: GradientTaps) -> Tensor:
         parts = {}
         for name in self.space.tensors:
-            elsewhere, factor = taps.elsewhere(name), self._factors.get(name)
-            scaled = elsewhere.grad * factor if elsewhere.grad is not None and factor is not None else None
-            parts[name] = sum_of(taps.weight_tangent(name), elsewhere.tangent, scaled)
+            other, factor = taps.other_uses(name), self._factors.get(name)
+            scaled = other.grad * factor if other.grad is not None and factor is not None else None
+            parts[name] = sum_present(taps.weight_tangent(name), other.tangent, scaled)
         return self.space.flat(parts)
 
-    def _hessian(self, batch: Any, vector: Tensor, primal: Primal | None) -> Tensor:
-        taps = self._collect(Course("hessian", self._plan_hessian, vector), batch, primal)
+    def _hessian_of(self, taps: GradientTaps) -> Tensor:
+        names = self.space.tensors
         return self.space.flat(
-            {name: sum_of(taps.weight_tangent(name), taps.elsewhere(name).tangent) for name in self.space.tensors}
+            {name: sum_present(taps.weight_tangent(name), taps.other_uses(name).tangent) for name in names}
         )
 
-    def _sensitivity(self, batch: Any, vector: Tensor, primal: Primal | None) -> Tensor:
-        taps = self._collect(Course("sensitivity", self._plan_sensitivity, vector), batch, primal)
+    def _sensitivity_of(self, taps: GradientTaps, vector: Tensor) -> Tensor:
         dots = self.space.split(vector)
         total = vector.new_zeros(len(self.readers), self.num_units)
         for row, reader in zip(total, self.readers, strict=True):
             name = reader.parameter
             for groups, tangent in taps.mask_tangents(name):
-                row += add_up(tangent.to(total.dtype), self._owner(name, groups), self.num_units)
-            elsewhere = taps.elsewhere(name)
-            moved = elsewhere.grad * dots[name] if elsewhere.grad is not None and name in dots else None
-            turned = None if elsewhere.tangent is None else elsewhere.tangent * self._tensors[name].detach()
-            both = sum_of(moved, turned)
+                row += sum_by_unit(tangent.to(total.dtype), self._owner(name, groups), self.num_units)
+            other = taps.other_uses(name)
+            moved = other.grad * dots[name] if other.grad is not None and name in dots else None
+            turned = None if other.tangent is None else other.tangent * self._tensors[name].detach()
+            both = sum_present(moved, turned)
             if both is not None:
                 row += reader.gather(both, self.num_units)
         return total * self._moving[:STAYS]
 
-    def _collect(self, course: Course, batch: Any, primal: Primal | None) -> Taps:
-        """What a pass over the batch collects; once more without recorded parts, if they leave too little memory."""
-        try:
-            return self._pass(course, batch, primal)
-        except (RuntimeError, ScoreError) as error:
-            if not out_of_memory(error) or not self.cut.let_go():
-                raise
-        if primal is not None:
-            primal.forget()
-        return self._pass(course, batch, primal)
-
-    def _pass(self, course: Course, batch: Any, primal: Primal | None) -> Taps:
-        manner, taps = Manner(self._fused, self._careful, primal), Taps(self._fused)
-        course.plan(taps, course.vector)
-        dual_pass(self.model, self.loss_fn, batch, taps, manner, self.cut.within(course, taps, manner))
-        return taps
-
-    def _plan_mixed(self, taps: Taps, _: Tensor | None) -> None:
+    def _plan_mixed(self, taps: GradientTaps, _: Tensor | None) -> None:
         for name, tensor in self._tensors.items():
             factor = self._factors.get(name)
             plan = taps.plan(name, tensor, None if factor is None else partial(torch.mul, tensor.detach(), factor))
@@ -184,15 +211,15 @@ class Products:
                 plan.weight_tap = partial(taps.weight_tap, name)
             if factor is not None:
                 plan.in_layers = self._direct(name) is not None
-                plan.mask_dot = self._mask_dot(name)
+                plan.mask_dot = partial(self._mask_dot, name)
 
-    def _plan_hessian(self, taps: Taps, vector: Tensor | None) -> None:
+    def _plan_hessian(self, taps: GradientTaps, vector: Tensor | None) -> None:
         assert vector is not None
         for name, dot in self.space.split(vector).items():
             plan = taps.plan(name, self.space.tensors[name], dot)
             plan.dot, plan.weight_tap = dot, partial(taps.weight_tap, name)
 
-    def _plan_sensitivity(self, taps: Taps, vector: Tensor | None) -> None:
+    def _plan_sensitivity(self, taps: GradientTaps, vector: Tensor | None) -> None:
         assert vector is not None
         dots = self.space.split(vector)
         for name, tensor in self._tensors.items():
@@ -201,20 +228,6 @@ class Products:
             if name in self._masks:
                 plan.in_layers = self._direct(name) is not None
                 plan.mask_tap = lambda groups, name=name: taps.mask_tap(name, groups, self._owner(name, groups).numel())
-
-    def _all_factors(self) -> dict[str, Any]:
-        """What scales each masked parameter as all masks move, broadcastable to it."""
-        return {
-            name: sum(reader.spread(self._moving, self._tensors[name].shape) for reader in masks)
-            for name, masks in self._masks.items()
-        }
-
-    def _surviving(self, graph: ChannelGraph, kept: Tensor | None) -> Tensor | None:
-        """1 for the weights that are still there, 0 for those of removed units; None if all are there."""
-        if kept is None or bool(kept.all()):
-            return None
-        alive = survivors(self.space, graph, kept)
-        return self.space.flat({name: part.to(self.space.tensors[name].dtype) for name, part in alive.items()})
 
     def _direct(self, name: str) -> Reader | None:
         """The mask of a parameter, if it can act on the input channels of a layer instead of on its weight."""
@@ -232,24 +245,11 @@ class Products:
         """Parameters of which every slice is scaled by a mask; the device is asked once for all of them."""
         if not self.readers:
             return set()
-        found = torch.stack([(self._moving[reader.owner] == 1).all() for reader in self.readers]).tolist()
-        return {reader.parameter for reader, whole in zip(self.readers, found, strict=True) if whole}
+        whole = torch.stack([(self._moving[reader.owner] == 1).all() for reader in self.readers]).tolist()
+        return {reader.parameter for reader, all_move in zip(self.readers, whole, strict=True) if all_move}
 
-    def _mask_dot(self, name: str) -> Callable[[int], Tensor | float]:
-        def along(groups: int) -> Tensor | float:
-            if (name, groups) not in self._mask_dots:
-                whole = name in self._whole
-                self._mask_dots[name, groups] = 1.0 if whole else self._moving[self._owner(name, groups)]
-            return self._mask_dots[name, groups]
-
-        return along
-
-
-def _refuse_buffers(masks: list[Reader], parameters: Mapping[str, Tensor]) -> None:
-    """ScoreError where a layer reads units through a buffer, by which nothing can be differentiated."""
-    for reader in masks:
-        if reader.parameter not in parameters:
-            raise ScoreError(
-                f"units are read through {reader.parameter}, which is no parameter; make masks of torch.nn.utils.prune "
-                "permanent with its remove(module, name), or use a criterion of first derivatives, such as taylor"
-            )
+    def _mask_dot(self, name: str, groups: int) -> Tensor | float:
+        if (name, groups) not in self._mask_dots:
+            dot = 1.0 if name in self._whole else self._moving[self._owner(name, groups)]
+            self._mask_dots[name, groups] = dot
+        return self._mask_dots[name, groups]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,36 +13,36 @@ from ifso.curvature.solvers import ConjugateGradients, Identity, JacobianRows, S
 from ifso.curvature.solvers.jacobian import Factors
 
 
-class Quadratic(Protocol):
-    """The model at one point, for one gradient."""
+class QuadraticModel(ABC):
+    """The model at one point, for one gradient g and curvature C."""
 
+    @abstractmethod
     def solve(self, damping: float) -> Tensor:
         """u = (C + λI)⁻¹g."""
-        ...
 
+    @abstractmethod
     def decrease(self, damping: float) -> float:
         """gᵀu − ½uᵀCu at that u: by how much the model says the loss falls."""
-        ...
 
+    @abstractmethod
     def inverse(self, vector: Tensor, damping: float) -> Tensor:
         """(C + λI)⁻¹·vector for any vector, as well as the model knows C."""
-        ...
 
-    def with_gradient(self, gradient: Tensor) -> Quadratic | None:
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel | None:  # noqa: ARG002 (most know C along g only)
         """The same C with another g; None if C is not known well enough for that."""
-        ...
+        return None
 
 
-def quadratic(solver: Solver, system: System, gradient: Tensor) -> Quadratic:
+def quadratic_model(solver: Solver, system: System, gradient: Tensor) -> QuadraticModel:
     """The model that fits the solver."""
     if isinstance(solver, JacobianRows):
         return RowsModel(solver.factors(system), gradient)
     if isinstance(solver, ConjugateGradients):
-        return lanczos(system, gradient, solver.iterations)
+        return lanczos_model(system, gradient, solver.iterations)
     return SolverModel(solver, system, gradient)
 
 
-class RowsModel:
+class RowsModel(QuadraticModel):
     """C = RᵀR + diag(D)."""
 
     def __init__(self, factors: Factors, gradient: Tensor) -> None:
@@ -61,7 +61,7 @@ class RowsModel:
         """(RᵀR + D + λI)⁻¹·vector."""
         return self._factors.solve(vector, damping)
 
-    def with_gradient(self, gradient: Tensor) -> Quadratic:
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel:
         """All of C is there."""
         return RowsModel(self._factors, gradient)
 
@@ -79,7 +79,7 @@ def with_damping(solver: Solver, damping: float) -> Solver:
     return solver
 
 
-class SolverModel:
+class SolverModel(QuadraticModel):
     """Any solver: its own damping is replaced. Every damping that is asked for is solved anew."""
 
     def __init__(self, solver: Solver, system: System, gradient: Tensor) -> None:
@@ -101,13 +101,9 @@ class SolverModel:
         """The solver once more."""
         return with_damping(self._solver, damping).solve(self._system, vector).u
 
-    def with_gradient(self, gradient: Tensor) -> None:
-        """The solver asks the network anew."""
-        del gradient
-
 
 @dataclass(frozen=True)
-class Krylov:
+class LanczosModel(QuadraticModel):
     """The curvature C on the subspace spanned by v, Cv, C²v, …: C ≈ Q T Qᵀ.
 
     ``basis`` Q is [k, n] with orthonormal rows, ``values`` and ``vectors`` are the eigenpairs of T [k, k], ``norm`` is
@@ -137,12 +133,8 @@ class Krylov:
         turned = self.vectors @ ((self.vectors.t() @ inside) / (values + damping))
         return turned @ self.basis + (vector - inside @ self.basis) / (float(values.min()) + damping)
 
-    def with_gradient(self, gradient: Tensor) -> None:
-        """The subspace was made for one gradient only."""
-        del gradient
 
-
-def lanczos(system: System, v: Tensor, iterations: int) -> Krylov:
+def lanczos_model(system: System, v: Tensor, iterations: int) -> LanczosModel:
     """``iterations`` products with the curvature, starting from v, fully reorthogonalised."""
     norm = float(v.norm())
     rows = [v / norm]
@@ -163,4 +155,4 @@ def lanczos(system: System, v: Tensor, iterations: int) -> Krylov:
     for index, beta in enumerate(betas):
         matrix[index, index + 1] = matrix[index + 1, index] = beta
     values, vectors = torch.linalg.eigh(matrix)
-    return Krylov(torch.stack(rows), values.to(v), vectors.to(v), norm)
+    return LanczosModel(torch.stack(rows), values.to(v), vectors.to(v), norm)

@@ -1,15 +1,15 @@
-"""Where the loss cannot be captured as a CUDA graph, the parts of the network before it can.
+"""Replay submodules as CUDA graphs where the loss as a whole cannot be captured.
 
-Matching boxes to anchors waits for the GPU and takes a course of its own for every batch. But images of one size go
-through backbone and heads in always the same way, and all that is pruned lies there. Each pass is cut where these parts
-end: they are replayed, forward and backward (:mod:`ifso.curvature.captured_call`), and the loss between runs as ever.
+Matching boxes to anchors waits for the GPU and depends on the values of every batch. But images of one size go through
+backbone and heads in always the same way, and all that is pruned lies there: these submodules are replayed, forward and
+backward (:mod:`ifso.curvature.captured_call`), and the loss between them runs as ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,42 +24,43 @@ from ifso.common.cuda_graphs import CONSTANTS, GraphRecord, NotCaptured, Record,
 from ifso.common.devices import out_of_memory
 from ifso.common.distributed import several
 from ifso.common.text import describe_error
-from ifso.curvature.captured_call import Call, Piece, without_modes
-from ifso.curvature.dual_mode import Manner
-from ifso.curvature.primal_cache import Primal, conv_settings
-from ifso.curvature.taps import Course, Taps
+from ifso.common.torch_state import conv_settings
+from ifso.curvature.captured_call import CapturedCall, SubmoduleCall, without_modes
+from ifso.curvature.dual_mode import PassOptions
+from ifso.curvature.primal_cache import PrimalCache
+from ifso.curvature.taps import GradientTaps, ProductPass
 from ifso.graph.channel_graph import ChannelGraph
 
 LEAST_WEIGHTS = 4
-"""A part with fewer weights takes no longer to run than to copy its inputs and outputs."""
+"""A submodule with fewer weights takes no longer to run than to copy its inputs and outputs."""
 
 MOST_SHAPES = 4
-"""So many sizes of images are recorded; further ones run one operation after another."""
+"""Sizes of images that are recorded; further ones run one operation after another."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
-_Place = tuple[str, int]
-"""The name of a part, and which of its calls in a pass."""
+_CallNumber = tuple[str, int]
+"""The name of a submodule, and the number of its call in a pass."""
 
 
 @dataclass
-class _Visit:
+class _Pass:
     """One pass through the network."""
 
-    course: Course
-    taps: Taps
-    manner: Manner
+    kind: ProductPass
+    taps: GradientTaps
+    options: PassOptions
     calls: Counter[str] = field(default_factory=Counter)
     inside: bool = False
-    """Is a part at work? One that it calls belongs to it."""
+    """Whether a submodule is running; one that it calls belongs to it."""
 
 
-class Cut:
-    """The parts of a network that passes replay: those of at least :data:`LEAST_WEIGHTS` weights among ``names``.
+class CapturedSubmodules:
+    """The submodules that passes replay: those with at least :data:`LEAST_WEIGHTS` weights among ``names``.
 
-    A part runs plainly the first time that it meets arguments of some shape, so that kernels are chosen and compiled,
-    and is recorded the second time. What cannot be recorded is given up for its children, and ``refused`` says why.
-    ``replayed`` are the parts that the last pass replayed. Recorded passes hold the memory of all their activations.
+    A submodule runs plainly the first time that it meets arguments of some shape, so that kernels are chosen and
+    compiled, and is recorded the second time. One that cannot be recorded is replaced by its children, and ``refused``
+    says why. ``replayed`` are those that the last pass replayed. Recorded calls hold the memory of all activations.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], record: Record) -> None:
@@ -67,128 +68,133 @@ class Cut:
         self._parts, self._device = self._children(model, ""), next(model.parameters()).device
         self._states: dict[str, Hashable] = {}
         self._vector: Tensor | None = None
-        self._pieces: dict[Any, Piece] = {}
+        self._calls: dict[Any, CapturedCall] = {}
         self._seen: set[Any] = set()
         self.refused: dict[str, str] = {}
         self.replayed: set[str] = set()
 
-    def let_go(self) -> bool:
-        """Give the memory back and record no more; was anything recorded?"""
-        held = bool(self._pieces)
+    def free(self) -> bool:
+        """Give the memory back and record no more; return whether anything was recorded."""
+        held = bool(self._calls)
         self.refused.update(dict.fromkeys(self._parts, "there is too little memory to hold its activations"))
-        self._parts, self._pieces, self._vector = {}, {}, None
+        self._parts, self._calls, self._vector = {}, {}, None
         return held
 
     @contextlib.contextmanager
-    def within(self, course: Course, taps: Taps, manner: Manner) -> Iterator[None]:
+    def within(self, kind: ProductPass, taps: GradientTaps, options: PassOptions) -> Iterator[None]:
         """A pass that is made within it takes what is recorded, and records."""
         self.replayed = set()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             yield
             return
-        if course.vector is not None and self._vector is not None:
-            self._vector.copy_(course.vector)
-        visit = _Visit(course, taps, manner)
+        if kind.vector is not None and self._vector is not None:
+            self._vector.copy_(kind.vector)
+        current = _Pass(kind, taps, options)
         with contextlib.ExitStack() as stack:
             for name, part in self._parts.items():
-                stack.enter_context(_forward_of(part, partial(self._run, visit, name, part, part.forward)))
+                stack.enter_context(_forward_of(part, partial(self._forward, current, name, part, part.forward)))
             yield
 
-    def _run(
-        self, visit: _Visit, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    def _forward(
+        self, current: _Pass, name: str, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """One call of a part."""
+        """What runs in the place of a submodule's own ``forward``."""
         leaves, spec = tree_flatten((args, kwargs))
-        call = Call(forward, leaves, spec)
-        place = (name, visit.calls[name])
-        visit.calls[name] += 1
-        if visit.inside or not torch.is_grad_enabled() or len(_get_current_function_mode_stack()) != 1:
+        call = SubmoduleCall(forward, leaves, spec)
+        number = (name, current.calls[name])
+        current.calls[name] += 1
+        if current.inside or not torch.is_grad_enabled() or len(_get_current_function_mode_stack()) != 1:
             return call.eagerly()
-        visit.inside = True
+        current.inside = True
         try:
             with without_modes():
-                piece = self._piece(visit, place, part, call)
-                if piece is not None:
-                    return self._replay(visit, place, piece, leaves)
+                captured = self._captured(current, number, part, call)
+                if captured is not None:
+                    self.replayed.add(name)
+                    result, cache = captured(current.taps, leaves), current.options.cache
+                    if cache is not None:
+                        cache.captured.setdefault(number, (captured, captured.replays))
+                    return result
             return self._watched(name, part, call)
         finally:
-            visit.inside = False
+            current.inside = False
 
-    def _replay(self, visit: _Visit, place: _Place, piece: Piece, leaves: Sequence[Any]) -> Any:
-        self.replayed.add(place[0])
-        result, primal = piece(visit.taps, leaves), visit.manner.primal
-        if primal is not None:
-            primal.leaders.setdefault(place, (piece, piece.turn))
-        return result
-
-    def _piece(self, visit: _Visit, place: _Place, part: nn.Module, call: Call) -> Piece | None:
-        """The recorded call, if it can be and it is time for it."""
+    def _captured(
+        self, current: _Pass, number: _CallNumber, part: nn.Module, call: SubmoduleCall
+    ) -> CapturedCall | None:
+        """The recorded call, if it can be recorded and such arguments were met before."""
+        name, cache = number[0], current.options.cache
         modules = list(part.modules())
-        reason = _in_the_way(modules)
-        if any(id(leaf) in visit.taps.plans for leaf in call.leaves):
+        reason = _obstacle(modules)
+        if any(id(leaf) in current.taps.plans for leaf in call.leaves):
             reason = "it is called with a parameter"
         if reason is not None:
-            self.refused[place[0]] = reason
+            self.refused[name] = reason
             return None
-        self._check_state(place[0], _state(modules))
-        key = (place, visit.course.kind, _signature(call))
-        if key not in self._seen:
-            self._seen.add(key)
+        self._check_state(name, _state(modules))
+        signature = _signature(call)
+        met = (number, current.kind.name, signature)
+        if met not in self._seen:
+            self._seen.add(met)
             return None
-        primal = visit.manner.primal
-        leader, turn = (None, 0) if primal is None else primal.leaders.get(place, (None, 0))
-        if leader is None and primal is not None and primal.passes > 1:
+        leader, replays = (None, 0) if cache is None else cache.captured.get(number, (None, 0))
+        if leader is None and cache is not None and cache.passes > 1:
             return None
-        if leader is not None and leader.turn != turn:
+        if leader is not None and leader.replays != replays:
             return None
-        whole = (*key, primal is None, id(leader))
-        if whole not in self._pieces:
-            shapes = {signature[0] for (one, _, signature, *_) in self._pieces if one == place}
-            if len(shapes | {key[2][0]}) > MOST_SHAPES:
-                self.refused[place[0]] = f"it was called with inputs of more than {MOST_SHAPES} shapes"
+        key = (*met, cache is None, id(leader))
+        if key not in self._calls:
+            shapes = {other[0] for (one, _, other, *_) in self._calls if one == number}
+            if len(shapes | {signature[0]}) > MOST_SHAPES:
+                self.refused[name] = f"it was called with inputs of more than {MOST_SHAPES} shapes"
                 return None
-            made = self._make(visit, place, call, leader)
-            if made is None:
+            captured = self._capture(current, number, call, leader)
+            if captured is None:
                 return None
-            self._pieces[whole] = made
-        return self._pieces[whole]
+            self._calls[key] = captured
+        return self._calls[key]
 
-    def _make(self, visit: _Visit, place: _Place, call: Call, leader: Piece | None) -> Piece | None:
-        course, manner = visit.course, visit.manner
-        if course.vector is not None and self._vector is None:
-            self._vector = course.vector.clone()
-        primal = None if manner.primal is None else Primal() if leader is None else leader.primal
-        own = Manner(manner.fused, manner.careful, primal)
-        vector = None if course.vector is None else self._vector
+    def _capture(
+        self, current: _Pass, number: _CallNumber, call: SubmoduleCall, leader: CapturedCall | None
+    ) -> CapturedCall | None:
+        kind, options = current.kind, current.options
+        if kind.vector is not None and self._vector is None:
+            self._vector = kind.vector.clone()
+        cache = None if options.cache is None else PrimalCache() if leader is None else leader.cache
+        own = PassOptions(options.fused, options.careful, cache)
+        vector = None if kind.vector is None else self._vector
         try:
-            return Piece(call, lambda taps: course.plan(taps, vector), own, leader is None, self._record, place)
+            return CapturedCall(call, lambda taps: kind.plan(taps, vector), own, leader is None, self._record, number)
         except RuntimeError as error:
             if out_of_memory(error):
-                self.let_go()
+                self.free()
             else:
-                self._give_up(place[0], str(error) if isinstance(error, NotCaptured) else describe_error(error))
+                reason = str(error) if isinstance(error, NotCaptured) else describe_error(error)
+                self._replace_by_children(number[0], reason)
             return None
 
-    def _watched(self, name: str, part: nn.Module, call: Call) -> Any:
+    def _watched(self, name: str, part: nn.Module, call: SubmoduleCall) -> Any:
         """A plain call; if there is more to it than tensors that go in and come out, it will not be recorded."""
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         versions, drawn = [tensor._version for tensor in tensors], draws()
         result = call.eagerly()
         leaves = (*call.leaves, *tree_flatten(result)[0])
         strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]
-        kind = type(part).__name__
+        reason = ""
         if strange:
-            self._give_up(name, f"{kind} takes or gives a {type(strange[0]).__name__}")
+            reason = f"takes or gives a {type(strange[0]).__name__}"
         elif any(leaf.device != self._device for leaf in leaves if isinstance(leaf, Tensor)):
-            self._give_up(name, f"{kind} takes or gives a tensor on another device")
+            reason = "takes or gives a tensor on another device"
         elif versions != [tensor._version for tensor in tensors]:
-            self._give_up(name, f"{kind} writes into its input")
+            reason = "writes into its input"
         elif drawn():
-            self._give_up(name, f"{kind} draws random numbers")
+            reason = "draws random numbers"
+        if reason:
+            self._replace_by_children(name, f"{type(part).__name__} {reason}")
         return result
 
-    def _give_up(self, name: str, reason: str) -> None:
-        """From the next pass on the children of a part take its place."""
+    def _replace_by_children(self, name: str, reason: str) -> None:
+        """Replay the children of a submodule in its place, from the next pass on."""
         self.refused[name] = reason
         part = self._parts.get(name)
         if part is not None:
@@ -196,55 +202,42 @@ class Cut:
             self._parts.update(self._children(part, f"{name}."))
 
     def _children(self, module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-        """The modules below that are worth it."""
-        found = {}
+        """The modules below that have enough weights."""
+        children = {}
         for key, child in module.named_children():
             name = f"{prefix}{key}"
             if sum(one.startswith(f"{name}.") for one in self._names) < LEAST_WEIGHTS:
                 continue
             if isinstance(child, _CONTAINERS):
-                found.update(self._children(child, f"{name}."))
+                children.update(self._children(child, f"{name}."))
             else:
-                found[name] = child
-        return found
+                children[name] = child
+        return children
 
     def _check_state(self, name: str, state: Hashable) -> None:
         """Forget what was recorded with weights elsewhere in memory, in another mode or precision."""
         if self._states.setdefault(name, state) != state:
             self._states[name] = state
             self._seen = {key for key in self._seen if key[0][0] != name}
-            self._pieces = {key: piece for key, piece in self._pieces.items() if key[0][0] != name}
+            self._calls = {key: captured for key, captured in self._calls.items() if key[0][0] != name}
 
 
-class Uncut:
-    """No part is recorded."""
+def capture_submodules(
+    model: nn.Module, graph: ChannelGraph, names: Collection[str], record: Record | None = None
+) -> CapturedSubmodules | None:
+    """Submodules to replay, for a network on one GPU that had to be traced on real tensors; None for any other.
 
-    refused: Mapping[str, str] = {}
-    replayed: Collection[str] = ()
-
-    def within(self, *_: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing changes."""
-        return contextlib.nullcontext()
-
-    def let_go(self) -> bool:
-        """There is nothing."""
-        return False
-
-
-def cut_of(model: nn.Module, graph: ChannelGraph, names: Collection[str], record: Record | None = None) -> Cut | Uncut:
-    """A network on one GPU whose course is decided by values is cut; any other can be captured as a whole.
-
-    ``names`` are the weights that passes look at.
+    ``names`` are the weights that passes look at. Other networks can be captured as a whole.
     """
     on_gpu = all(captures_go_to(parameter.device) for parameter in model.parameters())
     if record is None and on_gpu and not several() and graph.on_real_tensors and not graph.reductions:
         record = GraphRecord()
-    return Uncut() if record is None else Cut(model, names, record)
+    return None if record is None else CapturedSubmodules(model, names, record)
 
 
 @contextlib.contextmanager
 def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Within it a module runs another function."""
+    """Exchange the ``forward`` of a module."""
     own = vars(module).get("forward")
     module.forward = function
     try:
@@ -256,7 +249,7 @@ def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
             module.forward = own
 
 
-def _signature(call: Call) -> tuple[Hashable, ...]:
+def _signature(call: SubmoduleCall) -> tuple[Hashable, ...]:
     """What two calls must have in common; first the shapes."""
     shapes = tuple(tuple(leaf.shape) for leaf in call.leaves if isinstance(leaf, Tensor))
     return (shapes, str(call.spec), *(_kind(leaf) for leaf in call.leaves))
@@ -269,8 +262,8 @@ def _kind(leaf: Any) -> Hashable:
     return leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, dotted
 
 
-def _in_the_way(modules: Sequence[nn.Module]) -> str | None:
-    """Why a part, the first of the modules, cannot be replayed as it is now."""
+def _obstacle(modules: Sequence[nn.Module]) -> str | None:
+    """Why a submodule, the first of the modules, cannot be replayed as it is now."""
     for module in modules[1:]:
         if module._forward_hooks or module._forward_pre_hooks:
             return f"there is a hook on a {type(module).__name__} in it"

@@ -15,42 +15,43 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, Manner, Plan, below_other_modes
-from ifso.curvature.forward_rules import load_forward_mode
-from ifso.curvature.weight_space import sum_of
+from ifso.curvature.decompositions import load_forward_mode
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.curvature.weight_space import sum_present
 
-Place = tuple[str, str, int]
-"""Where something is collected: "weight", "mask" or "elsewhere", the parameter, the groups of the layer."""
+TapKey = tuple[str, str, int]
+"""What is collected ("weight", "mask" or "other" uses), of which parameter, and the groups of the layer."""
 
-_PULL: Place = ("pull", "", 0)
+_UNCOLLECTED: TapKey = ("uncollected", "", 0)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """The gradient of a parameter from its uses other than as a layer's weight, and the gradient's tangent."""
+class DualGradient:
+    """A gradient and its tangent."""
 
     grad: Tensor | None = None
     tangent: Tensor | None = None
 
 
-class Taps:
-    """Give every parameter its plan, run a pass, then read what was collected."""
+class GradientTaps:
+    """Inputs of a pass whose "gradients" are what is asked for: give every parameter its plan, run, then read."""
 
     def __init__(self, fused: bool = True) -> None:
-        self.plans: dict[int, Plan] = {}
-        self.inputs: dict[Place, Tensor] = {}
+        self.plans: dict[int, ParameterPlan] = {}
+        self.inputs: dict[TapKey, Tensor] = {}
         """What the pass is to be differentiated by: those of the parameters that it has met."""
         self._fused = fused
         self._tensors: dict[str, Tensor] = {}
-        self._found: dict[Place, Elsewhere] = {}
+        self._collected: dict[TapKey, DualGradient] = {}
 
-    def plan(self, name: str, tensor: Tensor, dot: Callable[[], Tensor] | Tensor | None) -> Plan:
+    def plan(self, name: str, tensor: Tensor, dot: Callable[[], Tensor] | Tensor | None) -> ParameterPlan:
         """The plan of a parameter; ``dot`` is its tangent where it is used other than as a layer's weight.
 
         Few are, so that a tangent which takes memory of its own is given as what computes it.
         """
         self._tensors[name] = tensor
-        plan = self.plans[id(tensor)] = Plan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._fused)
+        plan = ParameterPlan(stand_in=lambda: self._stand_in(name, dot), in_layers=self._fused)
+        self.plans[id(tensor)] = plan
         return plan
 
     def weight_tap(self, name: str) -> Tensor:
@@ -61,58 +62,53 @@ class Taps:
         """An input that collects the tangent of ∂L/∂m per input channel."""
         return self._tap(("mask", name, groups), name, torch.Size([channels]))
 
-    def pull(self) -> Tensor:
+    def uncollected(self) -> Tensor:
         """An input that collects nothing: with it a function is differentiated which collects by itself."""
-        if _PULL not in self.inputs:
-            self.inputs[_PULL] = torch.zeros((), device="cpu").requires_grad_()
-        return self.inputs[_PULL]
+        if _UNCOLLECTED not in self.inputs:
+            self.inputs[_UNCOLLECTED] = torch.zeros((), device="cpu").requires_grad_()
+        return self.inputs[_UNCOLLECTED]
 
-    def _tap(self, place: Place, name: str, shape: torch.Size) -> Tensor:
-        if place not in self.inputs:
+    def _tap(self, key: TapKey, name: str, shape: torch.Size) -> Tensor:
+        if key not in self.inputs:
             like = self._tensors[name]
             tap = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
-            self.inputs[place] = tap.requires_grad_()
-        return self.inputs[place]
+            self.inputs[key] = tap.requires_grad_()
+        return self.inputs[key]
 
     def _stand_in(self, name: str, dot: Callable[[], Tensor] | Tensor | None) -> Tensor:
-        place = ("elsewhere", name, 0)
-        if place not in self.inputs:
+        key = ("other", name, 0)
+        if key not in self.inputs:
             leaf = self._tensors[name].detach().requires_grad_()
             tangent = dot() if callable(dot) else dot
-            self.inputs[place] = leaf if tangent is None else make_dual(leaf, tangent)
-        return self.inputs[place]
+            self.inputs[key] = leaf if tangent is None else make_dual(leaf, tangent)
+        return self.inputs[key]
 
-    def collect(self, place: Place, grad: Tensor | None) -> None:
-        """Add a gradient, dual where it stands for a use elsewhere."""
-        if grad is not None:
-            self.add(place, *(unpack_dual(grad) if place[0] == "elsewhere" else (grad, None)))
-
-    def add(self, place: Place, grad: Tensor | None, tangent: Tensor | None) -> None:
-        """Add to what was found in a place."""
-        before = self._found.get(place, Elsewhere())
-        self._found[place] = Elsewhere(sum_of(before.grad, grad), sum_of(before.tangent, tangent))
+    def collect(self, key: TapKey, grad: Tensor | None, tangent: Tensor | None = None) -> None:
+        """Add a gradient and its tangent to what was collected there."""
+        before = self._collected.get(key, DualGradient())
+        self._collected[key] = DualGradient(sum_present(before.grad, grad), sum_present(before.tangent, tangent))
 
     def weight_tangent(self, name: str) -> Tensor | None:
         """What the weight tap collected."""
-        return self._found.get(("weight", name, 0), Elsewhere()).grad
+        return self._collected.get(("weight", name, 0), DualGradient()).grad
 
     def mask_tangents(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(groups, tangent per input channel) of every mask tap of a parameter."""
-        for (kind, owner, groups), found in self._found.items():
-            if kind == "mask" and owner == name and found.grad is not None:
-                yield groups, found.grad
+        for (kind, owner, groups), collected in self._collected.items():
+            if kind == "mask" and owner == name and collected.grad is not None:
+                yield groups, collected.grad
 
-    def elsewhere(self, name: str) -> Elsewhere:
-        """What came from other uses of the parameter."""
-        return self._found.get(("elsewhere", name, 0), Elsewhere())
+    def other_uses(self, name: str) -> DualGradient:
+        """The gradient of a parameter from its uses other than as a layer's weight."""
+        return self._collected.get(("other", name, 0), DualGradient())
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
-    """What passes of one ``kind`` do: ``plan(taps, vector)`` gives every parameter its plan."""
+class ProductPass:
+    """Passes of one kind: ``plan(taps, vector)`` gives every parameter its plan."""
 
-    kind: str
-    plan: Callable[[Taps, Tensor | None], None]
+    name: str
+    plan: Callable[[GradientTaps, Tensor | None], None]
     vector: Tensor | None = None
 
 
@@ -120,11 +116,11 @@ def dual_pass(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    taps: Taps,
-    manner: Manner,
-    within: contextlib.AbstractContextManager[Any] | None = None,
+    taps: GradientTaps,
+    options: PassOptions,
+    within: contextlib.AbstractContextManager[Any],
 ) -> None:
-    """Run the loss forward and backward; the taps collect. The pass is made ``within`` a context of its own."""
+    """Run the loss forward and backward ``within`` a context; the taps collect."""
     load_forward_mode()
     with (
         undisturbed(model),
@@ -133,11 +129,12 @@ def dual_pass(
         without_checkpoints(),
         ALONE,
         forward_ad.dual_level(),
-        within or contextlib.nullcontext(),
+        within,
     ):
-        with below_other_modes(DualMode(taps.plans, manner)):
+        with below_other_modes(DualMode(taps.plans, options)):
             loss = checked(loss_fn(model, batch))
         grads = torch.autograd.grad(loss, list(taps.inputs.values()), allow_unused=True) if taps.inputs else ()
-        for place, grad in zip(taps.inputs, grads, strict=True):
-            taps.collect(place, grad)
+        for key, grad in zip(taps.inputs, grads, strict=True):
+            if grad is not None:
+                taps.collect(key, *(unpack_dual(grad) if key[0] == "other" else (grad, None)))
     taps.plans.clear()  # they hold the taps, and with them all activations, until garbage is collected

@@ -55,17 +55,17 @@ def weight_space(model: nn.Module, graph: ChannelGraph, weights: str = "layers")
         raise ScoreError(f"weights={weights!r} is unknown; choose one of {', '.join(WEIGHT_SETS)}")
     layers = {term.where for term in graph.terms if term.kind in _LAYER_KINDS}
     coupled = {member.parameter for group in graph.groups for member in group.members if member.role != "follows"}
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         in_layer = name in coupled or (parameter.dim() > 1 and name.rpartition(".")[0] in layers)
         if parameter.requires_grad and (weights == "all" or in_layer):
-            found[name] = parameter
-    if not found:
+            tensors[name] = parameter
+    if not tensors:
         raise ScoreError(
             f"{type(model).__name__} has no trainable conv or linear layer, so there are no weights to differentiate; "
             "check requires_grad, or choose another model"
         )
-    return WeightSpace(found)
+    return WeightSpace(tensors)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Reader:
         kept = (0, self.dim) if self.owner.dim() > 1 else (self.dim,)
         rest = [dim for dim in range(parts.dim()) if dim not in kept]
         line = parts.sum(rest) if rest else parts
-        return add_up(line, self.owner, num_units)
+        return sum_by_unit(line, self.owner, num_units)
 
     def channels(self, groups: int) -> Tensor:
         """The unit of every input channel of a convolution with that many groups, or of a linear layer."""
@@ -103,10 +103,10 @@ class Reader:
         return rows.reshape(groups, -1, self.owner.shape[-1])[:, 0].flatten()
 
 
-def sum_of(*parts: Tensor | None) -> Tensor | None:
-    """The sum of the parts that are there; None if none is."""
-    found = [part for part in parts if part is not None]
-    return sum(found[1:], found[0]) if found else None
+def sum_present(*parts: Tensor | None) -> Tensor | None:
+    """The sum of the parts that are not None; None if all are."""
+    present = [part for part in parts if part is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 def survivors(space: WeightSpace, graph: ChannelGraph, kept: Tensor) -> dict[str, Tensor]:
@@ -119,16 +119,16 @@ def survivors(space: WeightSpace, graph: ChannelGraph, kept: Tensor) -> dict[str
     }
 
 
-def add_up(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
+def sum_by_unit(values: Tensor, owner: Tensor, num_units: int) -> Tensor:
     """Sum of the values that each unit owns; what ``STAYS`` owns is dropped."""
     total = values.new_zeros(num_units + 1)
-    return total.index_add_(0, places(owner, num_units).flatten(), values.flatten())[:num_units]
+    return total.index_add_(0, unit_indices(owner, num_units).flatten(), values.flatten())[:num_units]
 
 
-def places(owner: Tensor, num_units: int) -> Tensor:
-    """Where the values of each owner go in a vector of all units with a last entry for ``STAYS``.
+def unit_indices(owner: Tensor, num_units: int) -> Tensor:
+    """Indices of each owner in a vector of all units with a last entry for ``STAYS``.
 
-    >>> places(torch.tensor([0, 1, STAYS]), 5)
+    >>> unit_indices(torch.tensor([0, 1, STAYS]), 5)
     tensor([0, 1, 5])
     """
     return owner.masked_fill(owner == STAYS, num_units)
@@ -140,13 +140,13 @@ def readers(graph: ChannelGraph, device: torch.device | str = "cpu") -> list[Rea
     A unit that no weight reads (queries and keys, which meet only each other) is masked where it is made, and one that
     a weight norm reads too: a norm makes up for what is scaled before it. There gains are scaled.
     """
-    found: dict[tuple[str, int], Tensor] = {}
+    owners: dict[tuple[str, int], Tensor] = {}
     for group in graph.groups:
         for member in _masked_members(group, graph):
             owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
             key = (member.parameter, member.dim)
-            found[key] = torch.maximum(found[key], owner) if key in found else owner
-    return [Reader(name, dim, owner.to(device)) for (name, dim), owner in found.items()]
+            owners[key] = torch.maximum(owners[key], owner) if key in owners else owner
+    return [Reader(name, dim, owner.to(device)) for (name, dim), owner in owners.items()]
 
 
 def _masked_members(group: Group, graph: ChannelGraph) -> list[Member]:

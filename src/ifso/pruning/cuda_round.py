@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ifso.common.cuda_graphs import CONSTANTS, NotCaptured, captures_go_to, capturing, draws
 from ifso.common.distributed import several
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def can_capture(network: ShrinkingNetwork) -> bool:
-    """On one GPU, the current one, with no channel counts read on the way, no course decided by values?"""
+    """Return whether rounds can be captured: on the current GPU alone, without data-dependent control flow."""
     plain = not (network.graph.reductions or network.graph.on_real_tensors)
     return captures_go_to(network.device) and not several() and plain
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:
-    """The results of all jobs; while a CUDA graph is captured, each on a stream of its own if they may be ``apart``."""
+    """The results of all jobs; while a CUDA graph is captured, on parallel streams if they may run ``apart``."""
     if not apart or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
         return [job() for job in jobs]
     main, results = torch.cuda.current_stream(), []
@@ -40,7 +40,7 @@ def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]
     return results
 
 
-class Replay:
+class CapturedRound:
     """A captured round. What it was made from must live as long as it does."""
 
     def __init__(self, work: Callable[[Sequence[Any]], None], held: Sequence[Any], graph: torch.cuda.CUDAGraph) -> None:
@@ -48,7 +48,7 @@ class Replay:
         self._leaves, self._spec = tree_flatten(list(held))
 
     @classmethod
-    def make(cls, work: Callable[[Sequence[Any]], None], batches: Sequence[Any]) -> Replay | str:
+    def make(cls, work: Callable[[Sequence[Any]], None], batches: Sequence[Any]) -> CapturedRound | str:
         """Capture ``work`` on batches like these, without running it; or why that cannot be."""
         leaves, spec = tree_flatten(list(batches))
         odd = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]
@@ -64,9 +64,9 @@ class Replay:
         return cls(work, held, graph)
 
     def takes(self, batches: Sequence[Any]) -> bool:
-        """Are these batches of the same kind?"""
+        """Return whether these batches have the shapes and types of the captured ones."""
         leaves, spec = tree_flatten(list(batches))
-        return _same(spec, self._spec) and all(map(_alike, leaves, self._leaves))
+        return spec == self._spec and all(map(_alike, leaves, self._leaves))
 
     def __call__(self, batches: Sequence[Any]) -> None:
         """The round on these batches."""
@@ -77,20 +77,16 @@ class Replay:
         self._graph.replay()
 
 
-def _same(one: TreeSpec, other: TreeSpec) -> bool:
-    return one == other
-
-
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return type(one) is type(other) and one == other
 
 
-class Habits:
-    """Seen in the passes within :meth:`watched`: do they draw random numbers, do they change buffers?
+class SideEffects:
+    """Whether passes within :meth:`watched` draw random numbers or change buffers.
 
-    Running statistics of batch norms do not count: whoever scores leaves them alone.
+    Running statistics of batch norms do not count: scores leave them alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,12 +103,14 @@ class Habits:
         self.changes_buffers |= versions != [buffer._version for buffer in self._buffers]
 
 
-def counts_on_the_host(optimizer: Optimizer) -> bool:
-    """May a step depend on a number that a CUDA graph would keep for ever, as that of the steps so far?
+def has_host_counters(optimizer: Optimizer) -> bool:
+    """Return whether a step may depend on a number on the host, such as that of the steps so far.
+
+    A CUDA graph would keep that number for ever.
 
     >>> import torch
     >>> weights = [torch.zeros(1, requires_grad=True)]
-    >>> [counts_on_the_host(make(weights, lr=0.1)) for make in (torch.optim.SGD, torch.optim.Adam)]
+    >>> [has_host_counters(make(weights, lr=0.1)) for make in (torch.optim.SGD, torch.optim.Adam)]
     [False, True]
     """
     return not isinstance(optimizer, SGD) and not all(group.get("capturable") for group in optimizer.param_groups)

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.module_state import named_tensors
-from ifso.criteria.reader_hooks import TRANSPOSED, Halves, mean_size
+from ifso.criteria.moments import Halves, mean_size
+from ifso.criteria.reader_hooks import TRANSPOSED
 from ifso.curvature.weight_space import Reader
 from ifso.errors import ScoreError
 from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix

@@ -49,7 +49,7 @@ from ifso.pruning.reminders import reminders
 from ifso.pruning.reopening import finished_result
 from ifso.pruning.result import PruneResult
 from ifso.pruning.run import Progress, Run
-from ifso.pruning.scoring_loop import MakeOptimizer, Worker
+from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
 from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import STAGED, Settings, criterion_of, describe, sgd, usual
 from ifso.pruning.shrinking_network import ShrinkingNetwork
@@ -437,7 +437,7 @@ class _Start:
             progress = Progress.from_json(state["progress"])
             position = (state["position"][0], state["position"][1])
             shrink_to_(network, tensors)
-        worker = Worker(
+        worker = ScoringLoop(
             network, self._settings.criterion, self._loss_fn, self._make_optimizer,
             capture=self._settings.schedule != "staged",
         )  # fmt: skip

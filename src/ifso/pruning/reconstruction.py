@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
-from ifso.criteria.reader_hooks import TRANSPOSED, Halves, mean_size
+from ifso.criteria.moments import Halves, mean_size
+from ifso.criteria.reader_hooks import TRANSPOSED
 from ifso.errors import KeepError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.layouts import compact

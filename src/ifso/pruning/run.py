@@ -28,7 +28,7 @@ from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.recovery import norms_of
-from ifso.pruning.scoring_loop import Worker
+from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select
 from ifso.pruning.settings import Settings
 from ifso.pruning.shrinking_network import ShrinkingNetwork
@@ -94,7 +94,7 @@ class Run:
     """
 
     network: ShrinkingNetwork
-    worker: Worker
+    worker: ScoringLoop
     settings: Settings
     stream: BatchStream
     examples: Sequence[Any]

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ifso.common.loss_fn import LossFn, scalar, steady_
 from ifso.common.tensors import map_tensors
-from ifso.common.torch_state import same_modes, undisturbed
-from ifso.curvature.primal_cache import full_float32
+from ifso.common.torch_state import full_float32, same_modes, undisturbed
 from ifso.errors import VerificationError
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.surgery.verify import as_float64, in_float64

@@ -40,8 +40,8 @@ def check_score_precision(name: str) -> None:
 
 @contextmanager
 def tensor_cores(name: str) -> Iterator[None]:
-    """Let convolutions on a GPU round their factors to TF32 for a while, or not, by the ``name``."""
-    from ifso.curvature.primal_cache import conv_settings
+    """Within it convolutions on a GPU round their factors to TF32 if ``name`` is ``"tf32"``, and otherwise do not."""
+    from ifso.common.torch_state import conv_settings
 
     check_precision(name)
     conv = conv_settings()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ifso.common.loss_fn import LossFn
 from ifso.criteria import registry
-from ifso.criteria.scoring import score
+from ifso.criteria.scorer import score
 from ifso.curvature.loss_change import true_loss_change
 from ifso.errors import IfsoError, ScoreError
 from ifso.surgery.mask import masked

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from ifso.curvature.solvers.cg import ConjugateGradients
-from ifso.curvature.solvers.identity import Identity
+from ifso.curvature.solvers.iterative import ConjugateGradients, Identity, Neumann
 from ifso.curvature.solvers.jacobian import JacobianRows
 from ifso.curvature.solvers.kfac import Kfac
-from ifso.curvature.solvers.neumann import Neumann
-from ifso.curvature.solvers.protocol import Solution, Solver, SolverWarning, tell
+from ifso.curvature.solvers.protocol import Solution, Solver, SolverWarning, warn_note
 from ifso.curvature.solvers.sherman_morrison import ShermanMorrison
 from ifso.errors import ScoreError
 
@@ -35,7 +33,7 @@ __all__ = [
     "Solver",
     "SolverWarning",
     "create_solver",
-    "tell",
+    "warn_note",
 ]
 
 

@@ -1,15 +1,30 @@
-"""K-FAC and EK-FAC: one Kronecker product per layer."""
+"""K-FAC and EK-FAC: one Kronecker product per layer, from inputs and output gradients seen by hooks.
+
+Per layer with weight matrix W [out, in] (a convolution's kernel flattened, a bias as one more column):
+
+    A = 1/(N T) Σ_n Σ_t a aᵀ,      G = 1/N Σ_n Σ_t g gᵀ,
+
+over N samples and T positions (T = 1 for a linear layer on vectors), where g is the gradient of the sample's own loss.
+``loss_fn`` is taken to be the mean over the samples of a batch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ifso.curvature.kronecker import Block, collect, diagonal
-from ifso.curvature.objective import System
+from ifso.common.batches import tensor_length
+from ifso.common.loss_fn import checked
+from ifso.common.torch_state import undisturbed
+from ifso.curvature.objective import GRADIENT, Objective, System
 from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector
+from ifso.errors import ScoreError
 
 
 @dataclass(frozen=True)
@@ -34,15 +49,153 @@ class Kfac:
         space = system.objective.space
         parts = space.split(v)
         keeps = space.split(torch.ones_like(v) if system.support is None else system.support)
-        blocks = collect(system.objective, keeps, self.corrected)
-        found: dict[str, Tensor | None] = {}
+        blocks = kronecker_blocks(system.objective, keeps, self.corrected)
+        solved: dict[str, Tensor | None] = {}
         for block in blocks:
-            found.update(self._by_block(block, parts))
-        rest = [name for name in space.tensors if name not in found]
+            solved |= block.split(block.solve(block.joined(parts), self.damping))
+        rest = [name for name in space.tensors if name not in solved]
         if rest:
-            squares = diagonal(system.objective)
-            found.update({name: parts[name] / (squares[name] + self.damping) for name in rest})
-        return Solution(system.restrict(space.flat(found)), None, len(blocks))
+            squares = diagonal_fisher(system.objective)
+            solved.update({name: parts[name] / (squares[name] + self.damping) for name in rest})
+        return Solution(system.restrict(space.flat(solved)), None, len(blocks))
 
-    def _by_block(self, block: Block, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return block.split(block.solve(block.joined(parts), self.damping))
+
+@dataclass(eq=False)
+class Block:
+    """The Kronecker factors of one layer; ``names`` are its weight and, if it belongs to W, its bias.
+
+    ``rows`` [out] and ``columns`` [in (+ 1)] are 1 where weights may move. ``moments`` [out, in (+ 1)] are the
+    eigenvalues of G ⊗ A in the basis (Q_G, Q_A).
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    rows: Tensor
+    columns: Tensor
+    inputs: Tensor
+    outputs: Tensor
+    calls: int = 0
+    moments: Tensor = field(init=False)
+    basis: tuple[Tensor, Tensor] = field(init=False)
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Weight and bias as one matrix [out, in (+ 1)]."""
+        return torch.cat([parts[name].reshape(self.shape[0], -1) for name in self.names], 1)
+
+    def split(self, matrix: Tensor) -> dict[str, Tensor]:
+        """The matrix as weight and bias."""
+        columns = self.shape[1:].numel()
+        shapes = (self.shape, self.shape[:1])
+        pieces = (matrix[:, :columns], matrix[:, columns:])
+        return {name: piece.reshape(shape) for name, piece, shape in zip(self.names, pieces, shapes, strict=False)}
+
+    def add(self, a: Tensor, g: Tensor) -> None:
+        """Inputs [N, T, in] and gradients [N, T, out] of one call."""
+        self.calls += 1
+        self.inputs = self.inputs + torch.einsum("nti,ntj->ij", a, a) / a.shape[1]
+        self.outputs = self.outputs + torch.einsum("nto,ntp->op", g, g)
+
+    def diagonalise(self, samples: int) -> None:
+        """Eigenvectors of A and G over the weights that may move, and the eigenvalues of G ⊗ A."""
+        small, q_in = torch.linalg.eigh(self.inputs / samples * torch.outer(self.columns, self.columns))
+        large, q_out = torch.linalg.eigh(self.outputs / samples * torch.outer(self.rows, self.rows))
+        self.basis = (q_out, q_in)
+        self.moments = torch.outer(large.clamp_min(0), small.clamp_min(0))
+
+    def solve(self, matrix: Tensor, damping: float) -> Tensor:
+        """(G ⊗ A + λI)⁻¹ matrix."""
+        q_out, q_in = self.basis
+        return q_out @ ((q_out.t() @ matrix @ q_in) / (self.moments + damping)) @ q_in.t()
+
+
+def kronecker_blocks(objective: Objective, keeps: Mapping[str, Tensor], corrected: bool) -> list[Block]:
+    """The blocks of every conv and linear layer in W; with ``corrected``, EK-FAC's eigenvalues."""
+    layers = _layers(objective, keeps)
+    samples = sum(map(tensor_length, objective.batches))
+    for block, a, g in _statistics(objective, layers):
+        block.add(a, g)
+    blocks = [block for block in layers.values() if block.calls]
+    if not blocks:
+        raise ScoreError("K-FAC needs a plain conv or linear layer among the weights; use solver='cg'")
+    for block in blocks:
+        block.diagonalise(samples)
+    if corrected:  # EK-FAC: E[(Q_Gᵀ ∂L_n/∂W Q_A)²] in place of the products of eigenvalues
+        for block in blocks:
+            block.moments = torch.zeros_like(block.moments)
+        for block, a, g in _statistics(objective, layers):
+            q_out, q_in = block.basis
+            gradients = torch.einsum("nto,nti->noi", (g * block.rows) @ q_out, (a * block.columns) @ q_in)
+            block.moments += gradients.square().sum(0) / samples
+    return blocks
+
+
+def diagonal_fisher(objective: Objective) -> dict[str, Tensor]:
+    """Diagonal Fisher by name from the gradients of whole batches: mean of N g²."""
+    objective.spent += GRADIENT
+    total = None
+    for batch in objective.batches:
+        square = objective.products.gradient(batch)[1].square() * tensor_length(batch)
+        total = square if total is None else total + square
+    assert total is not None
+    return objective.space.split(total / len(objective.batches))
+
+
+def _layers(objective: Objective, keeps: Mapping[str, Tensor]) -> dict[nn.Module, Block]:
+    tensors = objective.space.tensors
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    blocks = {}
+    for module in objective.model.modules():
+        if not _is_plain(module) or id(module.weight) not in names:
+            continue
+        used = [names[id(tensor)] for tensor in (module.weight, module.bias) if id(tensor) in names]
+        shape = tensors[used[0]].shape
+        keep = torch.cat([keeps[name].reshape(shape[0], -1) for name in used], 1)
+        rows, columns = (keep.amax(dim).to(tensors[used[0]].dtype) for dim in (1, 0))
+        zeros = [line.new_zeros(len(line), len(line)) for line in (columns, rows)]
+        blocks[module] = Block(tuple(used), shape, rows, columns, zeros[0], zeros[1])
+    return blocks
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return isinstance(module, nn.Linear)
+
+
+def _statistics(objective: Objective, layers: dict[nn.Module, Block]) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """(block, inputs [N, T, in], gradients [N, T, out]) of every call of a layer in every batch."""
+    objective.spent += GRADIENT
+    for batch in objective.batches:
+        caught: list[tuple[nn.Module, Tensor, Tensor]] = []
+        with undisturbed(objective.model), torch.enable_grad(), recording_calls(layers, caught):
+            loss = checked(objective.loss_fn(objective.model, batch))
+            grads = torch.autograd.grad(loss, [output for _, _, output in caught], allow_unused=True)
+        for (module, entering, _), grad in zip(caught, grads, strict=True):
+            if grad is not None:
+                a, g = layer_matrices(module, entering, grad)
+                if len(layers[module].names) > 1:
+                    a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
+                yield layers[module], a, g * tensor_length(batch)
+
+
+@contextlib.contextmanager
+def recording_calls(modules: Iterable[nn.Module], caught: list[tuple[nn.Module, Tensor, Tensor]]) -> Iterator[None]:
+    """Append (module, input, output) of every call of the modules to ``caught``."""
+
+    def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        caught.append((module, args[0].detach(), output))
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_hook(catch))
+        yield
+
+
+def layer_matrices(module: nn.Module, entering: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs [N, T, in] (patches for a convolution) and output gradients [N, T, out] of a layer."""
+    if isinstance(module, nn.Conv2d):
+        assert not isinstance(module.padding, str)
+        a = F.unfold(entering, module.kernel_size, module.dilation, module.padding, module.stride).transpose(1, 2)
+        return a, grad.flatten(2).transpose(1, 2)
+    a, g = (tensor.reshape(tensor.shape[0], -1, tensor.shape[-1]) for tensor in (entering, grad))
+    return a, g

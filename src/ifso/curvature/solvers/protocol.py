@@ -45,14 +45,14 @@ def checked_vector(system: System, v: Tensor) -> Tensor:
     return system.restrict(finite(v, "the vector v to solve for"))
 
 
-def tell(note: str) -> str:
+def warn_note(note: str) -> str:
     """Warn, and give the note back."""
     warnings.warn(note, SolverWarning, stacklevel=3)
     return note
 
 
-def checked_positive(solver: str, **values: float) -> None:
-    """Refuse options that must be above zero and are not."""
+def checked_positive(solver: str, *, or_zero: bool = False, **values: float) -> None:
+    """Refuse options that are not above zero, or not zero."""
     for name, value in values.items():
-        if not value > 0:
-            raise ScoreError(f"solver {solver!r}: {name}={value} must be above 0")
+        if not (value > 0 or (or_zero and value == 0)):
+            raise ScoreError(f"solver {solver!r}: {name} must be {'0 or more' if or_zero else 'above 0'}, got {value}")

@@ -95,8 +95,8 @@ class _Differences:
         self._space.assign_(moved * self._masks(1.0, 0.0))
         parts = self._space.split(moved * self._products.gradient(self._batch)[1])
         units = self._task.graph.num_units
-        found = [reader for reader in self._products.readers if reader.parameter in parts]
-        return torch.stack([reader.gather(parts[reader.parameter], units) for reader in found])
+        masks = [reader for reader in self._products.readers if reader.parameter in parts]
+        return torch.stack([reader.gather(parts[reader.parameter], units) for reader in masks])
 
     def _masks(self, kept: float, removed: float) -> Tensor:
         entries = self._kept.to(self._weights.dtype) * (kept - removed) + removed

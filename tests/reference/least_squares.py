@@ -20,10 +20,10 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from reference import mask_places
 from torch import Tensor, nn
 
 import ifso
+from reference.second_order import mask_places
 
 DIMS = {"linear": 0} | {f"conv{'_transpose' * t}{d}d": d for t in (0, 1) for d in (1, 2, 3)}
 

@@ -3,7 +3,7 @@
 The corollaries assume L strongly convex in W with a constant λ and its Hessian Lipschitz with a constant C_H, in a
 region that holds W* and both estimated and true optimum. Here λ is the smallest eigenvalue found in that region, and
 C_H and max|∂³L| the largest third derivative found: on the way from W* along the Newton step, and at random points as
-far away. C_L and C_a are those along this removal. Constants that are sampled are lower estimates of the real ones.
+far away. C_L and C_a are those along this masked. Constants that are sampled are lower estimates of the real ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.loss_fn import LossFn
-from ifso.curvature.masked_model import Removal
-from ifso.curvature.objective import Objective
+from ifso.curvature.objective import MaskedModel, Objective
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph, Keep
@@ -29,7 +28,7 @@ _ON_THE_WAY = 3
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """The constants, and the bounds they give on |estimated − true| loss change of a removal.
+    """The constants, and the bounds they give on |estimated − true| loss change of a masked.
 
     ``gradient`` C_l = ‖∂L(W*, M̂)/∂W‖ · ``convexity`` λ · ``smallest`` σ_min of the Hessian at (W*, M̂) ·
     ``hessian_change`` C_H · ``third`` max|∂³L/∂W³| · ``mask_change`` C_L · ``mixed`` C_a · ``mask_norm`` ‖ΔM‖.
@@ -101,33 +100,33 @@ def error_bounds(
             f"error_bounds builds dense Hessians: {products.space.size} weights are more than {MOST_WEIGHTS}; "
             "use a smaller network, or weights='layers'"
         )
-    removal = Removal(products, graph, keep)
-    region = _Region(Objective(products, batches), removal)
-    units = removal.units**0.5
+    masked = MaskedModel(products, graph, keep)
+    region = _Region(Objective(products, batches), masked)
+    units = masked.removed**0.5
     try:
         mixed = [region.mixed(mask) for mask in (1.0, 0.5, 1e-6)] if units else [0.0]
-        with removal.at(0.0):
+        with masked.at(0.0):
             return region.constants(mixed[0] / max(units, 1), max(mixed) / max(units, 1), units, samples, seed)
     finally:
-        removal.restore()
+        masked.restore()
 
 
 class _Region:
     """The loss of the surviving weights near W*."""
 
-    def __init__(self, objective: Objective, removal: Removal) -> None:
-        self._objective, self._removal = objective, removal
-        self._places = removal.support.nonzero()[:, 0]
-        self._start = removal.start()
+    def __init__(self, objective: Objective, masked: MaskedModel) -> None:
+        self._objective, self._masked = objective, masked
+        self._places = masked.support.nonzero()[:, 0]
+        self._start = masked.start()
 
     def mixed(self, mask: float) -> float:
         """‖∂²L/∂W∂m‖ at W*, all removed units together, where their mask has that value."""
-        with self._removal.at(mask):
-            return float(self._objective.hessian(self._removal.direction())[self._places].norm())
+        with self._masked.at(mask):
+            return float(self._objective.hessian(self._masked.direction())[self._places].norm())
 
     def hessian(self, offset: Tensor | None = None) -> Tensor:
         """Dense, over the surviving weights, at W* + offset."""
-        self._removal.put(self._start if offset is None else self._start + self._spread(offset))
+        self._masked.assign_(self._start if offset is None else self._start + self._spread(offset))
         rows = [self._objective.hessian(self._spread(row)) for row in torch.eye(len(self._places)).to(self._start)]
         matrix = torch.stack(rows)[:, self._places]
         return (matrix + matrix.t()) / 2
@@ -137,7 +136,7 @@ class _Region:
 
     def constants(self, mixed: float, mask_change: float, mask_norm: float, samples: int, seed: int) -> ErrorBounds:
         """All of them; the units must be gone."""
-        self._removal.put(self._start)
+        self._masked.assign_(self._start)
         gradient = self._objective.gradient()[1][self._places]
         here = self.hessian()
         step = -torch.linalg.lstsq(here, gradient[:, None]).solution[:, 0]
