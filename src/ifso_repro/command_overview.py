@@ -8,8 +8,8 @@ from typing import Any
 
 from ifso.cli.console import console, print_json
 from ifso.errors import IfsoError
+from ifso_repro.config import studies, study
 from ifso_repro.results import path_of, state_of
-from ifso_repro.rows import studies, study
 from ifso_repro.schema import Study
 
 

@@ -12,8 +12,8 @@ from ifso.cli.console import chatter_to_stderr, complain, console, print_json, s
 from ifso.cli.signals import TERMINATED, Terminated
 from ifso.errors import DataError, IfsoError
 from ifso_repro import command_overview as repro_overview
+from ifso_repro.config import studies, study
 from ifso_repro.jobs import Job
-from ifso_repro.rows import studies, study
 from ifso_repro.schema import DATA, PRUNE_OPTIONS, TABLES
 
 if TYPE_CHECKING:

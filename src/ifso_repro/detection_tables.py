@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ifso_repro.config import find_row
 from ifso_repro.jobs import Job
 from ifso_repro.results import DetectionResult
-from ifso_repro.rows import find_row
 from ifso_repro.schema import Reported, Row
 from ifso_repro.statistics import Spread
 from ifso_repro.table_lines import (

@@ -26,12 +26,10 @@ from ifso.training.evaluation import Examiner, evaluated_batches
 from ifso.training.objective import Tables, lessons
 from ifso.training.trainer import Crew, Epoch, Lane, Watch, own_random_numbers
 from ifso_repro import detectors
-from ifso_repro.done import refuse_other_result
-from ifso_repro.identity import identity
 from ifso_repro.jobs import Job
 from ifso_repro.outcomes import Measure, detection_result_of, result_of
+from ifso_repro.provenance import THAT_FOLDER, identity, refuse_other_result
 from ifso_repro.prune_pool import Prunings
-from ifso_repro.remains import THAT_FOLDER
 from ifso_repro.results import AnyResult, path_of, read_file, write
 from ifso_repro.schema import Row
 from ifso_repro.workspace import Workshop

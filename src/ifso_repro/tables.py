@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
+from ifso_repro.config import find_row, find_study, studies, study
 from ifso_repro.detection_tables import NOTE, detection_table, structure_table
 from ifso_repro.jobs import Job
 from ifso_repro.results import AnyResult
-from ifso_repro.rows import find_row, find_study, studies, study
 from ifso_repro.schema import TAUGHT, Study
 from ifso_repro.statistics import Difference, Spread
 from ifso_repro.table_lines import (

@@ -26,9 +26,11 @@ from ifso.training.evaluation import evaluate
 from ifso.training.padded_finetune import padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
 from ifso.training.settings import TrainSettings
-from ifso_repro import detectors, kept, remains
-from ifso_repro.identity import identity
+from ifso_repro import detectors
+from ifso_repro import provenance as kept
+from ifso_repro import provenance as remains
 from ifso_repro.jobs import PRESET, Job, method_name
+from ifso_repro.provenance import identity
 from ifso_repro.schema import Row
 from ifso_repro.smoke import SMOKE, SMOKE_PRUNE, few_removals, smoke_data
 

@@ -20,9 +20,9 @@ from ifso.cli.main import main
 from ifso.errors import IfsoError
 from ifso_repro import command_runs as repro_runs
 from ifso_repro import runner as running
+from ifso_repro.config import rows, studies, study
 from ifso_repro.jobs import Job
 from ifso_repro.results import Result, write
-from ifso_repro.rows import rows, studies, study
 
 ROW = "resnet32-cifar10-50"
 
@@ -90,7 +90,7 @@ def test_help_names_every_study_and_row(capsys, monkeypatch):
     def broken():
         raise IfsoError("repro/table9.toml is broken")
 
-    monkeypatch.setattr("ifso_repro.rows.studies", broken)
+    monkeypatch.setattr("ifso_repro.config.studies", broken)
     with pytest.raises(SystemExit) as caught:
         main(["repro", "--help"])
     assert caught.value.code == 0

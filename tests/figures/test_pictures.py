@@ -14,7 +14,7 @@ from torch import nn
 import ifso
 from ifso.common.plots import DPI, LOOKS, PAGE, STYLE
 from ifso.criteria import registry
-from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import summarise
 from ifso_repro.figures import curves, layers
 from ifso_repro.figures.drawing import Source, draw_figure

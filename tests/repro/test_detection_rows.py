@@ -17,11 +17,10 @@ from ifso.curvature.weight_space import weight_space
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.training.average_precision import evaluate_detector
 from ifso_repro import detectors, outcomes
-from ifso_repro.config import read_row
+from ifso_repro.config import find_row, find_study, read_row, study
 from ifso_repro.detection_tables import LAYERS
 from ifso_repro.jobs import Job
 from ifso_repro.results import DetectionResult, Result, read, read_file, write
-from ifso_repro.rows import find_row, find_study, study
 from ifso_repro.runner import Running
 from ifso_repro.schema import Base, Row
 from ifso_repro.tables import markdown, render

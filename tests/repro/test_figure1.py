@@ -16,12 +16,10 @@ from ifso.bench.correlation import pearson, ranks, spearman, spearman_at_equal_s
 from ifso.cli.main import main
 from ifso.criteria import registry
 from ifso_repro.figure1 import masks
-from ifso_repro.figure1.estimates import DEFAULT_STEPS, measure, train_
-from ifso_repro.figure1.networks import create
-from ifso_repro.figure1.settings import SMOKE, Stop, choose, difference
+from ifso_repro.figure1.estimates import DEFAULT_STEPS, evaluations_until, measure, train_
+from ifso_repro.figure1.networks import SMOKE, Stop, choose, create, difference
 from ifso_repro.figure1.study import figure1
 from ifso_repro.figure1.summary import EXISTING, path_name
-from ifso_repro.figure1.training import evaluations_until
 
 TINY = replace(SMOKE, masks=3, images=30, features=4, path_steps=(2,), first_order_steps=20)
 

@@ -17,7 +17,7 @@ from ifso.errors import RunError
 from ifso.training.checkpoint import FILE
 from ifso.training.padded_finetune import padded_
 from ifso_repro.jobs import Job
-from ifso_repro.kept import facts_of
+from ifso_repro.provenance import facts_of
 from ifso_repro.prune_pool import DONE, PruningFailed, Prunings
 from ifso_repro.results import read
 from ifso_repro.runner import Running

@@ -18,11 +18,10 @@ from ifso.common.serialization import read_tensor_file, write_tensor_file
 from ifso.data.generated import generated_boxes, generated_images
 from ifso.data.image_folder import ImageFiles, ImageNet
 from ifso.training.checkpoint import FILE
-from ifso_repro.identity import identity
+from ifso_repro.config import find_row
 from ifso_repro.jobs import Job
-from ifso_repro.kept import header_of
+from ifso_repro.provenance import header_of, identity
 from ifso_repro.results import Result, read
-from ifso_repro.rows import find_row
 from ifso_repro.runner import Running
 from ifso_repro.table_lines import Runs, otherwise
 from ifso_repro.workspace import Workshop

@@ -15,9 +15,8 @@ from ifso.models.providers import OWN
 from ifso.pruning.budget import Mixed
 from ifso.pruning.settings import Settings
 from ifso.training.settings import RECIPES
-from ifso_repro.config import CHECKOUT, PACKAGED, config_folder
+from ifso_repro.config import CHECKOUT, PACKAGED, config_folder, find_row, find_study, rows, studies, study
 from ifso_repro.jobs import Job
-from ifso_repro.rows import find_row, find_study, rows, studies, study
 from ifso_repro.schema import DEFAULT_RUN, Variant
 
 ROOT = Path(__file__).parents[2]
@@ -309,6 +308,6 @@ def test_the_installed_package_has_all_files_of_the_checkout():
 
 
 def test_reading_rows_takes_no_torch():
-    code = "import sys; from ifso_repro.rows import studies, study; study('figure5'); print('torch' in sys.modules)"
+    code = "import sys; from ifso_repro.config import studies, study; study('figure5'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ifso_repro.config import find_row, studies, study
 from ifso_repro.jobs import method_name
 from ifso_repro.results import read
-from ifso_repro.rows import find_row, studies, study
 from ifso_repro.runner import Running
 from ifso_repro.schema import PRUNE_OPTIONS
 from ifso_repro.statistics import Spread

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from ifso.errors import IfsoError
+from ifso_repro.config import find_row, study
 from ifso_repro.results import Result, path_of, read, read_file, write
-from ifso_repro.rows import find_row, study
 from ifso_repro.statistics import Difference, Spread
 from ifso_repro.tables import COMPARED, markdown, render, usual_options, write_markdown
 

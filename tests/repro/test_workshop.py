@@ -10,8 +10,8 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.pruning.budget import Mixed
+from ifso_repro.config import find_row, study
 from ifso_repro.jobs import Job
-from ifso_repro.rows import find_row, study
 from ifso_repro.schema import Variant
 from ifso_repro.workspace import SMOKE_PRUNE, Workshop, prune_job
 

@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 def _names() -> str:
     """Of all studies; the rows of tables have names of their own."""
-    from ifso_repro.rows import rows, studies
+    from ifso_repro.config import rows, studies
 
     named = ", ".join((*studies(), FIGURE1))
     return (
@@ -178,7 +178,7 @@ def _others(studies: list[str]) -> str:
 def _figure1(args: argparse.Namespace) -> int:
     """Run the study of small networks, write figure1.json and its pictures, and print the tables."""
     from ifso.common.plots import PlotUnavailable
-    from ifso_repro.figure1.settings import checksum, choose, data_path
+    from ifso_repro.figure1.networks import checksum, choose, data_path
     from ifso_repro.figure1.study import figure1, write
     from ifso_repro.figures.loss_change import draw_loss_change
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ifso.errors import IfsoError
-from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.config import find_row, rows, study
+from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figures.curves import draw_study
 from ifso_repro.figures.layers import Network, draw_layers, network_of
 from ifso_repro.figures.loss_change import draw_loss_change
 from ifso_repro.figures.points import PLACES, load, plot
 from ifso_repro.jobs import Job
-from ifso_repro.rows import find_row, rows, study
 from ifso_repro.schema import RECIPES
 from ifso_repro.table_lines import Runs
 

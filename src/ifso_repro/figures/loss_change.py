@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.common.plots import BLUE, COLUMN, MUTED, VERMILION, draw, key
-from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import EXISTING, path_name
 
 if TYPE_CHECKING:

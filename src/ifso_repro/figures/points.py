@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ifso.errors import IfsoError
+from ifso_repro.config import find_study, study
 from ifso_repro.jobs import MIXED, Job
 from ifso_repro.results import Result, read, read_file
-from ifso_repro.rows import find_study, study
 from ifso_repro.schema import RECIPES
 from ifso_repro.statistics import Spread
 from ifso_repro.table_lines import NAMES, Runs, last_top1, otherwise, percent
