@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ifso_repro.dealing import Rank
     from ifso_repro.results import AnyResult
-    from ifso_repro.workspace import Workshop
+    from ifso_repro.workspace import Workspace
 
 OUT = Path("repro")
 LANES = {"cpu": 1, "cuda": 8}
@@ -145,10 +145,10 @@ def _data(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _workshop(args: argparse.Namespace, changes: dict[str, Any], place: Rank) -> Workshop:
+def _workshop(args: argparse.Namespace, changes: dict[str, Any], place: Rank) -> Workspace:
     from ifso.common.devices import usable_device
     from ifso.training.precision import check_precision, check_score_precision
-    from ifso_repro.workspace import Workshop
+    from ifso_repro.workspace import Workspace
 
     device = place.device(args.device or "cpu")
     usable_device(device)
@@ -162,7 +162,7 @@ def _workshop(args: argparse.Namespace, changes: dict[str, Any], place: Rank) ->
     train |= {name: value for name, value in asked.items() if value is not None}
     check_precision(train.get("precision", "float32"))
     check_score_precision(args.prune_precision or "float32")
-    return Workshop(
+    return Workspace(
         work=(args.out or OUT) / "work" / _apart(args),
         results=_results_folder(args),
         data=_data(args.data or ()),
@@ -180,15 +180,15 @@ def _workshop(args: argparse.Namespace, changes: dict[str, Any], place: Rank) ->
 # ---------------------------------------------------------------------------------------------------------- running
 
 
-def _run(args: argparse.Namespace, shop: Workshop, jobs: Sequence[Job], place: Rank) -> dict[str, Any]:
+def _run(args: argparse.Namespace, shop: Workspace, jobs: Sequence[Job], place: Rank) -> dict[str, Any]:
     """All jobs, or those that are dealt to this rank; then what came out, of all ranks."""
     from ifso_repro.dealing import Meeting, dealt
-    from ifso_repro.runner import Running
+    from ifso_repro.runner import Runner
 
     meeting = Meeting(place)
     own = dealt(jobs, lambda job: str(shop.pruned_folder(job)), place)
     lanes = args.lanes or LANES["cuda" if shop.device.startswith("cuda") else "cpu"]
-    running = Running(shop, own, lanes=lanes, workers=args.workers or 1, say=_voice(place))
+    running = Runner(shop, own, lanes=lanes, workers=args.workers or 1, say=_voice(place))
     running.run()
     failures = meeting.gathered([list(failure) for failure in running.failed])
     if place.rank == 0:
@@ -217,7 +217,7 @@ def _tell(failures: Sequence[Sequence[Any]]) -> None:
         complain(f"error: {names[0]}{more}: {reason}")
 
 
-def _results(shop: Workshop, jobs: Sequence[Job], failures: Sequence[Sequence[Any]]) -> list[AnyResult]:
+def _results(shop: Workspace, jobs: Sequence[Job], failures: Sequence[Sequence[Any]]) -> list[AnyResult]:
     """Those of the runs that did not fail: a file of one that did is damaged, or of something else."""
     from ifso_repro.results import path_of, read_file
 
@@ -226,13 +226,13 @@ def _results(shop: Workshop, jobs: Sequence[Job], failures: Sequence[Sequence[An
     return [read_file(place) for place in places if place.exists()]
 
 
-def _listed(shop: Workshop, jobs: Sequence[Job]) -> dict[str, Any]:
+def _listed(shop: Workspace, jobs: Sequence[Job]) -> dict[str, Any]:
     """How far each run is, and who teaches where it is another than the unpruned network."""
     taught = {job.name: {"teacher": job.teacher.task} for job in jobs if job.teacher is not None}
     return {"runs": [{"run": job.name, "state": _state(shop, job), **taught.get(job.name, {})} for job in jobs]}
 
 
-def _state(shop: Workshop, job: Job) -> str:
+def _state(shop: Workspace, job: Job) -> str:
     from ifso_repro.results import path_of, state_of
 
     state = state_of(path_of(job.name, shop.results, smoke=shop.smoke))
@@ -260,7 +260,7 @@ def _list_table(runs: Sequence[dict[str, str]]) -> Table:
     return table
 
 
-def _result_table(document: dict[str, Any], shop: Workshop) -> Table:
+def _result_table(document: dict[str, Any], shop: Workspace) -> Table:
     from rich.table import Table
 
     runs = document["runs"]

@@ -16,13 +16,13 @@ from ifso.training.trainer import Lane
 from ifso_repro.detectors import channels_of, hardware, memory_of_training
 from ifso_repro.jobs import Job, teacher_of
 from ifso_repro.results import AnyResult, DetectionResult, Result
-from ifso_repro.workspace import Workshop
+from ifso_repro.workspace import Workspace
 
 Measure = Callable[[nn.Module], dict[str, float]]
 
 
 def result_of(
-    shop: Workshop, job: Job, lane: Lane, base: Mapping[str, float], teacher: Mapping[str, float] | None
+    shop: Workspace, job: Job, lane: Lane, base: Mapping[str, float], teacher: Mapping[str, float] | None
 ) -> AnyResult:
     """Of a classifier whose unpruned network is worth ``base``, and its ``teacher``, if that is another, so much."""
     pruned = shop.prune_facts(job)["measures"][-1]["accuracy"]
@@ -31,7 +31,7 @@ def result_of(
 
 
 def detection_result_of(
-    shop: Workshop, job: Job, lane: Lane, unpruned: nn.Module, base: Mapping[str, float], measure: Measure
+    shop: Workspace, job: Job, lane: Lane, unpruned: nn.Module, base: Mapping[str, float], measure: Measure
 ) -> AnyResult:
     """Of a detector; what was not measured on the way, because that could not be done there, is measured now."""
     _refuse_unmeasured(shop.training_folder(job))
@@ -64,7 +64,7 @@ def _refuse_unmeasured(kept: Path) -> None:
         ) from error
 
 
-def _common(shop: Workshop, job: Job, lane: Lane, measure: str) -> dict[str, Any]:
+def _common(shop: Workspace, job: Job, lane: Lane, measure: str) -> dict[str, Any]:
     """What is known of every network; ``measure`` is what it is worth."""
     facts = shop.prune_facts(job)
     history: list[dict[str, Any]] = [

@@ -25,12 +25,12 @@ from ifso_repro import provenance as remains
 from ifso_repro.jobs import Job
 from ifso_repro.results import AnyResult, Result
 from ifso_repro.schema import made
-from ifso_repro.workspace import Workshop
+from ifso_repro.workspace import Workspace
 
 if TYPE_CHECKING:
     from ifso_repro.jobs import Job
     from ifso_repro.schema import Row
-    from ifso_repro.workspace import Workshop
+    from ifso_repro.workspace import Workspace
 
 
 class Network(NamedTuple):
@@ -189,14 +189,14 @@ def advice(*places: Path) -> str:
     return f"give another --out, or remove {listed}"
 
 
-def of_base(shop: Workshop, row: Row) -> Iterator[Path]:
+def of_base(shop: Workspace, row: Row) -> Iterator[Path]:
     """An unpruned network, its training, and all that was pruned from it and fine-tuned."""
     if shop.trains(row):
         yield from (shop.base_file(row), shop.trainings / row.task)
         yield from (folder / f"{row.task}-*" for folder in (shop.prunings, shop.trainings))
 
 
-def of_pruning(shop: Workshop, job: Job) -> Iterator[Path]:
+def of_pruning(shop: Workspace, job: Job) -> Iterator[Path]:
     """A pruning and its fine-tunings: those of all recipes, and of all seeds that share it."""
     folder = shop.pruned_folder(job)
     method, _, seed = folder.name.rpartition(".")
@@ -204,7 +204,7 @@ def of_pruning(shop: Workshop, job: Job) -> Iterator[Path]:
     yield from (folder, shop.trainings / f"{method}.*{'' if shared else f'.{seed}'}")
 
 
-def of_result(shop: Workshop, job: Job, place: Path, *, data: bool) -> Iterator[Path]:
+def of_result(shop: Workspace, job: Job, place: Path, *, data: bool) -> Iterator[Path]:
     """A result and its fine-tuning; with other ``data``, whatever was made of that."""
     yield place
     rows = (job.row, *([job.teacher] if job.teacher else ()))
@@ -223,7 +223,7 @@ OF_THE_MACHINE = ("precision", "channels_last", "compile")
 """Settings of a training that may be others than those of a result that is there."""
 
 
-def refuse_other_result(shop: Workshop, job: Job, result: AnyResult, place: Path) -> None:
+def refuse_other_result(shop: Workspace, job: Job, result: AnyResult, place: Path) -> None:
     """RunError if ``result`` was made with other settings, networks or data than ``job`` has now.
 
     An older one does not say what data it had, nor what options its criterion had; it is taken to have had these.

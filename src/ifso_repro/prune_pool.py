@@ -16,7 +16,7 @@ import torch
 
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
-from ifso_repro.workspace import Workshop, prune_job
+from ifso_repro.workspace import Workspace, prune_job
 
 GRACE = 20.0
 """Seconds that a process has to keep its work before it is ended."""
@@ -34,13 +34,13 @@ class PruningFailed(IfsoError):
         self.exit_status = status
 
 
-class Prunings:
+class PrunePool:
     """``ask`` for prunings and call ``turn`` now and then; at most ``workers`` are made at a time, each only once.
 
     A process that dies takes only the pruning it was at with it.
     """
 
-    def __init__(self, shop: Workshop, workers: int, threads: int, say: Callable[[str], None]) -> None:
+    def __init__(self, shop: Workspace, workers: int, threads: int, say: Callable[[str], None]) -> None:
         self._shop, self._workers, self._threads, self._say = shop, workers, threads, say
         self._asked: set[str] = set()
         self._queue: list[Job] = []
@@ -108,7 +108,7 @@ class Prunings:
 class _Process:
     """One that prunes; ``job`` is what it is at."""
 
-    def __init__(self, shop: Workshop, threads: int) -> None:
+    def __init__(self, shop: Workspace, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, shop, threads))
@@ -173,7 +173,7 @@ def _interrupt_once(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _serve(connection: Connection, shop: Workshop, threads: int) -> None:
+def _serve(connection: Connection, shop: Workspace, threads: int) -> None:
     """Prune what is asked for until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _interrupt_once)
@@ -187,7 +187,7 @@ def _serve(connection: Connection, shop: Workshop, threads: int) -> None:
         return
 
 
-def _answer(shop: Workshop, job: Job) -> str | tuple[str, int]:
+def _answer(shop: Workspace, job: Job) -> str | tuple[str, int]:
     try:
         with redirect_stdout(sys.stderr):
             prune_job(shop, job)

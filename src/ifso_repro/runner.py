@@ -29,10 +29,10 @@ from ifso_repro import detectors
 from ifso_repro.jobs import Job
 from ifso_repro.outcomes import Measure, detection_result_of, result_of
 from ifso_repro.provenance import THAT_FOLDER, identity, refuse_other_result
-from ifso_repro.prune_pool import Prunings
+from ifso_repro.prune_pool import PrunePool
 from ifso_repro.results import AnyResult, path_of, read_file, write
 from ifso_repro.schema import Row
-from ifso_repro.workspace import Workshop
+from ifso_repro.workspace import Workspace
 
 Say = Callable[[str], None]
 EVERY, FINAL = 5, 10
@@ -53,13 +53,13 @@ class Failure(NamedTuple):
         return f"{self.name}: {self.reason}"
 
 
-class Running:
+class Runner:
     """Runs ``jobs``: ``lanes`` networks are trained side by side while ``workers`` processes prune others.
 
     ``failed`` is what could not be done, ``failures`` the same in words.
     """
 
-    def __init__(self, workshop: Workshop, jobs: Sequence[Job], *, lanes: int, workers: int, say: Say) -> None:
+    def __init__(self, workshop: Workspace, jobs: Sequence[Job], *, lanes: int, workers: int, say: Say) -> None:
         self._shop, self._say, self._lanes, self._workers = workshop, say, lanes, workers
         self.failed: list[Failure] = []
         self._crew, self._tables = Crew(), Tables()
@@ -84,7 +84,7 @@ class Running:
     def run(self) -> None:
         """All that is to be done, in the order of the jobs wherever there is a choice."""
         with _shared_threads(self._shop.device, self._workers) as threads, own_random_numbers([], 0):
-            self._prunings = Prunings(self._shop, self._workers, threads, self._say)
+            self._prunings = PrunePool(self._shop, self._workers, threads, self._say)
             try:
                 self._go()
             except torch.OutOfMemoryError as error:

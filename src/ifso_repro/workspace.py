@@ -40,7 +40,7 @@ BASE, DATA = "base", "data"
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Workspace:
     """``data`` says where each data set is, ``weights`` where given weights are; ``work`` keeps what was made.
 
     ``train`` are changes to all recipes, ``prune`` to all prunings. ``one_pruning`` prunes with seed 0 for all seeds.
@@ -250,7 +250,7 @@ def _opened(name: str, device: str, validation: int) -> Data:
     return open_data(name, device=device, validation=validation)
 
 
-def prune_job(workshop: Workshop, job: Job) -> None:
+def prune_job(workshop: Workspace, job: Job) -> None:
     """Prune for ``job`` into its folder, going on where an earlier try was interrupted."""
     folder, row, changed = workshop.pruned_folder(job), job.row, workshop.prune_as(job)
     data = workshop.open(row, changed.seed)
@@ -271,7 +271,7 @@ def prune_job(workshop: Workshop, job: Job) -> None:
         )
 
 
-def _evaluation(workshop: Workshop, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
+def _evaluation(workshop: Workspace, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
     """What tells how well a network does while it is pruned; None for a detector that cannot be measured here."""
     examples = data.validation_batches() if workshop.validation else data.test_batches()
     if row.detects:

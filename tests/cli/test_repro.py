@@ -229,7 +229,7 @@ def tiny_jobs(tmp_path, monkeypatch, **changes):
 def test_from_data_to_the_table_of_results(tmp_path, capsys, monkeypatch):
     tiny_jobs(tmp_path, monkeypatch)
     AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
+    monkeypatch.setattr(running, "PrunePool", AtOnce)
     words = ["repro", "tiny", "--data", f"cifar10:{few_images(tmp_path)}", "--epochs", "1", "--out", str(tmp_path)]
     assert main([*words, "--units-per-step", "3", "--prune", "lr=0.02"]) == 0
     out, err = capsys.readouterr()
@@ -249,7 +249,7 @@ def test_from_data_to_the_table_of_results(tmp_path, capsys, monkeypatch):
 def test_a_damaged_result_is_told_once_and_the_others_are_shown(tmp_path, capsys, monkeypatch):
     tiny_jobs(tmp_path, monkeypatch)
     AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
+    monkeypatch.setattr(running, "PrunePool", AtOnce)
     place = tmp_path / "results" / "tiny-cifar10-40.ifso.paper.0.json"
     place.parent.mkdir()
     place.write_text('{"row": "tiny-ci')

@@ -21,10 +21,10 @@ from ifso_repro.config import find_row, find_study, read_row, study
 from ifso_repro.detection_tables import LAYERS
 from ifso_repro.jobs import Job
 from ifso_repro.results import DetectionResult, Result, read, read_file, write
-from ifso_repro.runner import Running
+from ifso_repro.runner import Runner
 from ifso_repro.schema import Base, Row
 from ifso_repro.tables import markdown, render
-from ifso_repro.workspace import Workshop
+from ifso_repro.workspace import Workspace
 
 NETWORK = """
 from small_detectors import retina
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def shop(tmp_path):
     folder = write_coco(tmp_path / "cells", boxes(train=8, test=4))
-    return Workshop(tmp_path / "work", tmp_path / "results", {"bccd": str(folder)})
+    return Workspace(tmp_path / "work", tmp_path / "results", {"bccd": str(folder)})
 
 
 def small_row(folder, **changes) -> Row:
@@ -60,7 +60,7 @@ def small_row(folder, **changes) -> Row:
 
 
 def ran(shop, jobs, said=None):
-    found = Running(shop, jobs, lanes=2, workers=1, say=(said if said is not None else []).append)
+    found = Runner(shop, jobs, lanes=2, workers=1, say=(said if said is not None else []).append)
     found.run()
     return found
 
@@ -158,13 +158,13 @@ def test_labels_of_coco_are_its_ids_and_those_of_other_sets_are_not(tmp_path):
     for path in (tmp_path / "cells").glob("*.json"):
         path.write_text(path.read_text().replace('"id": 3, "name"', '"id": 9, "name"').replace(
             '"category_id": 3', '"category_id": 9'))  # fmt: skip
-    shop = Workshop(tmp_path, tmp_path, {"coco": folder, "bccd": folder})
+    shop = Workspace(tmp_path, tmp_path, {"coco": folder, "bccd": folder})
     assert shop.open(find_row("retinanet-coco-50"), 0).num_classes == 10
     assert shop.open(find_row("retinanet-bccd-50"), 0).num_classes == 4
 
 
 def test_the_networks_of_the_rows():
-    shop = Workshop("work", "results")
+    shop = Workspace("work", "results")
     published = shop.fresh(find_row("retinanet-coco-60"), 91)
     assert not [module for module in published.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     for name, channels in LAYERS.values():

@@ -158,12 +158,12 @@ def _structure(name: str, source: Source) -> Drawn:
 
 def _pruned(row: str, source: Source) -> Path | None:
     """Where the network of a row was pruned by the paper's method with seed 0, if it was."""
-    from ifso_repro.workspace import Workshop
+    from ifso_repro.workspace import Workspace
 
     if row not in rows():
         return None
     work = source.out / "work" / ("smoke" if source.smoke else "")
-    shop = Workshop(work, source.out / "results", smoke=source.smoke)
+    shop = Workspace(work, source.out / "results", smoke=source.smoke)
     folder = shop.pruned_folder(Job(find_row(row), "ifso", "paper"))
     return folder if (folder / "config.json").is_file() else None
 

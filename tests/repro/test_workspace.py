@@ -13,12 +13,12 @@ from ifso.pruning.budget import Mixed
 from ifso_repro.config import find_row, study
 from ifso_repro.jobs import Job
 from ifso_repro.schema import Variant
-from ifso_repro.workspace import SMOKE_PRUNE, Workshop, prune_job
+from ifso_repro.workspace import SMOKE_PRUNE, Workspace, prune_job
 
 
 @pytest.fixture
 def shop(tmp_path):
-    return Workshop(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)})
+    return Workspace(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)})
 
 
 def test_changes_of_pruning_reach_prune(shop, tmp_path):
@@ -78,9 +78,9 @@ def test_what_would_fail_later_is_refused_at_once(shop, tmp_path, changes, row, 
 def test_given_weights_that_are_not_there(tmp_path):
     row = find_row("resnet32-cifar10-50")
     with pytest.raises(DataError, match=rf"begins with the weights resnet32_\w+\.safetensors, which .* in {tmp_path};"):
-        Workshop(tmp_path, tmp_path, weights=tmp_path).base_file(row)
+        Workspace(tmp_path, tmp_path, weights=tmp_path).base_file(row)
     (tmp_path / "resnet32_cifar10_authors.safetensors").write_bytes(b"")
-    assert Workshop(tmp_path, tmp_path, weights=tmp_path).base_file(row).parent == tmp_path
+    assert Workspace(tmp_path, tmp_path, weights=tmp_path).base_file(row).parent == tmp_path
 
 
 def test_an_interrupted_pruning_goes_on_and_choices_are_measured_on_images_held_out(shop, tmp_path):
