@@ -1,4 +1,8 @@
-"""Whether what is on disk was made with the data, networks and settings that are asked for now."""
+"""Whether what is on disk was made with the data, networks and settings that are asked for now.
+
+What differs is refused in one line that names the difference and all that must be removed to make it again. Older files
+say less about their origin; what they leave out is taken to be the same.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +11,60 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ifso.common.text import one_line
 from ifso.data.batches import Images
 from ifso.data.coco_samples import BoxSamples
 from ifso.data.image_folder import ImageFiles
 from ifso.errors import RunError
-from ifso.runs.folder import differences
+from ifso.runs.folder import differences, read_config
+from ifso.surgery.recipe import digest_of
 from ifso.training.settings import LATER
-from ifso_repro import provenance as remains
 from ifso_repro.jobs import Job
-from ifso_repro.results import AnyResult, Result
-from ifso_repro.schema import made
-from ifso_repro.workspace import Workspace
+from ifso_repro.results import AnyResult, other_networks
 
 if TYPE_CHECKING:
-    from ifso_repro.jobs import Job
     from ifso_repro.schema import Row
     from ifso_repro.workspace import Workspace
 
+BASE, DATA = "base", "data"
+"""Entries in the header of an unpruned network (``data`` also in ``config.json``): how it was trained, on which data."""
 
-class Network(NamedTuple):
-    """The unpruned network (``"base"``) or the ``"teacher"``: what decides on it, ``now`` and ``before``."""
+OF_THE_MACHINE = ("precision", "channels_last", "compile")
+"""Settings of a training in which a result may differ."""
 
-    part: str
-    now: dict[str, Any]
-    before: dict[str, Any]
+FACTS = ("shares", "measures", "seconds", "before", "after")
+"""Entries of the summary of a pruning that a result is made of."""
 
-
-def other_networks(job: Job, result: AnyResult) -> list[Network]:
-    """Those that are others than the rows say now. An older result does not tell of its unpruned network."""
-    found = [Network("base", job.row.base.made, made(result.base))] if result.base else []
-    teacher = result.teacher if isinstance(result, Result) else {}
-    if teacher or job.teacher is not None:
-        now = {} if job.teacher is None else {"task": job.teacher.task, **job.teacher.base.made}
-        before = {"task": teacher["task"], **made(teacher["base"])} if teacher else {}
-        found.append(Network("teacher", now, before))
-    return [network for network in found if network.now != network.before]
-
-
+THAT_FOLDER = "give another --out, or remove that folder"
 DIGITS = 16
-
-PARTS = ("train", "validation", "test")
-
 ANNOTATIONS = ("image_ids", "sizes", "first", "boxes", "labels", "areas", "crowd")
-
 Part = Images | ImageFiles | BoxSamples
-
 _KNOWN: WeakKeyDictionary[Part, bytes] = WeakKeyDictionary()
+
+
+# ------------------------------------------------------------------------------------------------------- digests of data
 
 
 def identity(data: Any) -> str:
     """The beginning of a SHA-256 over the classes and all parts of a data set; seeds and augmentation do not count.
 
-    Of images that are held in memory it is over pixels and labels, of those in files over their names and labels or
-    boxes: pixels of files are not read.
+    Of images in memory it covers pixels and labels, of those in files their names and labels or boxes: pixels of files
+    are not read.
     """
     digest = hashlib.sha256(f"{data.num_classes}".encode())
-    for name in PARTS:
-        digest.update(f"\n{name} ".encode() + _part(getattr(data, name)))
+    for name in ("train", "validation", "test"):
+        digest.update(f"\n{name} ".encode() + _part_digest(getattr(data, name)))
     return digest.hexdigest()[:DIGITS]
 
 
-def _part(part: Part | None) -> bytes:
+def _part_digest(part: Part | None) -> bytes:
     """The digest of a part, computed once: data sets that differ in their seed share it."""
     if part is None:
         return b""
@@ -88,164 +77,179 @@ def _part(part: Part | None) -> bytes:
 
 
 def _pieces(part: Part) -> Iterator[bytes]:
-    """What tells one part of a data set from another."""
     if isinstance(part, Images):
-        yield from (_told(part.labels), _told(part.pixels), _told(part.mean), _told(part.deviation))
+        yield from map(_checksum, (part.labels, part.pixels, part.mean, part.deviation))
     elif isinstance(part, ImageFiles):
-        yield from (b"\0".join(part.names.tolist()), _told(part.labels))
+        yield from (b"\0".join(part.names.tolist()), _checksum(part.labels))
     else:
-        yield from (_told(getattr(part.annotations, name)) for name in ANNOTATIONS)
+        yield from (_checksum(getattr(part.annotations, name)) for name in ANNOTATIONS)
         yield f"{sorted(part.annotations.categories.items())} {part.resizing}".encode()
         if part.files is not None:
             yield b"\0".join(part.files.names.tolist())
         else:
-            yield from map(_told, part.pixels if part.pixels is not None else ())
+            yield from map(_checksum, part.pixels if part.pixels is not None else ())
 
 
-def _told(tensor: Tensor) -> bytes:
-    """Dtype, shape and a check sum of all values.
+def _checksum(tensor: Tensor) -> bytes:
+    """Dtype, shape and a checksum of all values.
 
-    >>> _told(torch.zeros(2, 3)) == _told(torch.zeros(3, 2)), _told(torch.zeros(2)) == _told(torch.zeros(2))
+    >>> _checksum(torch.zeros(2, 3)) == _checksum(torch.zeros(3, 2)), _checksum(torch.zeros(2)) == _checksum(torch.zeros(2))
     (False, True)
     """
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(values):08x}".encode()
 
 
-FACTS = ("shares", "measures", "seconds", "before", "after")
-"""What the summary of a pruning has and a result is made of."""
+# ------------------------------------------------------------------------------------------------ what files say of themselves
 
 
-def header_of(place: Path) -> dict[str, str]:
-    """What stands in the header of an unpruned network that was trained here."""
+def header_of(path: Path) -> dict[str, str]:
+    """The header of an unpruned network that was trained here."""
     try:
-        with safe_open(place, "pt") as file:
+        with safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise _damaged_base(place, error) from error
+        raise _damaged_base(path, error) from error
 
 
-def told_of_base(place: Path, entry: str) -> dict[str, Any] | None:
-    """The settings under ``entry`` in the header; an older file tells nothing."""
+def trained_as(space: Workspace, row: Row) -> dict[str, Any] | None:
+    """How the unpruned network was trained, as its file says; None if it is given, not there, or does not say it."""
+    path = space.base_file(row)
+    if not space.trains(row) or space.smoke or not path.is_file():
+        return None
     try:
-        told = json.loads(header_of(place).get(entry, "null"))
+        recorded = json.loads(header_of(path).get(BASE, "null"))
     except ValueError as error:
-        raise _damaged_base(place, error) from error
-    return told if isinstance(told, dict) else None
+        raise _damaged_base(path, error) from error
+    return recorded if isinstance(recorded, dict) else None
 
 
-def _damaged_base(place: Path, error: Exception) -> RunError:
-    return RunError(f"{place} is damaged ({one_line(error)}); remove it, and it is trained again")
+def _damaged_base(path: Path, error: Exception) -> RunError:
+    return RunError(f"{path} is damaged ({one_line(error)}); remove it, and it is trained again")
 
 
-class Pruned(NamedTuple):
-    """How a pruning was made: its settings, with the rate of its optimizer, and what else decides on it."""
-
-    settings: dict[str, Any]
-    about: dict[str, Any]
-
-
-def pruned_as(folder: Path) -> Pruned:
-    """What ``config.json`` in the folder of a pruning tells; that of an older one tells nothing beside the settings."""
+def _pruned_as(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a pruning, with the rate of its optimizer, and what else decided on it, as ``config.json`` says."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        before, about = dict(config["settings"]), dict(config["about"] or {})
-        rate = before.pop("optimizer")["groups"][0]["lr"]
+        settings, about = dict(config["settings"]), dict(config["about"] or {})
+        rate = settings.pop("optimizer")["groups"][0]["lr"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(f"{folder / 'config.json'} is damaged; remove that folder and prune again") from error
-    kept = {key: value for key, value in before.items() if key not in ("model", "weights")}
-    return Pruned({**kept, "lr": rate}, about)
+    return {**{key: value for key, value in settings.items() if key not in ("model", "weights")}, "lr": rate}, about
 
 
-def facts_of(place: Path) -> dict[str, Any]:
-    """What ``summary.json`` of a pruning tells; empty if it is not there."""
-    if not place.is_file():
+def facts_of(path: Path) -> dict[str, Any]:
+    """The summary of a pruning; empty if there is none."""
+    if not path.is_file():
         return {}
     try:
-        facts = json.loads(place.read_text(encoding="utf-8"))
-        lacking = [name for name in FACTS if name not in facts]
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        lacking = [f"no {name}" for name in FACTS if name not in facts]
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise _damaged_summary(place, one_line(error)) from error
-    if lacking or not isinstance(facts, dict):
-        raise _damaged_summary(place, f"no {lacking[0]}" if lacking else "no object")
-    return facts
+        facts, lacking = {}, [one_line(error)]
+    if lacking:
+        advice = "remove that file and give the same command again, which writes it"
+        raise RunError(f"{path} is damaged ({lacking[0]}); {advice}")
+    return dict(facts)
 
 
-def _damaged_summary(place: Path, why: str) -> RunError:
-    return RunError(f"{place} is damaged ({why}); remove that file and give the same command again, which writes it")
+# ----------------------------------------------------------------------------------------------------------- what is refused
 
 
-THAT_FOLDER = "give another --out, or remove that folder"
+def refuse_other_base(space: Workspace, row: Row) -> None:
+    """RunError if the unpruned network was trained otherwise, or on other data, than it would be now."""
+    path, before = space.base_file(row), trained_as(space, row)
+    changes = [] if before is None else differences(row.base.made, before)
+    if changes:
+        raise RunError(f"{path} was trained otherwise: {'; '.join(changes)}; {advice(*made_from_base(space, row))}")
+    if space.trains(row) and path.is_file() and header_of(path).get(DATA) not in (None, space.data_of(row)):
+        raise RunError(f"{path} was made with other data; {advice(*made_from_base(space, row))}")
 
 
-def advice(*places: Path) -> str:
-    """Of ``places`` those that are there are named.
-
-    >>> advice(Path("."), Path("not there"), Path(".."))
-    'give another --out, or remove . and ..'
-    """
-    found = [str(place) for place in dict.fromkeys(places) if _is_there(place)]
-    listed = " and ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found)
-    return f"give another --out, or remove {listed}"
-
-
-def of_base(shop: Workspace, row: Row) -> Iterator[Path]:
-    """An unpruned network, its training, and all that was pruned from it and fine-tuned."""
-    if shop.trains(row):
-        yield from (shop.base_file(row), shop.trainings / row.task)
-        yield from (folder / f"{row.task}-*" for folder in (shop.prunings, shop.trainings))
+def refuse_other_pruning(space: Workspace, job: Job) -> None:
+    """RunError if the pruned network was made with other settings or data than would be used now."""
+    folder = space.pruned_folder(job)
+    settings, about = _pruned_as(folder)
+    if about.pop(DATA, None) not in (None, space.data_of(job.row)):
+        raise RunError(f"{folder} was made with other data; {advice(*made_from_pruning(space, job))}")
+    now = {**space.prune_as(job).recorded_settings(), **space.about(job)}
+    changes = differences(now, {**settings, **(about or space.about(job))})
+    if changes:
+        raise RunError(f"{folder} was made otherwise: {'; '.join(changes)}; {advice(*made_from_pruning(space, job))}")
 
 
-def of_pruning(shop: Workspace, job: Job) -> Iterator[Path]:
-    """A pruning and its fine-tunings: those of all recipes, and of all seeds that share it."""
-    folder = shop.pruned_folder(job)
-    method, _, seed = folder.name.rpartition(".")
-    shared = shop.one_pruning and job.criterion != "random"
-    yield from (folder, shop.trainings / f"{method}.*{'' if shared else f'.{seed}'}")
+def refuse_other_start(space: Workspace, job: Job, unpruned: nn.Module) -> None:
+    """RunError if the pruned network was made from another one than ``unpruned``."""
+    folder = space.pruned_folder(job)
+    if read_config(folder / "config.json")["settings"].get("weights") not in (None, digest_of(unpruned)):
+        raise RunError(f"{folder} was made of another unpruned network; {advice(*made_from_pruning(space, job))}")
 
 
-def of_result(shop: Workspace, job: Job, place: Path, *, data: bool) -> Iterator[Path]:
-    """A result and its fine-tuning; with other ``data``, whatever was made of that."""
-    yield place
-    rows = (job.row, *([job.teacher] if job.teacher else ()))
-    bases = [path for row in rows for path in of_base(shop, row)] if data else []
-    if data and shop.prunings / f"{job.row.task}-*" not in bases:
-        bases = [*of_pruning(shop, job), *bases]
-    yield from bases or [shop.training_folder(job)]
-
-
-def _is_there(place: Path) -> bool:
-    """A ``*`` in the name stands for anything."""
-    return any(place.parent.glob(place.name)) if "*" in place.name else place.exists()
-
-
-OF_THE_MACHINE = ("precision", "channels_last", "compile")
-"""Settings of a training that may be others than those of a result that is there."""
-
-
-def refuse_other_result(shop: Workspace, job: Job, result: AnyResult, place: Path) -> None:
-    """RunError if ``result`` was made with other settings, networks or data than ``job`` has now.
-
-    An older one does not say what data it had, nor what options its criterion had; it is taken to have had these.
-    """
-    if shop.has_data(job.row) and result.data not in ("", shop.data_of(job.row)):
-        what = remains.advice(*remains.of_result(shop, job, place, data=True))
-        raise RunError(f"{place} was made with other data; {what}")
-    now = shop.prune_options(job)
-    found = differences(_training(shop.settings(job).as_dict()), _training(result.train))
-    found += differences(now, {"criterion": now["criterion"], **result.prune})
+def refuse_other_result(space: Workspace, job: Job, result: AnyResult, path: Path) -> None:
+    """RunError if ``result`` was made with other settings, networks or data than ``job`` has now."""
+    if space.has_data(job.row) and result.data not in ("", space.data_of(job.row)):
+        raise RunError(f"{path} was made with other data; {advice(*made_with_result(space, job, path, data=True))}")
+    now = space.prune_options(job)
+    changes = differences(_training(space.settings(job).as_dict()), _training(result.train))
+    changes += differences(now, {"criterion": now["criterion"], **result.prune})
     for part, network, before in () if result.smoke else other_networks(job, result):
-        found += differences({part: network}, {part: before})
-    if found:
-        what = remains.advice(*remains.of_result(shop, job, place, data=False))
-        raise RunError(f"{place} is of other settings: {'; '.join(found)}; {what}")
+        changes += differences({part: network}, {part: before})
+    if changes:
+        what = advice(*made_with_result(space, job, path, data=False))
+        raise RunError(f"{path} is of other settings: {'; '.join(changes)}; {what}")
 
 
 def _training(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What sets one training apart from another; a setting of later times that is not used was always there.
+    """The settings that set one training apart from another; a later one that is off is as if it were not there.
 
     >>> _training({"epochs": 2, "compile": True, "cutmix": 0.0})
     {'epochs': 2}
     """
     apart = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
     return {key: value for key, value in apart.items() if value or key not in LATER}
+
+
+# ---------------------------------------------------------------------------------------------------------- what must go
+
+
+def advice(*paths: Path) -> str:
+    """A list of those ``paths`` that exist, which must be removed; a ``*`` in a name stands for anything.
+
+    >>> advice(Path("."), Path("not there"), Path(".."))
+    'give another --out, or remove . and ..'
+    """
+    exist = [str(path) for path in dict.fromkeys(paths) if _exists(path)]
+    listed = " and ".join([", ".join(exist[:-1]), exist[-1]] if exist[1:] else exist)
+    return f"give another --out, or remove {listed}"
+
+
+def _exists(path: Path) -> bool:
+    return any(path.parent.glob(path.name)) if "*" in path.name else path.exists()
+
+
+def made_from_base(space: Workspace, row: Row) -> Iterator[Path]:
+    """An unpruned network, its training, and all that was pruned from it and fine-tuned."""
+    if space.trains(row):
+        yield from (space.base_file(row), space.trainings / row.task)
+        yield from (folder / f"{row.task}-*" for folder in (space.prunings, space.trainings))
+
+
+def made_from_pruning(space: Workspace, job: Job) -> Iterator[Path]:
+    """A pruning and its fine-tunings: those of all recipes, and of all seeds that share it."""
+    folder = space.pruned_folder(job)
+    method, _, seed = folder.name.rpartition(".")
+    shared = space.one_pruning and job.criterion != "random"
+    yield from (folder, space.trainings / f"{method}.*{'' if shared else f'.{seed}'}")
+
+
+def made_with_result(space: Workspace, job: Job, path: Path, *, data: bool) -> Iterator[Path]:
+    """A result and its fine-tuning; with other ``data``, all that was made with those."""
+    yield path
+    if not data:
+        yield space.training_folder(job)
+        return
+    bases = [other for row in (job.row, *([job.teacher] if job.teacher else ())) for other in made_from_base(space, row)]
+    if space.prunings / f"{job.row.task}-*" not in bases:
+        yield from made_from_pruning(space, job)
+    yield from bases

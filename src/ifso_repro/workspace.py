@@ -72,9 +72,9 @@ class Workspace:
     def check(self, job: Job) -> None:
         """Refuse what would fail later: settings of training or pruning, weights or data that are not there."""
         self.settings(job)
-        _plain(self.prune_as(job))
+        self.prune_as(job).recorded_settings()
         for row in (job.row, *([job.teacher] if job.teacher else ())):
-            self.refuse_other_base(row)
+            refuse_other_base(self, row)
         self.open(job.row, 0)
 
     def open(self, row: Row, seed: int) -> Data:
@@ -121,7 +121,7 @@ class Workspace:
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
-        self.refuse_other_base(row)
+        refuse_other_base(self, row)
         model = self.fresh(row, data.num_classes)
         load_weights(model, self.base_file(row))
         return self.placed(model)
@@ -134,22 +134,6 @@ class Workspace:
             about = {"made by": f"ifso {ifso.__version__}", DATA: self.data_of(row)}
             made = {} if self.smoke else {BASE: json.dumps(row.base.made)}
             write_tensors(new, storable(model.state_dict()), {**about, **made})
-
-    def told_base(self, row: Row) -> dict[str, Any] | None:
-        """What the file of an unpruned network that was trained here tells of that; an older one tells nothing."""
-        place = self.base_file(row)
-        told = self.trains(row) and not self.smoke and place.is_file()
-        return kept.told_of_base(place, BASE) if told else None
-
-    def refuse_other_base(self, row: Row) -> None:
-        """RunError if the unpruned network that is there was trained otherwise, or on other data, than would be now."""
-        place, told = self.base_file(row), self.told_base(row)
-        found = [] if told is None else differences(row.base.made, told)
-        if found:
-            what = remains.advice(*remains.of_base(self, row))
-            raise RunError(f"{place} was trained otherwise: {'; '.join(found)}; {what}")
-        if self.trains(row) and place.is_file() and kept.header_of(place).get(DATA) not in (None, self.data_of(row)):
-            raise RunError(f"{place} was made with other data; {remains.advice(*remains.of_base(self, row))}")
 
     def placed(self, model: nn.Module) -> nn.Module:
         """On the device, in the memory layout for training."""
@@ -200,7 +184,7 @@ class Workspace:
         return wide
 
     def prune_as(self, job: Job) -> Job:
-        """``job`` with the workshop's changes to its pruning; in a smoke run only what sets a variant apart stays."""
+        """``job`` with the space's changes to its pruning; in a smoke run only what sets a variant apart stays."""
         options = {**job.variant.options, **self.prune}
         if self.smoke:
             usual = detectors.SMOKE_PRUNE if job.row.detects else SMOKE_PRUNE
@@ -212,25 +196,6 @@ class Workspace:
         used = self.prune_as(job)
         return {**used.prune, "seed": used.seed, "criterion": used.criterion_options}
 
-    def refuse_other_pruning(self, job: Job) -> None:
-        """RunError if the pruned network that is there was made with other settings than would be used now."""
-        folder = self.pruned_folder(job)
-        before = kept.pruned_as(folder)
-        if before.about.pop(DATA, None) not in (None, self.data_of(job.row)):
-            raise RunError(f"{folder} was made with other data; {remains.advice(*remains.of_pruning(self, job))}")
-        now = {**_plain(self.prune_as(job)), **self.about(job)}
-        found = differences(now, {**before.settings, **(before.about or self.about(job))})
-        if found:
-            what = remains.advice(*remains.of_pruning(self, job))
-            raise RunError(f"{folder} was made otherwise: {'; '.join(found)}; {what}")
-
-    def refuse_other_start(self, job: Job, unpruned: nn.Module) -> None:
-        """RunError if the pruned network of ``job`` was made of another one than ``unpruned``."""
-        folder = self.pruned_folder(job)
-        if read_config(folder / "config.json")["settings"].get("weights") not in (None, digest_of(unpruned)):
-            what = remains.advice(*remains.of_pruning(self, job))
-            raise RunError(f"{folder} was made of another unpruned network; {what}")
-
     def about(self, job: Job) -> dict[str, Any]:
         """What decides on a pruning beside the settings of ``ifso.prune``."""
         return {"batch": self.prune_as(job).prune.get("batch", BATCH), "precision": self.prune_precision}
@@ -241,7 +206,7 @@ class Workspace:
 
     def prune_facts(self, job: Job) -> dict[str, Any]:
         """Shares kept, seconds and accuracies of the pruning of a job; empty if that has not been done."""
-        return kept.facts_of(self.pruned_folder(job) / "summary.json")
+        return facts_of(self.pruned_folder(job) / "summary.json")
 
 
 @cache
@@ -250,43 +215,36 @@ def _opened(name: str, device: str, validation: int) -> Data:
     return open_data(name, device=device, validation=validation)
 
 
-def prune_job(workshop: Workspace, job: Job) -> None:
+def prune_job(space: Workspace, job: Job) -> None:
     """Prune for ``job`` into its folder, going on where an earlier try was interrupted."""
-    folder, row, changed = workshop.pruned_folder(job), job.row, workshop.prune_as(job)
-    data = workshop.open(row, changed.seed)
-    model, about = workshop.base(row, data), workshop.about(job)
+    folder, row, changed = space.pruned_folder(job), job.row, space.prune_as(job)
+    data = space.open(row, changed.seed)
+    model, about = space.base(row, data), space.about(job)
     where = {"out": folder}
     if (folder / "config.json").is_file():
-        workshop.refuse_other_pruning(job)
+        refuse_other_pruning(space, job)
         where = {"resume": folder}
-    with tensor_cores(workshop.prune_precision):
+    with tensor_cores(space.prune_precision):
         prune(
             model,
             data.train_batches(about["batch"]),
-            loss_in(workshop.prune_precision, data.loss_fn),
+            loss_in(space.prune_precision, data.loss_fn),
             example_inputs=data.example_inputs(),
-            evaluate=_evaluation(workshop, row, data),
+            evaluate=_evaluation(space, row, data),
             about={**about, DATA: identity(data)},
             **{**changed.prune_keywords(), **where},
         )
 
 
-def _evaluation(workshop: Workspace, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
+def _evaluation(space: Workspace, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
     """What tells how well a network does while it is pruned; None for a detector that cannot be measured here."""
-    examples = data.validation_batches() if workshop.validation else data.test_batches()
+    examples = data.validation_batches() if space.validation else data.test_batches()
     if row.detects:
         measured = detectors.can_measure()
-        return detectors.averages(data, examples, workshop.prune_precision) if measured else None
+        return detectors.averages(data, examples, space.prune_precision) if measured else None
 
     def accuracy(network: nn.Module) -> dict[str, float]:
-        with autocast(workshop.prune_precision, workshop.device):
+        with autocast(space.prune_precision, space.device):
             return {"accuracy": evaluate(network, examples).top1}
 
     return accuracy
-
-
-def _plain(job: Job) -> dict[str, Any]:
-    """The settings of a pruning as ``config.json`` has them, and the rate of its optimizer."""
-    keywords, known = job.prune_keywords(), {entry.name for entry in fields(Settings)}
-    settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()
-    return {**json.loads(json.dumps(settings)), "lr": job.prune.get("lr", PRESETS[PRESET]["learning_rate"])}
