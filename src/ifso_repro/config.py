@@ -13,7 +13,7 @@ from typing import Any, Required
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
-from ifso_repro.reader import read, wrong
+from ifso_repro.reader import decode, wrong
 from ifso_repro.schema import TABLES, TAUGHT, Row, Share, Study, row_name
 
 PACKAGED = Path(__file__).with_name("toml")
@@ -57,14 +57,14 @@ def read_row(path: Path) -> Row:
 def _row(path: Path, values: dict[str, Any]) -> tuple[Row, str | None]:
     """A row, and the task whose unpruned network is its teacher, if it has one."""
     file = str(path)
-    name = read({"row": Required[str]}, _part(values, "row"), file)["row"]
-    teacher = read({"task": Required[str]}, values.pop("teacher"), file, "teacher") if "teacher" in values else {}
+    name = decode({"row": Required[str]}, _part(values, "row"), file)["row"]
+    teacher = decode({"task": Required[str]}, values.pop("teacher"), file, "teacher") if "teacher" in values else {}
     paper = values.get("paper")
     if isinstance(paper, dict) and paper:
-        shared = read(SHARED, _part(paper, *SHARED), file, "paper")
+        shared = decode(SHARED, _part(paper, *SHARED), file, "paper")
         notes = {"ifso": shared["numbers"]}
         values["paper"] = {key: _line(line, key, shared["base"], notes.get(key, "")) for key, line in paper.items()}
-    row: Row = read(Row, {"name": name, **values}, file)
+    row: Row = decode(Row, {"name": name, **values}, file)
     expected = row_name(row.network, row.data, row.removed)
     if not row.name == expected == path.stem:
         raise wrong(f"row must be {expected!r} (network, data, removed), as must the file, got {row.name!r}", file)
@@ -79,13 +79,13 @@ def _row(path: Path, values: dict[str, Any]) -> tuple[Row, str | None]:
 def read_study(path: Path) -> Study:
     """The study that a file describes."""
     values, file = read_toml(path), str(path)
-    found = read(STUDY, _part(values, *STUDY), file)
+    found = decode(STUDY, _part(values, *STUDY), file)
     rows = [f"{task}-{share * 100:.10g}" for task in found["tasks"] for share in found["removed"]]
     for variant in values["variants"] if isinstance(values.get("variants"), list) else []:
         if isinstance(variant, dict) and isinstance(variant.get("paper"), dict):
             label = variant.get("label")
             variant["paper"] = {row: _line(line, label) for row, line in variant["paper"].items()}
-    study: Study = read(Study, {"name": found["study"], "rows": rows, **values}, file)
+    study: Study = decode(Study, {"name": found["study"], "rows": rows, **values}, file)
     if study.name != path.stem:
         raise wrong(f"study must be {path.stem!r}, the name of the file, got {study.name!r}", file)
     return study

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ifso_repro.workspace import Workspace
 
 BASE, DATA = "base", "data"
-"""Entries in the header of an unpruned network (``data`` also in ``config.json``): how it was trained, on which data."""
+"""Entries in the header of an unpruned network (``data`` also in ``config.json``): how and on what it was trained."""
 
 OF_THE_MACHINE = ("precision", "channels_last", "compile")
 """Settings of a training in which a result may differ."""
@@ -49,7 +49,7 @@ Part = Images | ImageFiles | BoxSamples
 _KNOWN: WeakKeyDictionary[Part, bytes] = WeakKeyDictionary()
 
 
-# ------------------------------------------------------------------------------------------------------- digests of data
+# ------------------------------------------------------------------------------------------------------ digests of data
 
 
 def identity(data: Any) -> str:
@@ -93,14 +93,14 @@ def _pieces(part: Part) -> Iterator[bytes]:
 def _checksum(tensor: Tensor) -> bytes:
     """Dtype, shape and a checksum of all values.
 
-    >>> _checksum(torch.zeros(2, 3)) == _checksum(torch.zeros(3, 2)), _checksum(torch.zeros(2)) == _checksum(torch.zeros(2))
-    (False, True)
+    >>> _checksum(torch.zeros(2, 3)) == _checksum(torch.zeros(3, 2))
+    False
     """
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(values):08x}".encode()
 
 
-# ------------------------------------------------------------------------------------------------ what files say of themselves
+# ----------------------------------------------------------------------------------------- what files say of themselves
 
 
 def header_of(path: Path) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _damaged_base(path: Path, error: Exception) -> RunError:
 
 
 def _pruned_as(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of a pruning, with the rate of its optimizer, and what else decided on it, as ``config.json`` says."""
+    """The settings of a pruning with its learning rate, and what else decided on it, as ``config.json`` says."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         settings, about = dict(config["settings"]), dict(config["about"] or {})
@@ -154,7 +154,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     return dict(facts)
 
 
-# ----------------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def refuse_other_base(space: Workspace, row: Row) -> None:
@@ -210,7 +210,7 @@ def _training(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in apart.items() if value or key not in LATER}
 
 
-# ---------------------------------------------------------------------------------------------------------- what must go
+# --------------------------------------------------------------------------------------------------------- what must go
 
 
 def advice(*paths: Path) -> str:
@@ -249,7 +249,8 @@ def made_with_result(space: Workspace, job: Job, path: Path, *, data: bool) -> I
     if not data:
         yield space.training_folder(job)
         return
-    bases = [other for row in (job.row, *([job.teacher] if job.teacher else ())) for other in made_from_base(space, row)]
+    rows = (job.row, *([job.teacher] if job.teacher else ()))
+    bases = [other for row in rows for other in made_from_base(space, row)]
     if space.prunings / f"{job.row.task}-*" not in bases:
         yield from made_from_pruning(space, job)
     yield from bases

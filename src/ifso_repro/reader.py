@@ -36,10 +36,10 @@ Percent = Annotated[float, Check("in per cent, from 0 to 100", lambda value: 0 <
 WITHOUT_REPETITION = Check("a list without repetition", lambda values: len(set(values)) == len(values))
 
 
-def read(hint: Any, value: Any, file: str = "", key: str = "") -> Any:
+def decode(hint: Any, value: Any, file: str = "", key: str = "") -> Any:
     """The value as the annotation ``hint`` describes it; IfsoError that names ``file`` and ``key`` if it does not fit.
 
-    >>> read({"epochs": Required[int], "batch": int}, {"epochs": 200, "bacth": 128}, "some.toml")
+    >>> decode({"epochs": Required[int], "batch": int}, {"epochs": 200, "bacth": 128}, "some.toml")
     Traceback (most recent call last):
     ifso.errors.IfsoError: some.toml: unknown key 'bacth'; known here: epochs, batch
     """
@@ -48,19 +48,19 @@ def read(hint: Any, value: Any, file: str = "", key: str = "") -> Any:
         return _table(hint, required, value, file, key)
     if is_dataclass(hint):
         return _record(hint, value, file, key)
-    return _READERS.get(get_origin(hint), _scalar)(hint, value, file, key)
+    return _DECODERS.get(get_origin(hint), _scalar)(hint, value, file, key)
 
 
 def _table(hints: Mapping[str, Any], required: Iterable[str], value: Any, file: str, key: str) -> dict[str, Any]:
     """A table with known keys."""
-    values = read(dict, value, file, key)
+    values = decode(dict, value, file, key)
     for name in values:
         if name not in hints:
             raise wrong(f"unknown key {_inside(key, name)!r}; known here: {', '.join(hints)}", file)
     for name in required:
         if name not in values:
             raise wrong(f"key {_inside(key, name)!r} is missing", file)
-    return {name: read(hints[name], item, file, _inside(key, name)) for name, item in values.items()}
+    return {name: decode(hints[name], item, file, _inside(key, name)) for name, item in values.items()}
 
 
 def _record(kind: Any, value: Any, file: str, key: str) -> Any:
@@ -77,31 +77,31 @@ def _record(kind: Any, value: Any, file: str, key: str) -> Any:
 def _annotated(hint: Any, value: Any, file: str, key: str) -> Any:
     kind, extra = get_args(hint)
     if not isinstance(extra, Check):
-        return read(extra, value, file, key)
-    found = read(kind, value, file, key)
+        return decode(extra, value, file, key)
+    found = decode(kind, value, file, key)
     if not extra.holds(found):
         raise wrong(f"must be {extra.words}, got {value!r}", file, key)
     return found
 
 
 def _optional(hint: Any, value: Any, file: str, key: str) -> Any:
-    return None if value is None else read(get_args(hint)[0], value, file, key)
+    return None if value is None else decode(get_args(hint)[0], value, file, key)
 
 
 def _choice(hint: Any, value: Any, file: str, key: str) -> Any:
-    if read(str, value, file, key) not in get_args(hint):
+    if decode(str, value, file, key) not in get_args(hint):
         raise wrong(f"must be one of {', '.join(get_args(hint))}, got {value!r}", file, key)
     return value
 
 
 def _items(hint: Any, value: Any, file: str, key: str) -> Any:
-    items = enumerate(read(list, value, file, key))
-    return tuple(read(get_args(hint)[0], item, file, f"{key}[{place}]") for place, item in items)
+    items = enumerate(decode(list, value, file, key))
+    return get_origin(hint)(decode(get_args(hint)[0], item, file, f"{key}[{place}]") for place, item in items)
 
 
 def _mapping(hint: Any, value: Any, file: str, key: str) -> dict[str, Any]:
-    values = read(dict, value, file, key)
-    return {name: read(get_args(hint)[1], item, file, _inside(key, name)) for name, item in values.items()}
+    values = decode(dict, value, file, key)
+    return {name: decode(get_args(hint)[1], item, file, _inside(key, name)) for name, item in values.items()}
 
 
 def _scalar(kind: Any, value: Any, file: str, key: str) -> Any:
@@ -115,9 +115,9 @@ def _scalar(kind: Any, value: Any, file: str, key: str) -> Any:
     return value
 
 
-_READERS: dict[Any, Callable[[Any, Any, str, str], Any]] = {
-    Annotated: _annotated, Required: lambda hint, *rest: read(get_args(hint)[0], *rest), UnionType: _optional,
-    Union: _optional, Literal: _choice, tuple: _items, dict: _mapping, Mapping: _mapping,
+_DECODERS: dict[Any, Callable[[Any, Any, str, str], Any]] = {
+    Annotated: _annotated, Required: lambda hint, *rest: decode(get_args(hint)[0], *rest), UnionType: _optional,
+    Union: _optional, Literal: _choice, tuple: _items, list: _items, dict: _mapping, Mapping: _mapping,
 }  # fmt: skip
 
 

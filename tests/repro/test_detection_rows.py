@@ -16,7 +16,8 @@ from ifso.cli.main import main
 from ifso.curvature.weight_space import weight_space
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.training.average_precision import evaluate_detector
-from ifso_repro import detectors, outcomes
+from ifso_repro import outcomes
+from ifso_repro.smoke import smoke_settings
 from ifso_repro.config import find_row, find_study, read_row, study
 from ifso_repro.detection_tables import LAYERS
 from ifso_repro.jobs import Job
@@ -101,13 +102,12 @@ def test_a_network_trained_where_nothing_can_be_measured_is_measured_elsewhere(s
 
     job = Job(small_row(tmp_path), "group-fisher", "detection")
     with monkeypatch.context() as without:
-        for module in (detectors, outcomes):
-            without.setattr(module, "check_evaluator", missing)
+        without.setattr(outcomes, "check_evaluator", missing)
         (failure,) = ran(shop, [job]).failures
     kept = shop.training_folder(job)
     assert f"no faster-coco-eval; the fine-tuned network is kept in {kept}: the same command" in failure
     assert read(shop.results) == []
-    place = kept / detectors.MEMORY
+    place = kept / outcomes.MEMORY
     place.write_text(json.dumps({**json.loads(place.read_text()), "hardware": "a GPU", "torch": "2.0"}))
     trained = {path: path.stat().st_mtime_ns for path in (shop.base_file(job.row), *kept.iterdir())}
 
@@ -120,11 +120,11 @@ def test_a_network_trained_where_nothing_can_be_measured_is_measured_elsewhere(s
 
 
 def test_memory_that_was_damaged_is_named(tmp_path):
-    place = tmp_path / detectors.MEMORY
+    place = tmp_path / outcomes.MEMORY
     place.write_text("{")
     data = boxes(train=2, test=1)
     with pytest.raises(RunError) as caught:
-        detectors.memory_of_training(tmp_path, retina(), retina(), data, detectors.smoke_settings())
+        outcomes.memory_of_training(tmp_path, retina(), retina(), data, smoke_settings(small_row(tmp_path)))
     assert str(caught.value) == f"{place} is damaged; remove it and give the same command again"
 
 
@@ -137,7 +137,7 @@ def test_images_without_boxes_cannot_be_measured():
     )  # fmt: skip
     empty = replace(data, test=replace(data.test, annotations=annotations))
     with pytest.raises(DataError, match="there is no box to find"):
-        detectors.averages(empty, empty.test_batches(), "float32")(retina())
+        outcomes.averages(empty, empty.test_batches(), "float32")(retina())
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ from ifso.pruning.budget import Mixed
 from ifso_repro.config import find_row, study
 from ifso_repro.jobs import Job
 from ifso_repro.schema import Variant
-from ifso_repro.workspace import SMOKE_PRUNE, Workspace, prune_job
+from ifso_repro.provenance import refuse_other_pruning
+from ifso_repro.smoke import SMOKE_PRUNE
+from ifso_repro.workspace import Workspace, prune_job
 
 
 @pytest.fixture
@@ -104,10 +106,10 @@ def test_a_pruning_with_other_options_of_the_criterion_is_not_taken_for_the_same
     now = Job(tiny_row(tmp_path, criterion={"ifso": {"coupled": "layers"}}), "ifso", "paper")
     shop.keep_base(before.row, shop.fresh(before.row, 10))
     prune_job(shop, before)
-    shop.refuse_other_pruning(before)
+    refuse_other_pruning(shop, before)
     assert shop.pruned_folder(now) == shop.pruned_folder(before)
     with pytest.raises(RunError, match=r"was made otherwise: criterion\.coupled is 'layers' and was 'shared'"):
-        shop.refuse_other_pruning(now)
+        refuse_other_pruning(shop, now)
     assert replace(shop, smoke=True).prune_as(now).prune_keywords()["criterion"].coupled == "layers"
 
 
