@@ -295,7 +295,7 @@ def _name(entry: dict[str, Any]) -> str:
 def _table(args: argparse.Namespace) -> int:
     """The tables of the paper with what is in DIR/results, and other studies of which something was run."""
     from ifso_repro.results import read
-    from ifso_repro.table_lines import Runs
+    from ifso_repro.statistics import Runs
     from ifso_repro.tables import grids, render, write_markdown
 
     place = (args.out or OUT) / "results"

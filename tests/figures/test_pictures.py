@@ -20,7 +20,7 @@ from ifso_repro.figures import curves, layers
 from ifso_repro.figures.drawing import Source, draw_figure
 from ifso_repro.figures.points import plot
 from ifso_repro.results import write
-from ifso_repro.table_lines import Runs
+from ifso_repro.statistics import Runs
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
 

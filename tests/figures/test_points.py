@@ -10,7 +10,7 @@ from ifso.errors import IfsoError
 from ifso_repro.config import study
 from ifso_repro.figures.points import load, plot
 from ifso_repro.results import write
-from ifso_repro.table_lines import Runs
+from ifso_repro.statistics import Runs
 
 
 def places(panel):

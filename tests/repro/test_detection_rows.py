@@ -17,14 +17,13 @@ from ifso.curvature.weight_space import weight_space
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.training.average_precision import evaluate_detector
 from ifso_repro import outcomes
-from ifso_repro.smoke import smoke_settings
 from ifso_repro.config import find_row, find_study, read_row, study
-from ifso_repro.detection_tables import LAYERS
 from ifso_repro.jobs import Job
 from ifso_repro.results import DetectionResult, Result, read, read_file, write
 from ifso_repro.runner import Runner
 from ifso_repro.schema import Base, Row
-from ifso_repro.tables import markdown, render
+from ifso_repro.smoke import smoke_settings
+from ifso_repro.tables import LAYERS, markdown, render
 from ifso_repro.workspace import Workspace
 
 NETWORK = """

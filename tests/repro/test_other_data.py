@@ -23,7 +23,7 @@ from ifso_repro.jobs import Job
 from ifso_repro.provenance import header_of, identity
 from ifso_repro.results import Result, read
 from ifso_repro.runner import Runner
-from ifso_repro.table_lines import Runs, otherwise
+from ifso_repro.statistics import Runs, otherwise
 from ifso_repro.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,8 +12,7 @@ from ifso_repro.jobs import method_name
 from ifso_repro.results import read
 from ifso_repro.runner import Runner
 from ifso_repro.schema import PRUNE_OPTIONS
-from ifso_repro.statistics import Spread
-from ifso_repro.table_lines import Runs, of_other_networks
+from ifso_repro.statistics import Runs, Spread, of_other_networks
 from ifso_repro.tables import markdown
 from ifso_repro.workspace import Workspace
 

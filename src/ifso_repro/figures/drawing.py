@@ -17,7 +17,7 @@ from ifso_repro.figures.loss_change import draw_loss_change
 from ifso_repro.figures.points import PLACES, load, plot
 from ifso_repro.jobs import Job
 from ifso_repro.schema import RECIPES
-from ifso_repro.table_lines import Runs
+from ifso_repro.statistics import Runs
 
 FIGURE1 = "figure1"
 STRUCTURES: Mapping[str, tuple[str, ...]] = {

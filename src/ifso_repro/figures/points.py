@@ -11,8 +11,8 @@ from ifso_repro.config import find_study, study
 from ifso_repro.jobs import MIXED, Job
 from ifso_repro.results import Result, read, read_file
 from ifso_repro.schema import RECIPES
-from ifso_repro.statistics import Spread
-from ifso_repro.table_lines import NAMES, Runs, last_top1, otherwise, percent
+from ifso_repro.statistics import Runs, Spread, last_top1, otherwise
+from ifso_repro.table_lines import NAMES, percent
 
 NETWORKS = {"resnet32": "ResNet-32", "resnet50": "ResNet-50", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet"}
