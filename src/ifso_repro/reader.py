@@ -18,7 +18,7 @@ from ifso.errors import IfsoError
 LARGEST = 2**53
 """No number in a file reaches it."""
 
-KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "a table"}
+KINDS = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", list: "a list", dict: "a table"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def decode(hint: Any, value: Any, file: str = "", key: str = "") -> Any:
     ifso.errors.IfsoError: some.toml: unknown key 'bacth'; known here: epochs, batch
     """
     if isinstance(hint, Mapping):
-        required = [name for name in hint if get_origin(hint[name]) is Required]
+        origins: dict[str, Any] = {name: get_origin(hint[name]) for name in hint}
+        required = [name for name, origin in origins.items() if origin is Required]
         return _table(hint, required, value, file, key)
     if is_dataclass(hint):
         return _record(hint, value, file, key)
@@ -66,7 +67,7 @@ def _table(hints: Mapping[str, Any], required: Iterable[str], value: Any, file: 
 def _record(kind: Any, value: Any, file: str, key: str) -> Any:
     """A dataclass, which may have checks of its own."""
     hints = get_type_hints(kind, include_extras=True)
-    required = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
+    required = [each.name for each in fields(kind) if MISSING is each.default is each.default_factory]
     found = _table({each.name: hints[each.name] for each in fields(kind)}, required, value, file, key)
     try:
         return kind(**found)

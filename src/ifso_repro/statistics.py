@@ -1,4 +1,4 @@
-"""Means and spreads over seeds, and what may be claimed from them."""
+"""Results grouped by how they were made, means and spreads over seeds, and what may be claimed from them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ifso_repro.jobs import Job, method_name
-from ifso_repro.provenance import other_networks
-from ifso_repro.results import AnyResult
+from ifso_repro.results import AnyResult, DetectionResult, other_networks
 
 NO_CLAIM = "no claim"
 
@@ -72,45 +71,46 @@ class Difference:
 class Runs:
     """Results by what they have in common but for the seed; those of smoke runs are left out.
 
-    Of a data set only those that were made with other data than most tell their ``data``.
+    Only results made with other data than most of their data set keep their ``data``.
     """
 
     def __init__(self, results: Iterable[AnyResult]) -> None:
-        self.all = _of_other_data_marked([result for result in results if not result.smoke])
-        self._found: dict[tuple[str, str, str], list[AnyResult]] = {}
+        self.all = _without_usual_data([result for result in results if not result.smoke])
+        self._by_run: dict[tuple[str, str, str], list[AnyResult]] = {}
         for result in self.all:
             key = (result.row, method_name(result.criterion, result.variant), result.recipe)
-            self._found.setdefault(key, []).append(result)
+            self._by_run.setdefault(key, []).append(result)
 
     def of(self, job: Job) -> list[list[Any]]:
         """The results of a job and its other seeds, those made alike together, those made as the row says first.
 
-        They are of one kind: :class:`Result`, or of a detector ``DetectionResult``.
+        They are all :class:`Result`, or of a detector ``DetectionResult``.
         """
         groups: dict[tuple[str, ...], list[AnyResult]] = {}
-        for result in self._found.get((job.row.name, method_name(job.criterion, job.changes), job.recipe), []):
-            groups.setdefault(otherwise(job, result), []).append(result)
+        for result in self._by_run.get((job.row.name, method_name(job.criterion, job.changes), job.recipe), []):
+            if isinstance(result, DetectionResult) == job.row.detects:
+                groups.setdefault(otherwise(job, result), []).append(result)
         return [groups[words] for words in sorted(groups, key=lambda words: (len(words), words))]
 
     def whole(self, job: Job, pruned: tuple[str, ...] | None = None) -> list[Any]:
-        """Those fine-tuned for as long as the recipe says; if ``pruned`` is given, pruned otherwise in just that."""
+        """The group fine-tuned for as long as the recipe says and, if ``pruned`` is given, different in just that."""
         for group in self.of(job):
             if group[0].epochs == usual_epochs(job) and pruned in (None, otherwise(job, group[0])):
                 return group
         return []
 
 
-def _of_other_data_marked(results: Sequence[AnyResult]) -> list[AnyResult]:
-    """Those made with what most of them were made with, or an older ifso, do not tell their data any more."""
-    told: dict[str, Counter[str]] = {}
+def _without_usual_data(results: Sequence[AnyResult]) -> list[AnyResult]:
+    """Blank the digest that most results of a data set have, so that only the others are labelled."""
+    digests: dict[str, Counter[str]] = {}
     for result in results:
-        told.setdefault(_data_set(result), Counter()).update([result.data] if result.data else [])
-    usual = {name: [digest for digest, _ in counted.most_common(1)] for name, counted in told.items()}
+        digests.setdefault(_data_set(result), Counter()).update([result.data] if result.data else [])
+    usual = {name: [digest for digest, _ in counted.most_common(1)] for name, counted in digests.items()}
     return [replace(result, data="") if result.data in usual[_data_set(result)] else result for result in results]
 
 
 def _data_set(result: AnyResult) -> str:
-    """The name of its data: a row is called by network, data and per cent."""
+    """The name of the data: a row is called by network, data and per cent."""
     return result.row.rsplit("-", 2)[-2] if result.row.count("-") > 1 else ""
 
 
@@ -122,16 +122,20 @@ def usual_epochs(job: Job) -> int:
 def otherwise(job: Job, result: AnyResult) -> tuple[str, ...]:
     """In what a result of :class:`Runs` was not made as its row and recipe say, or as most others, in words."""
     epochs = [] if result.epochs == usual_epochs(job) else [f"{result.epochs} epochs"]
-    options = result.prune.get("criterion")
-    usual = {**job.prune, "seed": result.prune.get("seed"), "criterion": options}
-    changed = [f"{key}={value}" for key, value in result.prune.items() if usual.get(key) != value]
-    networks = of_other_networks(job, result)
+    options, usual = result.prune.get("criterion"), job.criterion_options
+    usual_prune = {**job.prune, "seed": result.prune.get("seed"), "criterion": options}
+    changed = [f"{key}={value}" for key, value in result.prune.items() if usual_prune.get(key) != value]
+    if options is not None:  # an older result does not say it
+        given = [f"{key}={value}" for key, value in sorted(options.items()) if usual.get(key) != value]
+        criterion = [*given, *(f"no {key}" for key in sorted(usual.keys() - options.keys()))]
+    else:
+        criterion = []
     data = [f"other data ({result.data})"] if result.data else []
-    return (*epochs, *sorted(changed), *_other_options(job.criterion_options, options), *networks, *data)
+    return (*epochs, *sorted(changed), *criterion, *of_other_networks(job, result), *data)
 
 
 def of_other_networks(job: Job, result: AnyResult) -> list[str]:
-    """Were the unpruned network or the teacher of a result others than those of the rows now? In words."""
+    """In what the unpruned network or the teacher of a result differ from those of the rows now, in words."""
     names = {"base": "unpruned network", "teacher": "teacher"}
     return [f"another {names[part]}: {_apart(now, before)}" for part, now, before in other_networks(job, result)]
 
@@ -145,22 +149,9 @@ def _apart(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     flat, other = ({**each, **each.get("train", {})} for each in (now, before))
     keys = [key for key in {"epochs": 0, **other, **flat} if key != "train" and flat.get(key) != other.get(key)]
     words = {"epochs": "{} epochs", "task": "{}", "weights": "{}"}
-    said = [words.get(key, f"{key} {{}}").format(other[key]) if key in other else f"no {key}" for key in keys]
-    return ", ".join(said)
-
-
-def _other_options(usual: Mapping[str, Any], options: Mapping[str, Any] | None) -> list[str]:
-    """In what the options of a criterion differ; an older result does not say what it had.
-
-    >>> _other_options({"coupled": "layers"}, {"weights": "all"}), _other_options({"coupled": "layers"}, None)
-    (['weights=all', 'no coupled'], [])
-    """
-    if options is None:
-        return []
-    given = [f"{key}={value}" for key, value in sorted(options.items()) if usual.get(key) != value]
-    return [*given, *(f"no {key}" for key in sorted(usual.keys() - options.keys()))]
+    return ", ".join(words.get(key, f"{key} {{}}").format(other[key]) if key in other else f"no {key}" for key in keys)
 
 
 def last_top1(group: Sequence[AnyResult]) -> Spread:
-    """What counts of a group of runs; of detectors it is mAP."""
+    """The spread of the last epoch of a group of runs, in top-1 or, of detectors, in mAP."""
     return Spread.of([result.worth("last") for result in group])

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.config import find_row, find_study, studies, study
 from ifso_repro.jobs import Job
-from ifso_repro.results import AnyResult, DetectionResult
-from ifso_repro.schema import TAUGHT, Reported, Row, Study
+from ifso_repro.results import AnyResult
+from ifso_repro.schema import TAUGHT, Study
 from ifso_repro.statistics import Difference, Runs, Spread, last_top1, of_other_networks, otherwise
 from ifso_repro.table_lines import (
     NAMES,
@@ -26,19 +27,14 @@ from ifso_repro.table_lines import (
     as_rich,
     by_method,
     headings,
-    named,
-    not_run,
-    noted,
     ours,
     percent,
     reported,
-    seeds_of,
     signed,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
-
 
 COMMAND = "ifso repro --table"
 
@@ -58,6 +54,27 @@ COMPARED = (
     "IFSO less the other criterion, last epoch, same budget and recipe. Spread is √(s₁² + s₂²) of the two standard "
     "deviations over seeds; where it is not below the difference, or not known, nothing is claimed."
 )
+
+NOTE = (
+    "Average precision on the test set in per cent: mAP over overlaps from 0.5 to 0.95, mAP50 and mAP75 at one. "
+    "Numbers of the paper and of others are as they report them; ours are of the last epoch, mean ± standard "
+    "deviation over the seeds. “Memory” is that of a step of fine-tuning at its peak in 10⁹ bytes, without a teacher; "
+    "of ours it is that of the pruned network, and in brackets that of the unpruned one. “Not run” is a cell that no "
+    "run has filled."
+)
+
+STRUCTURE_NOTE = "Channels that a layer reads: before, and kept, with the per cent that is removed in brackets."
+LAYERS = {
+    **{f"neck lateral-{level}": (f"backbone.fpn.inner_blocks.{level}.0", 512 * 2**level) for level in range(3)},
+    **{f"neck fpn-{level}": (f"backbone.fpn.layer_blocks.{level}.0", 256) for level in range(3)},
+    "neck fpn-3": ("backbone.fpn.extra_blocks.p6", 256),
+    "neck fpn-4": ("backbone.fpn.extra_blocks.p7", 256),
+    **{f"head cls-{depth}": (f"head.classification_head.conv.{depth}.0", 256) for depth in range(4)},
+    **{f"head reg-{depth}": (f"head.regression_head.conv.{depth}.0", 256) for depth in range(4)},
+    "head retina-cls": ("head.classification_head.cls_logits", 256),
+    "head retina-reg": ("head.regression_head.bbox_reg", 256),
+}
+"""Layers of RetinaNet on a ResNet-50 by the paper's names: torchvision's name, and the channels that they read."""
 
 
 def render(name: str, results: Iterable[AnyResult]) -> list[Table]:
@@ -82,14 +99,14 @@ def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -
 
 
 def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
-    """Write that page to a file, whole or not at all."""
+    """Write the page of :func:`markdown` to a file, whole or not at all."""
     from ifso.common.files import write_text
 
     text = markdown(results, names)
     try:
         write_text(path, text)
     except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
+        raise IfsoError(f"{path} cannot be written: {one_line(error)}") from error
 
 
 def grids(name: str, runs: Runs) -> list[Grid]:
@@ -99,18 +116,16 @@ def grids(name: str, runs: Runs) -> list[Grid]:
     for job in study(name, seeds=1):
         jobs[job.row.task].append(job)
     make = _matrix if chosen.layout == "matrix" else _table
-    found = []
+    tables = []
     for task, own in jobs.items():
         title = _title(chosen, task if len(jobs) > 1 else "")
-        if own[0].row.detects:
-            structure = structure_table(f"{title}, neck and head", own, runs)
-            found += [detection_table(title, own, runs, _notes(chosen)), *([structure] if structure else [])]
-        else:
-            found.append(make(chosen, title, own, runs))
+        tables.append(make(chosen, title, own, runs))
+        structure = structure_table(f"{title}, neck and head", own, runs) if own[0].row.detects else None
+        tables += [structure] if structure else []
     every = [job for task in jobs for job in jobs[task]]
     if chosen.layout == "lines" and {"ifso"} < {job.criterion for job in every}:
-        found.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
-    return found
+        tables.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
+    return tables
 
 
 def _title(chosen: Study, more: str) -> str:
@@ -121,12 +136,13 @@ def _title(chosen: Study, more: str) -> str:
 
 def _table(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
     """A section for each budget."""
-    sections = []
+    sections, detects = [], jobs[0].row.detects
     for name in dict.fromkeys(job.row.name for job in jobs):
         methods = by_method(job for job in jobs if job.row.name == name)
         done = [line for method in methods for line in ours(method, runs, chosen)]
         sections.append((*reported(find_row(name), chosen), *done))
-    return Grid(title, headings(chosen), tuple(sections), (*_notes(chosen), *_teachers(jobs, runs)), WORDS)
+    notes = (*([NOTE] if detects else []), *_notes(chosen), *_teachers(jobs, runs))
+    return Grid(title, headings(chosen, detects=detects), tuple(sections), notes, WORDS)
 
 
 def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
@@ -215,98 +231,10 @@ def _where(runs: Runs) -> Grid:
     return Grid("Where it was run", ("hardware", "torch", "ifso", "results", "hours, added up"), (lines,), words=3)
 
 
-HEADINGS = ("from", "Method", "MACs removed", "base mAP", "pruned", "drop", "mAP50", "mAP75", "memory, GB", "runs")
-
-NOTE = (
-    "Average precision on the test set in per cent: mAP over overlaps from 0.5 to 0.95, mAP50 and mAP75 at one. "
-    "Numbers of the paper and of others are as they report them; ours are of the last epoch, mean ± standard "
-    "deviation over the seeds. “Memory” is that of a step of fine-tuning at its peak in 10⁹ bytes, without a teacher; "
-    "of ours it is that of the pruned network, and in brackets that of the unpruned one. “Not run” is a cell that no "
-    "run has filled."
-)
-
-STRUCTURE_NOTE = "Channels that a layer reads: before, and kept, with the per cent that is removed in brackets."
-
-GIGA = 1e9
-
-LAYERS = {
-    **{f"neck lateral-{level}": (f"backbone.fpn.inner_blocks.{level}.0", 512 * 2**level) for level in range(3)},
-    **{f"neck fpn-{level}": (f"backbone.fpn.layer_blocks.{level}.0", 256) for level in range(3)},
-    "neck fpn-3": ("backbone.fpn.extra_blocks.p6", 256),
-    "neck fpn-4": ("backbone.fpn.extra_blocks.p7", 256),
-    **{f"head cls-{depth}": (f"head.classification_head.conv.{depth}.0", 256) for depth in range(4)},
-    **{f"head reg-{depth}": (f"head.regression_head.conv.{depth}.0", 256) for depth in range(4)},
-    "head retina-cls": ("head.classification_head.cls_logits", 256),
-    "head retina-reg": ("head.regression_head.bbox_reg", 256),
-}
-"""Layers of RetinaNet on a ResNet-50 by the paper's names: torchvision's name, and the channels that they read."""
-
-
-def detection_table(title: str, jobs: Sequence[Job], runs: Runs, notes: Sequence[str] = ()) -> Grid:
-    """A section for each budget."""
-    sections = []
-    for name in dict.fromkeys(job.row.name for job in jobs):
-        methods = by_method(job for job in jobs if job.row.name == name)
-        done = [line for method in methods for line in _ours(method, runs)]
-        sections.append((*_reported(find_row(name)), *done))
-    return Grid(title, HEADINGS, tuple(sections), (NOTE, *notes), words=2)
-
-
-def _reported(row: Row) -> list[Line]:
-    """What others and the paper report, IFSO last."""
-    found = [_line("rival", noted(rival.method, rival.note), rival) for rival in row.rivals]
-    for criterion in sorted(row.paper, key=lambda name: name == "ifso"):
-        line = row.paper[criterion]
-        name = f"{PAPER_NAMES.get(criterion, criterion)}-{row.removed * 100:.10g}"
-        found.append(_line("paper", noted(name, line.note), line))
-    return found
-
-
-def _line(whose: str, name: str, line: Reported) -> Line:
-    drop = UNKNOWN if line.base is None else signed(line.base - line.pruned)
-    memory = UNKNOWN if line.memory is None else f"{line.memory:.1f}"
-    base, *at_one = (_known(number) for number in (line.base, line.map50, line.map75))
-    return whose, name, f"{line.removed:.1f} %", base, f"{line.pruned:.2f}", drop, *at_one, memory, UNKNOWN
-
-
-def _known(number: float | None) -> str:
-    return UNKNOWN if number is None else f"{number:.2f}"
-
-
-def _ours(jobs: Sequence[Job], runs: Runs) -> list[Line]:
-    """Of one method: a line for each way that was run, and one for all recipes that were not."""
-    found = [
-        ("ours", ", ".join((named([job]), *otherwise(job, group[0]))), *_numbers(group))
-        for job in jobs
-        for group in _groups(job, runs)
-    ]
-    return [*found, *not_run([job for job in jobs if not _groups(job, runs)], 6)]
-
-
-def _groups(job: Job, runs: Runs) -> list[list[DetectionResult]]:
-    found = [[result for result in group if isinstance(result, DetectionResult)] for group in runs.of(job)]
-    return [group for group in found if group]
-
-
-def _numbers(group: Sequence[DetectionResult]) -> Line:
-    pruned, unpruned = (Spread.of([run.memory[name] / GIGA for run in group]).mean for name in ("pruned", "unpruned"))
-    after = [Spread.of([run.after[name] for run in group]) for name in ("map", "map50", "map75")]
-    return (
-        f"{Spread.of([100 * (1 - run.macs_kept) for run in group]).mean:.1f} %",
-        f"{Spread.of([run.base_map for run in group]).mean:.2f}",
-        str(after[0]),
-        signed(Spread.of([run.base_map - run.last_map for run in group]).mean),
-        str(after[1]),
-        str(after[2]),
-        f"{pruned:.1f} ({unpruned:.1f})",
-        seeds_of(group),
-    )
-
-
 def structure_table(title: str, jobs: Sequence[Job], runs: Runs) -> Grid | None:
-    """Channels kept in the neck and in each layer of the head: of the paper, and of the first seed of our prunings.
+    """Channels kept in the neck and in each layer of the head, in the paper and by the first seed of our prunings.
 
-    None where nobody has said or run anything.
+    None where nothing was reported or run.
     """
     kept: dict[str, dict[str, int]] = {}
     for row in (find_row(name) for name in dict.fromkeys(job.row.name for job in jobs)):
@@ -315,20 +243,15 @@ def structure_table(title: str, jobs: Sequence[Job], runs: Runs) -> Grid | None:
             if line.structure:
                 kept[f"paper, {PAPER_NAMES[criterion]}-{budget}"] = dict(line.structure)
         for job in (job for job in jobs if job.row.name == row.name):
-            groups = _groups(job, runs)
-            if groups:
-                name = f"{job.variant.label}, {budget} %" if job.variant.label else f"{NAMES[job.criterion]}-{budget}"
-                kept.setdefault(name, _read(groups[0][0]))
+            name = f"{job.variant.label}, {budget} %" if job.variant.label else f"{NAMES[job.criterion]}-{budget}"
+            for group in runs.of(job)[:1]:
+                read = group[0].channels
+                kept.setdefault(name, {layer: read[own][1] for layer, (own, _) in LAYERS.items() if own in read})
     lines = tuple(
         (layer, str(channels), *(_share(found.get(layer), channels) for found in kept.values()))
         for layer, (_, channels) in LAYERS.items()
     )
     return Grid(title, ("layer", "channels", *kept), (lines,), (STRUCTURE_NOTE,)) if kept else None
-
-
-def _read(run: DetectionResult) -> dict[str, int]:
-    """Channels that layers read, by the paper's names."""
-    return {layer: run.channels[name][1] for layer, (name, _) in LAYERS.items() if name in run.channels}
 
 
 def _share(kept: int | None, channels: int) -> str:

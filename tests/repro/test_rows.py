@@ -201,7 +201,7 @@ def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
         ('"random"]', '"ifso"]', "criteria must be a list without repetition"),
         ('data = "cifar10"', 'data = "cifar11"', "data must be one of cifar10, cifar100, imagenet, coco, bccd, got 'cifar11'"),
         ("[base]", '[base]\nrecipe = "paper"', "base needs either weights, or recipe, epochs and batch"),
-        ("pruned = 92.18", 'pruned = "92"', "rivals[0].pruned must be a number, got '92'"),
+        ("pruned = 92.18", 'pruned = "92"', "rivals[0].pruned must be a finite number, got '92'"),
         ("tables = ", "tables ", "is no TOML"),
         ('coupled = "layers"', 'coupeld = "layers"', "unknown key 'criterion.ifso.coupeld'; known here: inverse, "),
         ('coupled = "layers"', "coupled = 1", "criterion.ifso.coupled must be text, got 1"),
