@@ -91,7 +91,7 @@ def _common(space: Workspace, job: Job, lane: Lane, measure: str) -> dict[str, A
         "history": history,
         "seconds": sum(epoch.seconds for epoch in lane.done),
         "hardware": hardware(space.device),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "params_kept": facts["after"]["params"] / facts["before"]["params"],
         "prune_seconds": facts["seconds"],
         "ifso": ifso.__version__,

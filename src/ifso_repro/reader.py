@@ -18,7 +18,14 @@ from ifso.errors import IfsoError
 LARGEST = 2**53
 """No number in a file reaches it."""
 
-KINDS = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", list: "a list", dict: "a table"}
+KINDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table",
+}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ mean over seeds, which order and augment the images otherwise.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
@@ -15,13 +16,15 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.common.devices import usable_device
 from ifso.common.files import write_text
+from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.generated import generated_images
 from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
@@ -31,8 +34,14 @@ from ifso.pruning.prune import prune
 from ifso.training.evaluation import Examiner, evaluated_batches
 from ifso.training.objective import Tables, lessons
 from ifso.training.padded_finetune import padded_
+from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings, recipe_of
 from ifso.training.trainer import Crew, Lane, Watch, fit_side_by_side, own_random_numbers
+from ifso_repro.cli import RECIPE
+from ifso_repro.commands import OUT, refuse_below_one, training_changes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
 START = recipe_of("scratch")
@@ -45,6 +54,10 @@ CANDIDATES: Mapping[str, Mapping[str, Any]] = {
 }
 """Changes to one-cycle SGD without a teacher; the temperature is 4 where nothing is said."""
 
+CAPTION = (
+    "Top-1 in per cent on {held_out} training images held out, at the last of {epochs} epochs, after half of the MACs "
+    "of {network} went at once; unpruned {unpruned:.2f}. Standard error of one accuracy: {standard_error:.2f}."
+)
 
 Say = Callable[[str], None]
 
@@ -115,14 +128,6 @@ def choose(
         "failed": failed,
         "candidates": {name: dict(changes) for name, changes in candidates.items()}, "best": ranked[0],
     }  # fmt: skip
-
-
-def keep(choice: Mapping[str, Any], path: Path) -> None:
-    """Write what was found as JSON."""
-    try:
-        write_text(path, json.dumps(choice, indent=1) + "\n")
-    except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class _Validation:
@@ -201,3 +206,58 @@ def _note(scores: dict[int, float], name: str, seed: int, lane: Lane, say: Say, 
     if failure is None:
         scores[seed] = lane.done[-1].measures["top1"]
     say(f"{name}, seed {seed}: {failure or f'{scores[seed]:.2f} %'}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``ifso repro recipe``: compare the candidates, and write which one did best."""
+    if set(args.studies) - {RECIPE}:
+        raise IfsoError(f"{RECIPE} is a study of its own kind; run it alone")
+    with chatter_to_stderr():
+        choice = _chosen(args)
+        path = (args.out or OUT) / "results" / ("smoke" if args.smoke else "") / RECIPE / "choice.json"
+        try:
+            write_text(path, json.dumps(choice, indent=1) + "\n")
+        except OSError as error:
+            raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
+    if args.json:
+        print_json(choice)
+    else:
+        console().print(_table(choice), f"best: {choice['best']}; written: {path}", sep="\n")
+    return 0
+
+
+def _chosen(args: argparse.Namespace) -> dict[str, Any]:
+    refuse_below_one(args, ("epochs", "seeds", "validation"))
+    device = args.device or "cpu"
+    usable = usable_device(device)
+    effort = SMOKE if args.smoke else Effort()
+    quick = {**effort.quick, **training_changes(args, usable.type, ("precision", "channels_last", "compile"))}
+    counts = {name: getattr(args, name) for name in ("epochs", "seeds") if getattr(args, name) is not None}
+    if args.smoke:
+        data: Any = smoke_images(device)
+    else:
+        if args.data is None or len(args.data) != 1 or args.data[0].partition(":")[0] not in ("cifar10", "cifar100"):
+            raise IfsoError(f"{RECIPE} takes one data set; give --data cifar10:PATH or cifar100:PATH, or --smoke")
+        data = open_data(args.data[0], device=device, validation=args.validation or HELD_OUT)
+    choice = choose(data, replace(effort, quick=quick, **counts), device=device, say=say)
+    return {**choice, "smoke": args.smoke, "quick": quick, "hardware": hardware(usable)}
+
+
+def _table(choice: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"Candidates for the recipe of fine-tuning, {choice['seeds']} seed(s)", title_justify="left",
+        caption=CAPTION.format(**choice), caption_justify="left",
+    )  # fmt: skip
+    for heading in ("candidate", "changes"):
+        table.add_column(heading)
+    for heading in ("mean", "lowest", "highest"):
+        table.add_column(heading, justify="right")
+    for name, mean in choice["mean"].items():
+        found, changes = choice["validation_top1"][name], choice["candidates"][name]
+        words = ", ".join(f"{key}={value}" for key, value in changes.items()) or "none"
+        table.add_row(name, words, *(f"{value:.2f}" for value in (mean, min(found), max(found))))
+    for name in choice["failed"]:
+        table.add_row(name, "failed", "–", "–", "–")
+    return table

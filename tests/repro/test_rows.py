@@ -197,9 +197,9 @@ def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
         ("seeds = 3", "seeds = 0", "seeds must be 1 or more, got 0"),
         ("removed = 0.5", "removed = 50", "removed must be a share between 0 and 1, got 50"),
         ("removed = 0.5", "removed = 0.6", "row must be 'resnet32-cifar10-60'"),
-        ('"random"]', '"rnadom"]', "criteria[3] must be one of true-loss, ifso, group-fisher, magnitude, magnitude-average, random, got 'rn"),
+        ('"random"]', '"rnadom"]', "criteria[3] must be one of true-loss, ifso, group-fisher, "),
         ('"random"]', '"ifso"]', "criteria must be a list without repetition"),
-        ('data = "cifar10"', 'data = "cifar11"', "data must be one of cifar10, cifar100, imagenet, coco, bccd, got 'cifar11'"),
+        ('data = "cifar10"', 'data = "cifar11"', "data must be one of cifar10, cifar100, "),
         ("[base]", '[base]\nrecipe = "paper"', "base needs either weights, or recipe, epochs and batch"),
         ("pruned = 92.18", 'pruned = "92"', "rivals[0].pruned must be a finite number, got '92'"),
         ("tables = ", "tables ", "is no TOML"),
@@ -210,8 +210,8 @@ def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
         ('[teacher]\ntask = "resnet56-cifar10"', "", "recipes: 'taught' needs a teacher; give [teacher] with task"),
         ('task = "resnet56-cifar10"', 'task = "resnet56-cifar10"\nepochs = 9', "unknown key 'teacher.epochs'"),
         ('task = "resnet56-cifar10"', 'tusk = "resnet56-cifar10"', "unknown key 'teacher.tusk'"),
-        ('"resnet56-cifar10"', '"resnet57-cifar10"', "teacher.task must be another task on cifar10, resnet56-cifar10, got 'resnet57-cifar10'"),
-        ('"resnet56-cifar10"', '"resnet32-cifar10"', "teacher.task must be another task on cifar10, resnet56-cifar10, got 'resnet32"),
+        ('"resnet56-cifar10"', '"resnet57-cifar10"', "teacher.task must be another task on cifar10, "),
+        ('"resnet56-cifar10"', '"resnet32-cifar10"', "resnet56-cifar10, got 'resnet32-cifar10'"),
     ],
 )  # fmt: skip
 def test_a_slip_in_a_row_is_named(folder, old, new, message):

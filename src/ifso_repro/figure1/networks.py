@@ -79,7 +79,7 @@ class Settings:
             raise IfsoError(f"network {CIFAR_NETWORK!r} needs images: give --data cifar10:PATH.npz")
 
     def document(self) -> dict[str, Any]:
-        """As it is written to JSON, without what this run does not use."""
+        """The settings as JSON, without what this run does not use."""
         used = asdict(self)
         if CIFAR_NETWORK not in self.networks:
             used = {name: value for name, value in used.items() if not name.startswith("cifar_")}
@@ -110,7 +110,7 @@ SMOKE = Settings(
 def choose(
     *, smoke: bool, seeds: int | None, networks: Sequence[str] | None, masks: int | None, data: str | None
 ) -> Settings:
-    """The full study or the short one, with what the user wants otherwise."""
+    """The full study or the short one, with the changes that are given."""
     settings = SMOKE if smoke else Settings()
     if networks is None:
         networks = DIGITS_NETWORKS if data is None else NETWORKS
@@ -120,16 +120,6 @@ def choose(
     if masks is not None:
         settings = replace(settings, masks=masks, cifar_masks=min(masks, settings.cifar_masks))
     return settings
-
-
-def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Where two documents of settings differ, in words; empty if nowhere.
-
-    >>> difference({"seeds": 2, "l2": 0.1}, {"seeds": 3, "l2": 0.1})
-    'seeds was 2 and is 3'
-    """
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return ", ".join(f"{name} was {before.get(name)} and is {now.get(name)}" for name in names)
 
 
 Batch = tuple[Tensor, Tensor]
@@ -166,11 +156,11 @@ def cifar_images(path: Path, count: int) -> Batch:
 
 
 def checksum(path: Path) -> str:
-    """Of the arrays that are used; it names the data in the settings."""
-    found = hashlib.sha256()
+    """The digest of the arrays that are used; it names the data in the settings."""
+    digest = hashlib.sha256()
     for array in read_npz(path, ARRAYS):
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:16]
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
 
 
 class FixedFeatures(nn.Module):
@@ -255,11 +245,6 @@ class Problem:
     masks: int
     subset_sizes: tuple[int, ...]
     path_steps: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        """What files and progress lines call it."""
-        return f"{self.name}-seed{self.seed}"
 
     @property
     def weights(self) -> int:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifso.bench.correlation import pearson, spearman, spearman_at_equal_size
 from ifso.criteria import registry
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 EXISTING = "ΔL_ex"
+COLUMNS = {
+    "spearman": "Spearman",
+    "spearman_equal_size": "equal size",
+    "pearson": "Pearson",
+    "median_error": "error",
+    "gradients": "gradients",
+    "share": "of L-BFGS",
+    "share_adam": "of Adam",
+}
+CAPTION = (
+    "Correlation with the loss change after retraining, mean over seeds (lowest…highest). Equal size: Spearman among "
+    "masks that remove equally many units. Error: median of |estimate − truth| / |truth|. Gradients: median spent "
+    "on a mask, and as a share of what retraining it took."
+)
+
 Row = dict[str, Any]
 MEASURES = (
-    "spearman",
-    "spearman_equal_size",
-    "pearson",
-    "median_error",
-    "gradients",
-    "share",
-    "share_near",
-    "share_adam",
-)
+    "spearman", "spearman_equal_size", "pearson", "median_error", "gradients", "share", "share_near", "share_adam"
+)  # fmt: skip
 
 
 def path_name(steps: str | int) -> str:
@@ -116,3 +127,41 @@ def _until_near(training: Row | None) -> float | None:
 def _median(numbers: Iterable[float]) -> float | None:
     found = list(numbers)
     return statistics.median(found) if found else None
+
+
+def tables(document: dict[str, Any]) -> list[Table | str]:
+    """A table for each network, and below it what does not apply."""
+    shown: list[Table | str] = []
+    for name in dict.fromkeys(row["network"] for row in document["summary"]):
+        rows = [row for row in document["summary"] if row["network"] == name]
+        shown.append(_table(name, rows, [network for network in document["networks"] if network["name"] == name]))
+        shown += [f"not applicable: {row['method']}: {row['not_applicable']}" for row in rows if "masks" not in row]
+    return shown
+
+
+def _table(name: str, rows: list[dict[str, Any]], networks: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    first = networks[0]
+    size = f"{first['weights']} weights, {first['units']} units, {first['images']} images, {len(networks)} seed(s)"
+    table = Table(title=f"{name}: {size}", caption=CAPTION, title_justify="left", caption_justify="left")
+    table.add_column("method")
+    for heading in ("masks", *COLUMNS.values()):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if "masks" in row:
+            cells = [_cell(measure, row.get(measure)) for measure in COLUMNS]
+            table.add_row(row["method"], str(row["masks"]), *cells)
+    return table
+
+
+def _cell(measure: str, value: dict[str, float] | None) -> str:
+    """The mean over seeds, for correlations with their range."""
+    if value is None:
+        return "–"
+    if measure == "gradients":
+        return f"{value['mean']:.0f}"
+    if measure in ("spearman", "spearman_equal_size", "pearson"):
+        spread = f" ({value['lowest']:.2f}…{value['highest']:.2f})" if value["lowest"] < value["highest"] else ""
+        return f"{value['mean']:.2f}{spread}"
+    return f"{value['mean']:.1%}" if value["mean"] < 10 else f"{value['mean']:.0f}×"

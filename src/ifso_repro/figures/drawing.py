@@ -1,14 +1,18 @@
-"""From the name of a figure to its files: finds the data, draws, and says what was not run."""
+"""``ifso repro draw``: the figures of the paper as SVG and PNG, from what was run, and a note of what was not."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.console import print_json, say
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
+from ifso_repro.cli import FIGURE1
 from ifso_repro.config import find_row, rows, study
 from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figures.curves import draw_study
@@ -19,7 +23,7 @@ from ifso_repro.jobs import Job
 from ifso_repro.schema import RECIPES
 from ifso_repro.statistics import Runs
 
-FIGURE1 = "figure1"
+OUT, FIGURE1_OUT = Path("repro"), Path(f"ifso-{FIGURE1}")
 STRUCTURES: Mapping[str, tuple[str, ...]] = {
     "figure3": ("vgg16-cifar10-70",),
     "figure4": ("resnet50-imagenet-50", "retinanet-coco-50"),
@@ -61,18 +65,11 @@ class Drawn:
 
 
 def draw_figure(name: str, source: Source) -> Drawn:
-    """Draw it from what is there; NothingToDraw if nothing is."""
-    return _kind(name)(name, source)
-
-
-def _kind(name: str) -> Callable[[str, Source], Drawn]:
-    if name == FIGURE1:
-        return _loss_change
-    if name in STRUCTURES:
-        return _structure
-    if name in PLACES:
-        return _study
-    raise IfsoError(f"{name!r} is no figure that can be drawn; choose from {', '.join(FIGURES)}")
+    """Draw a figure from what was run; NothingToDraw if nothing was."""
+    kinds = {FIGURE1: _loss_change, **dict.fromkeys(STRUCTURES, _structure), **dict.fromkeys(PLACES, _study)}
+    if name not in kinds:
+        raise IfsoError(f"{name!r} is no figure that can be drawn; choose from {', '.join(FIGURES)}")
+    return kinds[name](name, source)
 
 
 def _loss_change(name: str, source: Source) -> Drawn:
@@ -90,7 +87,7 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise IfsoError(f"{path} is damaged ({' '.join(str(error).split())}); run ifso repro figure1 again") from error
+        raise IfsoError(f"{path} is damaged ({one_line(error)}); run ifso repro figure1 again") from error
     keys = ("networks", "summary", "settings", "default_path_steps")
     if not isinstance(found, dict) or found.get("study") != FIGURE1 or not all(found.get(key) for key in keys):
         raise IfsoError(f"{path} is no result of ifso repro figure1; run that again")
@@ -174,3 +171,38 @@ def _network(row: str, folder: Path | None, source: Source) -> Network:
         return network_of(folder, row + smoke)
     how = f": {command(row, source)}" if row in rows() else ""
     return Network(row, missing=f"not run{how}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the figures that were named, or all of which something was run."""
+    if args.recipes and len(args.recipes) > 1:
+        raise IfsoError(f"--recipes {' '.join(args.recipes)}: a picture shows one of them; draw it once for each")
+    if args.runs and (not args.studies or not set(args.studies) <= set(STRUCTURES)):
+        raise IfsoError(f"--runs shows the layers of runs: name {' or '.join(STRUCTURES)}, and nothing else")
+    recipe, runs = args.recipes[0] if args.recipes else None, tuple(args.runs or ())
+    source = Source(args.out or OUT, args.out or FIGURE1_OUT, runs, recipe, args.criteria, args.smoke)
+    figures = _drawn(list(dict.fromkeys(args.studies)), source)
+    if args.json:
+        listed = [{"figure": d.figure, "files": [str(f) for f in d.files], "not_run": list(d.missing)} for d in figures]
+        print_json({"figures": listed})
+        return 0
+    for each in figures:
+        print(f"{each.figure}: {', '.join(map(str, each.files))}")
+        for words in each.missing:
+            print(f"  not run: {words}")
+    return 0
+
+
+def _drawn(names: Sequence[str], source: Source) -> list[Drawn]:
+    """The figures of these names, all of which must have been run; without names, those of which something was."""
+    if names:
+        return [draw_figure(name, source) for name in names]
+    figures = []
+    for name in FIGURES:
+        try:
+            figures.append(draw_figure(name, source))
+        except NothingToDraw as error:
+            say(f"{name}: {error}")
+    if not figures:
+        raise NothingToDraw(f"there is nothing to draw in {source.out}; say with --out where results are")
+    return figures
