@@ -17,10 +17,9 @@ from ifso_repro.jobs import Job
 from ifso_repro.ranks import Meeting, Rank, dealt
 from ifso_repro.results import AnyResult, path_of, read, read_file, state_of
 from ifso_repro.schema import DATA, PRUNE_OPTIONS, TABLES
+from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ifso_repro.workspace import Workspace
 
 OUT = Path("repro")
@@ -79,7 +78,7 @@ def _run_or_list(args: argparse.Namespace, work: Any) -> int:
     if args.json:
         print_json(document)
     elif document["runs"]:
-        console().print(table)
+        console().print(as_rich(table))
     return int(document.get("status", 0))
 
 
@@ -182,7 +181,7 @@ def training_changes(args: argparse.Namespace, device: str, names: Sequence[str]
     return {**(ON_CUDA if device.startswith("cuda") else {}), **given}
 
 
-Document = tuple[dict[str, Any], "Table | None"]
+Document = tuple[dict[str, Any], Grid]
 
 
 def _run(args: argparse.Namespace, space: Workspace, jobs: Sequence[Job], rank: Rank) -> Document:
@@ -209,7 +208,7 @@ def _run(args: argparse.Namespace, space: Workspace, jobs: Sequence[Job], rank: 
         "failures": [dict(zip(("run", "reason", "status"), failure, strict=True)) for failure in failures],
         "status": next((failure[2] for failure in failures), 0),
     }
-    return document, _result_table(results, len(failures), space) if results else None
+    return document, _result_table(results, len(failures), space)
 
 
 def _complain_of(failures: Sequence[Sequence[Any]]) -> None:
@@ -222,38 +221,31 @@ def _complain_of(failures: Sequence[Sequence[Any]]) -> None:
         complain(f"error: {names[0]}{more}: {reason}")
 
 
-def _result_table(results: Sequence[AnyResult], failed: int, space: Workspace) -> Table:
-    from rich.table import Table
-
+def _result_table(results: Sequence[AnyResult], failed: int, space: Workspace) -> Grid:
     measured = f"{space.validation} held-out images" if space.validation else "the test set"
     if space.smoke:
         measured = "a few generated images, which means nothing,"
     worth = " or ".join(dict.fromkeys(MEASURES[result.measure] for result in results))
     folder = space.results / "smoke" if space.smoke else space.results
-    title = f"{len(results)} runs done{f', {failed} failed' if failed else ''}"
-    caption = f"{worth} on {measured} in per cent. Written into {folder}."
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    table.add_column("run", overflow="fold")
-    for heading in ("MACs kept", "base", "pruned", "last epoch", "best epoch", "seconds"):
-        table.add_column(heading, justify="right")
+    lines = []
     for result in results:
-        shares = [f"{result.worth(stage):.2f}" for stage in ("base", "pruned", "last", "best")]
-        table.add_row(result.name, f"{result.macs_kept:.1%}", *shares, f"{result.seconds:.0f}")
-    return table
+        worths = [f"{result.worth(stage):.2f}" for stage in ("base", "pruned", "last", "best")]
+        lines.append((result.name, f"{result.macs_kept:.1%}", *worths, f"{result.seconds:.0f}"))
+    return Grid(
+        f"{len(results)} runs done{f', {failed} failed' if failed else ''}",
+        ("run", "MACs kept", "base", "pruned", "last epoch", "best epoch", "seconds"),
+        (tuple(lines),),
+        (f"{worth} on {measured} in per cent. Written into {folder}.",),
+    )
 
 
 def _listed(_: argparse.Namespace, space: Workspace, jobs: Sequence[Job], __: Rank) -> Document:
     """How far each run is, and who teaches where it is another than the unpruned network."""
-    from rich.table import Table
-
     taught = {job.name: {"teacher": job.teacher.task} for job in jobs if job.teacher is not None}
     runs = [{"run": job.name, "state": _state(space, job), **taught.get(job.name, {})} for job in jobs]
-    table = Table(title=f"{len(runs)} runs", title_justify="left")
-    for heading in ("run", "state", *(["teacher"] if taught else [])):
-        table.add_column(heading)
-    for entry in runs:
-        table.add_row(entry["run"], entry["state"], *([entry.get("teacher", "–")] if taught else []))
-    return {"runs": runs}, table
+    headings = ("run", "state", *(["teacher"] if taught else []))
+    lines = tuple(tuple(entry.get(heading, UNKNOWN) for heading in headings) for entry in runs)
+    return {"runs": runs}, Grid(f"{len(runs)} runs", headings, (lines,), words=3)
 
 
 def _state(space: Workspace, job: Job) -> str:
@@ -283,15 +275,12 @@ def _overview(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"studies": overview})
         return 0
-    from rich.table import Table
-
-    table = Table(title="ifso repro run STUDY runs one; ifso repro list STUDY shows its runs", title_justify="left")
-    for heading in ("study", "what", "done"):
-        table.add_column(heading)
+    lines = []
     for each in overview:
         words = f", {each['damaged']} damaged" if "damaged" in each else ""
-        table.add_row(each["study"], each["title"], f"{each['done']} of {each['runs']}{words}")
-    console().print(table)
+        lines.append((each["study"], each["title"], f"{each['done']} of {each['runs']}{words}"))
+    title = "ifso repro run STUDY runs one; ifso repro list STUDY shows its runs"
+    console().print(as_rich(Grid(title, ("study", "what", "done"), (tuple(lines),), words=3)))
     return 0
 
 

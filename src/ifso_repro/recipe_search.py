@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,9 +39,7 @@ from ifso.training.settings import TrainSettings, recipe_of
 from ifso.training.trainer import Crew, Lane, Watch, fit_side_by_side, own_random_numbers
 from ifso_repro.cli import RECIPE
 from ifso_repro.commands import OUT, refuse_below_one, training_changes
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
 START = recipe_of("scratch")
@@ -109,11 +107,17 @@ def choose(
     held_out = len(data.validation)
     with own_random_numbers([], 0):
         base = create_model(network, num_classes=data.num_classes).to(device)
-        validation = _Validation(data, device, effort.quick.get("precision", "float32"))
-        unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), validation)
+
+        def watch() -> Watch:
+            """Measure on the images held out, at the end only."""
+            batches = evaluated_batches(data, device, validation=True)
+            examiner = Examiner(batches, effort.quick.get("precision", "float32"))
+            return Watch(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
+
+        unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), watch())
         say(f"unpruned: {unpruned:.2f} % of {held_out} held out")
         pruned = _halved(base, data, effort, say)
-        scores = _compared(pruned, base, data, effort, candidates, validation, say)
+        scores = _compared(pruned, base, data, effort, candidates, watch, say)
     failed = [name for name in candidates if len(scores[name]) < effort.seeds]
     means = {name: statistics.fmean(found) for name, found in scores.items() if name not in failed}
     if not means:
@@ -130,19 +134,9 @@ def choose(
     }  # fmt: skip
 
 
-class _Validation:
-    def __init__(self, data: ImageData, device: str, precision: str) -> None:
-        self._data, self._device, self._precision = data, device, precision
-
-    def watch(self) -> Watch:
-        """One that asks at the end only."""
-        examiner = Examiner(evaluated_batches(self._data, self._device, validation=True), self._precision)
-        return Watch(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
-
-
-def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validation: _Validation) -> float:
+def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, watch: Watch) -> float:
     batches, loss_fn = lessons(data, settings)
-    lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=validation.watch())
+    lane = Lane(model, batches, settings, loss_fn=loss_fn, watch=watch)
     for failure in fit_side_by_side([lane]):
         if failure is not None:
             raise failure
@@ -179,7 +173,7 @@ def _compared(
     data: ImageData,
     effort: Effort,
     candidates: Mapping[str, Mapping[str, Any]],
-    validation: _Validation,
+    watch: Callable[[], Watch],
     say: Say,
 ) -> dict[str, list[float]]:
     """The accuracy of every candidate at its end, in the order of seeds; all of them side by side."""
@@ -190,7 +184,7 @@ def _compared(
             settings = effort.settings(candidates[name], effort.epochs, seed)
             shuffled = replace(data, seed=seed)
             batches, loss_fn = lessons(shuffled, settings, teacher, tables=tables, networks=len(runs), say=say)
-            lane = Lane(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, watch=validation.watch())
+            lane = Lane(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, watch=watch())
             crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
         try:
             while crew.size:
@@ -222,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(choice)
     else:
-        console().print(_table(choice), f"best: {choice['best']}; written: {path}", sep="\n")
+        console().print(as_rich(_table(choice)), f"best: {choice['best']}; written: {path}", sep="\n")
     return 0
 
 
@@ -243,21 +237,13 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any]:
     return {**choice, "smoke": args.smoke, "quick": quick, "hardware": hardware(usable)}
 
 
-def _table(choice: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=f"Candidates for the recipe of fine-tuning, {choice['seeds']} seed(s)", title_justify="left",
-        caption=CAPTION.format(**choice), caption_justify="left",
-    )  # fmt: skip
-    for heading in ("candidate", "changes"):
-        table.add_column(heading)
-    for heading in ("mean", "lowest", "highest"):
-        table.add_column(heading, justify="right")
+def _table(choice: dict[str, Any]) -> Grid:
+    lines = []
     for name, mean in choice["mean"].items():
-        found, changes = choice["validation_top1"][name], choice["candidates"][name]
+        scores, changes = choice["validation_top1"][name], choice["candidates"][name]
         words = ", ".join(f"{key}={value}" for key, value in changes.items()) or "none"
-        table.add_row(name, words, *(f"{value:.2f}" for value in (mean, min(found), max(found))))
-    for name in choice["failed"]:
-        table.add_row(name, "failed", "–", "–", "–")
-    return table
+        lines.append((name, words, *(f"{value:.2f}" for value in (mean, min(scores), max(scores)))))
+    lines += [(name, "failed", *[UNKNOWN] * 3) for name in choice["failed"]]
+    title = f"Candidates for the recipe of fine-tuning, {choice['seeds']} seed(s)"
+    headings = ("candidate", "changes", "mean", "lowest", "highest")
+    return Grid(title, headings, (tuple(lines),), (CAPTION.format(**choice),), words=2)

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from ifso.training.checkpoint import FILE
 from ifso.training.padded_finetune import padded_
 from ifso_repro.jobs import Job
 from ifso_repro.provenance import facts_of
-from ifso_repro.prune_pool import DONE, PrunePool, PruningFailed
+from ifso_repro.prune_pool import PrunePool, PruningFailed
 from ifso_repro.results import read
 from ifso_repro.runner import Runner
 from ifso_repro.schema import Base
@@ -175,8 +174,8 @@ def test_a_summary_that_is_damaged_as_soon_as_it_is_written_stops_no_other_pruni
     folder = shop.pruned_folder(job)
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text("{")
-    prunings, process = PrunePool(shop, 1, 1, said.append), SimpleNamespace(job=job)
-    prunings._end(process, DONE)
+    prunings = PrunePool(shop, 1, 1, said.append)
+    prunings._end(job, None)
     assert said == []
     with pytest.raises(PruningFailed, match=r"summary\.json is damaged"):
         prunings.ask(job)

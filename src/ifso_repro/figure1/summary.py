@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.bench.correlation import pearson, spearman, spearman_at_equal_size
 from ifso.criteria import registry
+from ifso_repro.table_lines import Grid, as_rich
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,19 +141,14 @@ def tables(document: dict[str, Any]) -> list[Table | str]:
 
 
 def _table(name: str, rows: list[dict[str, Any]], networks: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     first = networks[0]
     size = f"{first['weights']} weights, {first['units']} units, {first['images']} images, {len(networks)} seed(s)"
-    table = Table(title=f"{name}: {size}", caption=CAPTION, title_justify="left", caption_justify="left")
-    table.add_column("method")
-    for heading in ("masks", *COLUMNS.values()):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        if "masks" in row:
-            cells = [_cell(measure, row.get(measure)) for measure in COLUMNS]
-            table.add_row(row["method"], str(row["masks"]), *cells)
-    return table
+    lines = tuple(
+        (row["method"], str(row["masks"]), *(_cell(measure, row.get(measure)) for measure in COLUMNS))
+        for row in rows
+        if "masks" in row
+    )
+    return as_rich(Grid(f"{name}: {size}", ("method", "masks", *COLUMNS.values()), (lines,), (CAPTION,)))
 
 
 def _cell(measure: str, value: dict[str, float] | None) -> str:
