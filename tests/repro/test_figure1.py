@@ -71,8 +71,8 @@ def test_convex_estimates_are_within_five_per_cent_of_retraining(seed):
     trained = train_(problem)
     assert trained["converged"]
     assert trained["largest_gradient"] <= 1e-8
-    for removed in masks.draw(problem.graph, problem.masks, problem.subset_sizes, seed):
-        row = measure(problem, removed, trained["loss"], settings, first_order=False)
+    for removed in masks.draw(problem.graph, problem.settings.masks, problem.settings.subset_sizes, seed):
+        row = measure(problem, removed, trained["loss"], first_order=False)
         assert row["retraining"]["converged"]
         assert row["existing"] > row["truth"] > 0
         assert row["estimates"][str(DEFAULT_STEPS)]["true"] == pytest.approx(row["truth"], rel=0.05)
@@ -83,7 +83,7 @@ def test_measuring_leaves_the_trained_weights_as_they_were():
     loss = train_(problem)["loss"]
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
     removed = masks.draw(problem.graph, 3, (), 0)[1]
-    row = measure(problem, removed, loss, TINY, first_order=True)
+    row = measure(problem, removed, loss, first_order=True)
     assert row["retraining"]["adam"]["gradients"] == 21
     assert all(torch.equal(value, before[name]) for name, value in problem.model.state_dict().items())
 

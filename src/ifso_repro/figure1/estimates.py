@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ifso.common.loss_fn import LossFn
 from ifso.criteria import registry
@@ -19,11 +19,11 @@ from ifso.curvature.loss_change import true_loss_change
 from ifso.errors import IfsoError, ScoreError
 from ifso.surgery.mask import masked
 from ifso_repro.figure1.masks import Removed, keep, size
-from ifso_repro.figure1.networks import Problem, Settings, Stop, cross_entropy
+from ifso_repro.figure1.networks import Problem, Stop, cross_entropy
 
 ADAM_RATE = 1e-2
 
-_HISTORY = 30
+HISTORY = 30
 
 
 @dataclass(frozen=True)
@@ -40,63 +40,53 @@ class Descent:
         return self.losses[-1]
 
 
-def lbfgs_(model: nn.Module, loss: Callable[[], Tensor], stop: Stop) -> Descent:
+def lbfgs_(problem: Problem, stop: Stop) -> Descent:
     """L-BFGS with a strong-Wolfe line search until it has converged.
 
     Its memory is dropped after each ``stop.patience`` evaluations, where it may have got stuck at a kink of ReLU.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses: list[float] = []
 
     def closure() -> Tensor:
-        value = _backward(parameters, loss)
+        value = _backward(problem)
         losses.append(float(value))
         return value
 
     while True:
         start = len(losses)
-        _lbfgs(parameters, min(stop.patience, max(1, stop.most - start)), stop.gradient).step(closure)
+        evaluations = min(stop.patience, max(1, stop.most - start))
+        torch.optim.LBFGS(
+            problem.parameters, max_iter=evaluations, max_eval=evaluations, history_size=HISTORY,
+            tolerance_grad=stop.gradient, tolerance_change=0, line_search_fn="strong_wolfe",
+        ).step(closure)  # fmt: skip
         closure()
-        largest = _largest(parameters)
+        largest = _largest(problem)
         converged = largest <= stop.gradient or losses[start] - losses[-1] < stop.fall
         if converged or len(losses) >= stop.most:
             return Descent(tuple(losses), largest, converged)
 
 
-def _lbfgs(parameters: list[nn.Parameter], evaluations: int, gradient: float) -> torch.optim.LBFGS:
-    return torch.optim.LBFGS(
-        parameters,
-        max_iter=evaluations,
-        max_eval=evaluations,
-        history_size=_HISTORY,
-        tolerance_grad=gradient,
-        tolerance_change=0,
-        line_search_fn="strong_wolfe",
-    )
-
-
-def adam_(model: nn.Module, loss: Callable[[], Tensor], steps: int) -> Descent:
+def adam_(problem: Problem, steps: int) -> Descent:
     """Adam from a rate of 0.01 down to 0 along a cosine: what a first-order trainer needs."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(parameters, ADAM_RATE)
+    optimizer = torch.optim.Adam(problem.parameters, ADAM_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
     losses = []
     for _ in range(steps):
-        losses.append(float(_backward(parameters, loss)))
+        losses.append(float(_backward(problem)))
         optimizer.step()
         schedule.step()
-    losses.append(float(_backward(parameters, loss)))
-    return Descent(tuple(losses), _largest(parameters), converged=False)
+    losses.append(float(_backward(problem)))
+    return Descent(tuple(losses), _largest(problem), converged=False)
 
 
-def _largest(parameters: list[nn.Parameter]) -> float:
-    return max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
+def _largest(problem: Problem) -> float:
+    return max(float(parameter.grad.abs().max()) for parameter in problem.parameters if parameter.grad is not None)
 
 
-def _backward(parameters: list[nn.Parameter], loss: Callable[[], Tensor]) -> Tensor:
-    for parameter in parameters:
+def _backward(problem: Problem) -> Tensor:
+    for parameter in problem.parameters:
         parameter.grad = None
-    value = loss()
+    value = problem.loss()
     value.backward()
     return value.detach()
 
@@ -120,13 +110,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def train_(problem: Problem) -> dict[str, Any]:
-    """Bring the network to W*; what that took, and where it ended."""
-
-    def loss() -> Tensor:
-        return problem.loss_fn(problem.model, problem.batch)
-
-    first = adam_(problem.model, loss, problem.adam_steps) if problem.adam_steps else None
-    end = lbfgs_(problem.model, loss, problem.train)
+    """Bring the network to W*; returns what that took, and where it ended."""
+    settings = problem.settings
+    first = adam_(problem, settings.adam_steps) if settings.adam_steps else None
+    end = lbfgs_(problem, settings.train)
     with torch.no_grad():
         right = (problem.model(problem.batch[0]).argmax(1) == problem.batch[1]).double().mean()
     return {
@@ -172,14 +159,12 @@ def summed(scores: Mapping[str, list[float]], removed: Removed) -> float:
     return sum(scores[group][unit] for group, units in removed.items() for unit in units)
 
 
-def measure(
-    problem: Problem, removed: Removed, base: float, settings: Settings, *, first_order: bool
-) -> dict[str, Any]:
+def measure(problem: Problem, removed: Removed, base: float, *, first_order: bool) -> dict[str, Any]:
     """One mask: ΔL_ex, ΔL_gt after retraining from W*, and the estimates for every number of path steps."""
     kept = keep(problem.graph, removed)
     with torch.no_grad(), masked(problem.model, problem.graph, kept):
-        existing = float(problem.loss_fn(problem.model, problem.batch)) - base
-    truth, retraining = _retrain(problem, kept, base, settings, first_order=first_order)
+        existing = float(problem.loss()) - base
+    truth, retraining = _retrain(problem, kept, base, first_order=first_order)
     return {
         "removed": removed,
         "size": size(removed),
@@ -193,21 +178,20 @@ def measure(
 def estimates(problem: Problem, removed: Removed) -> dict[str, dict[str, Any]]:
     """What is said of a mask without retraining, by the number of path steps."""
     kept = keep(problem.graph, removed)
-    return {str(count): _estimate(problem, kept, count) for count in sorted({*problem.path_steps, DEFAULT_STEPS})}
+    return {
+        str(count): _estimate(problem, kept, count) for count in sorted({*problem.settings.path_steps, DEFAULT_STEPS})
+    }
 
 
 def _retrain(
-    problem: Problem, kept: dict[str, Tensor], base: float, settings: Settings, *, first_order: bool
+    problem: Problem, kept: dict[str, Tensor], base: float, *, first_order: bool
 ) -> tuple[float, dict[str, Any]]:
     """ΔL_gt and what it took; W* is put back."""
+    settings = problem.settings
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
-
-    def loss() -> Tensor:
-        return problem.loss_fn(problem.model, problem.batch)
-
     try:
         with masked(problem.model, problem.graph, kept):
-            end = lbfgs_(problem.model, loss, problem.retrain)
+            end = lbfgs_(problem, settings.retrain)
         near = end.last + settings.within * abs(end.last - base)
         about: dict[str, Any] = {
             "gradients": len(end.losses),
@@ -218,7 +202,7 @@ def _retrain(
         if first_order:
             problem.model.load_state_dict(before)
             with masked(problem.model, problem.graph, kept):
-                slow = adam_(problem.model, loss, settings.first_order_steps)
+                slow = adam_(problem, settings.first_order_steps)
             about["adam"] = {
                 "gradients": len(slow.losses),
                 "gradients_until_near": evaluations_until(slow.losses, near),

@@ -231,48 +231,37 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, its loss on one full batch, and how long it is trained."""
+    """A network, its loss on one full batch, and the settings of the study for it."""
 
     name: str
     seed: int
     model: nn.Module
     graph: ChannelGraph
     batch: Batch
-    l2: float
-    adam_steps: int
-    train: Stop
-    retrain: Stop
-    masks: int
-    subset_sizes: tuple[int, ...]
-    path_steps: tuple[int, ...]
+    settings: Settings
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def weights(self) -> int:
         """How many numbers are trained."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return sum(parameter.numel() for parameter in self.parameters)
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross entropy and λ Σ w² over all that is trained."""
         squares = [parameter.square().sum() for parameter in model.parameters() if parameter.requires_grad]
-        return cross_entropy(model, batch) + self.l2 * torch.stack(squares).sum()
+        return cross_entropy(model, batch) + self.settings.l2 * torch.stack(squares).sum()
+
+    def loss(self) -> Tensor:
+        """The loss of the network as it is."""
+        return self.loss_fn(self.model, self.batch)
 
 
 def create(name: str, seed: int, settings: Settings, data: Path | None) -> Problem:
     """The network of that name, not trained yet; batch norm stays in eval mode but for its first statistics."""
-    if name == CIFAR_NETWORK:
-        assert data is not None
-        batch = cifar_images(data, settings.cifar_images)
-    else:
-        batch = digit_images(2 * settings.images if name == "convex" else settings.images)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _build(name, settings).double()
-    _take_statistics_(model, batch[0])
-    plan = _plan(name, settings)
-    return Problem(name, seed, model, trace(model, batch[0][:1]), batch, settings.l2, **plan)
-
-
-def _build(name: str, settings: Settings) -> nn.Module:
     makers: dict[str, Callable[[], nn.Module]] = {
         "convex": lambda: FixedFeatures(settings.features),
         "digits-relu": lambda: plain_cnn(nn.ReLU, *settings.widths),
@@ -280,24 +269,28 @@ def _build(name: str, settings: Settings) -> nn.Module:
         "digits-residual": lambda: ResidualCnn(*settings.widths),
         CIFAR_NETWORK: NarrowResNet,
     }
-    return makers[name]()
-
-
-def _plan(name: str, settings: Settings) -> dict[str, Any]:
-    """How the network is trained and which masks it gets."""
-    plan: dict[str, Any] = {"adam_steps": settings.adam_steps, "train": settings.train, "retrain": settings.retrain}
-    plan |= {"masks": settings.masks, "subset_sizes": settings.subset_sizes, "path_steps": settings.path_steps}
-    if name == "convex":
-        plan |= {"adam_steps": 0, "train": settings.convex, "retrain": settings.convex}
-        plan |= {"masks": min(settings.masks, settings.features), "subset_sizes": ()}
     if name == CIFAR_NETWORK:
-        plan |= {"train": _fixed(settings.cifar_train), "retrain": _fixed(settings.cifar_retrain)}
-        plan |= {"masks": settings.cifar_masks, "path_steps": settings.cifar_path_steps}
-    return plan
+        assert data is not None
+        batch = cifar_images(data, settings.cifar_images)
+    else:
+        batch = digit_images(2 * settings.images if name == "convex" else settings.images)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = makers[name]().double()
+    _take_statistics_(model, batch[0])
+    return Problem(name, seed, model, trace(model, batch[0][:1]), batch, _settings_of(name, settings))
 
 
-def _fixed(evaluations: int) -> Stop:
-    return Stop(gradient=0.0, fall=0.0, patience=evaluations, most=evaluations)
+def _settings_of(name: str, settings: Settings) -> Settings:
+    """The settings with what is different for one network: how it is trained, and which masks it gets."""
+    if name == "convex":
+        changes: dict[str, Any] = {"adam_steps": 0, "train": settings.convex, "retrain": settings.convex}
+        return replace(settings, masks=min(settings.masks, settings.features), subset_sizes=(), **changes)
+    if name == CIFAR_NETWORK:
+        train, retrain = (Stop(0.0, 0.0, count, count) for count in (settings.cifar_train, settings.cifar_retrain))
+        changes = {"masks": settings.cifar_masks, "path_steps": settings.cifar_path_steps}
+        return replace(settings, train=train, retrain=retrain, **changes)
+    return settings
 
 
 @torch.no_grad()

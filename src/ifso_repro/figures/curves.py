@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, Look, draw, empty, key, name
-from ifso_repro.figures.points import Panel, Plot, Point, Series, heading
+from ifso_repro.config import find_study
+from ifso_repro.figures.points import Panel, Plot, Point, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,9 @@ def draw_study(plot: Plot, stem: Path) -> tuple[Path, Path]:
     fill = {"figure7": _schedule, "figure8": _boxes}.get(plot.name, _lines)
     wide = len(plot.panels) > 1
     height = {"figure5": 2.8, "figure6": 2.75, "figure7": 4.2, "figure8": 3.2}[plot.name]
-    return draw(stem, heading(plot.name), (PAGE if wide else COLUMN, height), lambda figure: fill(figure, plot))
+    return draw(
+        stem, find_study(plot.name).title, (PAGE if wide else COLUMN, height), lambda figure: fill(figure, plot)
+    )
 
 
 def _notes(plot: Plot, spread: str = "bars: standard deviation over the runs") -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ifso.errors import IfsoError
-from ifso_repro.config import find_study, study
+from ifso_repro.config import study
 from ifso_repro.jobs import MIXED, Job
 from ifso_repro.results import Result, read, read_file
 from ifso_repro.schema import RECIPES
@@ -96,10 +96,6 @@ class Plot:
         return sorted({len(point.results) for panel in self.panels for point in panel.run})
 
 
-def _removed(job: Job) -> float:
-    return round(100 * job.row.removed, 6)
-
-
 def _incremental(job: Job) -> float:
     """Per cent of the way that goes step by step.
 
@@ -111,7 +107,7 @@ def _incremental(job: Job) -> float:
 
 
 PLACES: Mapping[str, tuple[Callable[[Job], float], Callable[[Job], str]]] = {
-    "figure5": (_removed, lambda job: NAMES[job.criterion]),
+    "figure5": (lambda job: round(100 * job.row.removed, 6), lambda job: NAMES[job.criterion]),
     "figure6": (
         lambda job: job.variant.options["batches_per_score"],
         lambda job: f"{percent(job.row.removed)} of the MACs removed",
@@ -141,37 +137,28 @@ def plot(
     if chosen not in RECIPES:
         raise IfsoError(f"no recipe {chosen!r}; choose from {', '.join(RECIPES)}")
     jobs = [replace(job, recipe=chosen) for job in jobs if job.recipe == jobs[0].recipe]
-    found = {job.name: _group(job, runs, smoke) for job in jobs}
-    changed = {words for job in jobs for words in _changed(job, found[job.name])} if not smoke else set()
-    tasks = dict.fromkeys(job.row.task for job in jobs)
-    panels = [_panel(name, [job for job in jobs if job.row.task == task], found) for task in tasks]
-    return Plot(name, chosen, tuple(panels), tuple(sorted(changed)), smoke)
-
-
-def _group(job: Job, runs: Runs, smoke: bool) -> tuple[Result, ...]:
-    """As tables have it: as long as the recipe says. A smoke run has sizes of its own."""
-    return tuple(next(iter(runs.of(job)), []) if smoke else runs.whole(job))
-
-
-def _changed(job: Job, group: Sequence[Result]) -> tuple[str, ...]:
-    return otherwise(job, group[0]) if group else ()
-
-
-def _panel(name: str, jobs: Sequence[Job], found: Mapping[str, tuple[Result, ...]]) -> Panel:
     place, label = PLACES[name]
-    lines: dict[str, list[Point]] = {}
-    for job in jobs:
-        lines.setdefault(label(job), []).append(Point(place(job), found[job.name], _reported(job)))
-    series = [Series(words, tuple(sorted(points, key=lambda point: point.x))) for words, points in lines.items()]
-    return Panel(title(jobs[0]), tuple(series))
+    panels: dict[str, dict[str, list[Point]]] = {}
+    changed: set[str] = set()
+    for job in jobs:  # as tables have them, as long as the recipe says; a smoke run has sizes of its own
+        group = tuple(next(iter(runs.of(job)), []) if smoke else runs.whole(job))
+        changed.update(otherwise(job, group[0]) if group and not smoke else ())
+        lines = panels.setdefault(title(job), {})
+        lines.setdefault(label(job), []).append(Point(place(job), group, _reported(job)))
+    return Plot(name, chosen, tuple(map(_panel, panels, panels.values())), tuple(sorted(changed)), smoke)
+
+
+def _panel(name: str, lines: Mapping[str, list[Point]]) -> Panel:
+    ordered = {label: tuple(sorted(points, key=lambda point: point.x)) for label, points in lines.items()}
+    return Panel(name, tuple(map(Series, ordered, ordered.values())))
 
 
 def _reported(job: Job) -> float | None:
-    """What the paper says of a job: the last epoch where that is known, else the best."""
-    told = job.variant.paper.get(job.row.name) if job.variant.label else job.row.paper.get(job.criterion)
-    if told is None:
+    """What the paper reports of a job: the last epoch where that is known, else the best."""
+    line = job.variant.paper.get(job.row.name) if job.variant.label else job.row.paper.get(job.criterion)
+    if line is None:
         return None
-    return told.pruned if told.last is None else told.last
+    return line.pruned if line.last is None else line.last
 
 
 def title(job: Job) -> str:
@@ -182,12 +169,3 @@ def title(job: Job) -> str:
     """
     network, _, data = job.row.task.rpartition("-")
     return f"{NETWORKS.get(network, network)}, {DATA.get(data, data)}"
-
-
-def heading(name: str) -> str:
-    """What the study is called.
-
-    >>> heading("figure6")
-    'Batches of the proxy data (Fig. 6)'
-    """
-    return find_study(name).title
