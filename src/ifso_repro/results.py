@@ -18,44 +18,24 @@ EPOCH = {"epoch": Required[Whole], "loss": Required[Size], "lr": Required[Size]}
 TEACHER = {"task": Required[str], "base": Required[dict], "top1": Required[Percent]}
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What results have in common. ``measure`` is what networks are compared by, in per cent.
-
-    ``macs_kept`` is a share; what counts is the last epoch, and the best one is chosen on the test set, as the paper
-    does. ``seconds`` is the time of fine-tuning, ``prune_seconds`` that of pruning. ``variant`` holds the options that
-    differ from the row's, ``train`` and ``prune`` all of them (in ``prune``, ``criterion`` are those of the criterion),
-    ``base`` how the unpruned network was got. A ``smoke`` result only shows that things run. ``data`` is a digest that
-    tells the data from others, empty in older files.
-    """
+    """What results have in common. ``measure`` is what networks are compared by, in per cent."""
 
     measure: ClassVar[str]
-
     row: str
     criterion: str
     recipe: str
-    seed: Whole
-    epochs: Whole
-    macs_kept: Kept
+    seed: int
+    variant: dict[str, Any]
+    prune: dict[str, Any]
     history: list[dict[str, Any]]
-    seconds: Size
-    hardware: str
-    torch: str
-    params_kept: Kept
-    prune_seconds: Size
-    ifso: str
-    variant: dict[str, Any] = field(default_factory=dict)
-    train: dict[str, Any] = field(default_factory=dict)
-    prune: dict[str, Any] = field(default_factory=dict)
-    base: dict[str, Any] = field(default_factory=dict)
-    smoke: bool = False
-    data: str = ""
+    data: str
 
     def __post_init__(self) -> None:
         """Refuse what cannot have come out of a run."""
-        hints = get_type_hints(type(self), include_extras=True)
-        for each in fields(self):
-            decode(hints[each.name], getattr(self, each.name), key=each.name)
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            if name != "measure":
+                decode(hint, getattr(self, name), key=name)
         best, last = self.worth("best"), self.worth("last")
         if best < last:
             raise IfsoError(f"best_{self.measure} must not be below last_{self.measure}, {last!r}, got {best!r}")
@@ -74,20 +54,44 @@ class _Outcome:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Result(_Outcome):
-    """One network pruned and fine-tuned, compared by top-1 on the test set.
+    """One network pruned and fine-tuned. Accuracies are in per cent on the test set, ``macs_kept`` is a share.
 
-    ``teacher``, where it is another than the unpruned network, has a ``task``, a ``base`` and its ``top1``.
+    ``last_top1`` is what counts; ``best_top1`` of all epochs is chosen on the test set, as the paper does.
+    ``pruned_top1`` is the accuracy before fine-tuning, ``seconds`` the time of fine-tuning and ``prune_seconds`` that
+    of pruning. ``variant`` holds the options that differ from the row's, ``train`` and ``prune`` all of them (in
+    ``prune``, ``criterion`` are those of the criterion), ``base`` how the unpruned network was got. ``teacher``, where
+    it is another than the unpruned network, has a ``task``, a ``base`` and its ``top1``. A ``smoke`` result only shows
+    that things run. ``data`` is a digest that tells the data from others, empty in older files.
     """
 
     measure: ClassVar[str] = "top1"
 
+    row: str
+    criterion: str
+    recipe: str
+    seed: Whole
+    epochs: Whole
+    macs_kept: Kept
     base_top1: Percent
-    pruned_top1: Percent
     last_top1: Percent
     best_top1: Percent
+    history: list[dict[str, Any]]
+    seconds: Size
+    hardware: str
+    torch: str
+    params_kept: Kept
+    pruned_top1: Percent
+    prune_seconds: Size
+    ifso: str
+    variant: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    prune: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    smoke: bool = False
     teacher: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,9 +99,9 @@ class Result(_Outcome):
             decode(TEACHER, self.teacher, key="teacher")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DetectionResult(_Outcome):
-    """One detector pruned and fine-tuned, compared by mAP.
+    """One detector pruned and fine-tuned: as :class:`Result`, with mAP in place of top-1.
 
     ``before`` and ``after`` hold ``map``, ``map50``, ``map75`` and those by area of the unpruned and of the fine-tuned
     network. ``memory`` is that of a step of training at its peak, in bytes, of the ``unpruned`` and the ``pruned``
@@ -107,14 +111,33 @@ class DetectionResult(_Outcome):
 
     measure: ClassVar[str] = "map"
 
+    row: str
+    criterion: str
+    recipe: str
+    seed: Whole
+    epochs: Whole
+    macs_kept: Kept
     base_map: Percent
-    pruned_map: Percent
     last_map: Percent
     best_map: Percent
+    history: list[dict[str, Any]]
+    seconds: Size
+    hardware: str
+    torch: str
+    params_kept: Kept
+    pruned_map: Percent
+    prune_seconds: Size
+    ifso: str
     before: dict[str, Any]
     after: dict[str, Any]
     memory: dict[str, Any]
     channels: dict[str, Any]
+    variant: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    prune: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    smoke: bool = False
+    data: str = ""
 
 
 AnyResult = Result | DetectionResult

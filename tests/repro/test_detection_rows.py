@@ -211,7 +211,7 @@ def test_weights_that_are_given_are_not_trained_otherwise(tmp_path):
     path.write_text(TOML)
     assert read_row(path).base.as_dict() == {"weights": "some.pth"}
     path.write_text(TOML.replace("finetune", "base.train.lr = 0.1\nfinetune"))
-    with pytest.raises(IfsoError, match=r"\[base\] needs either weights, or recipe, epochs and batch"):
+    with pytest.raises(IfsoError, match=r"base needs either weights, or recipe, epochs and batch"):
         read_row(path)
 
 
@@ -281,7 +281,7 @@ def test_a_detection_result_comes_back_and_a_slip_is_named(tmp_path):
     place.write_text(place.read_text().replace('"before"', '"after all"'))
     with pytest.raises(IfsoError, match="lacks before"):
         read_file(place)
-    with pytest.raises(IfsoError, match=r"best_map is 11\.0, below last_map, 12\.0"):
+    with pytest.raises(IfsoError, match=r"best_map must not be below last_map, 12\.0, got 11\.0"):
         made_up(best_map=11.0)
     with pytest.raises(IfsoError, match="must have epoch, loss, map, lr"):
         made_up(history=[{"epoch": 1, "loss": 0.5, "top1": None, "lr": 0.1}])

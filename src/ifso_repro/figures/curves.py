@@ -30,13 +30,11 @@ SMOKE = "SMOKE RUN on a few generated images: this shows that drawing works, and
 
 
 def draw_study(plot: Plot, stem: Path) -> tuple[Path, Path]:
-    """The figure of a study."""
+    """The files of the figure of a study."""
     fill = {"figure7": _schedule, "figure8": _boxes}.get(plot.name, _lines)
-    wide = len(plot.panels) > 1
+    width = PAGE if len(plot.panels) > 1 else COLUMN
     height = {"figure5": 2.8, "figure6": 2.75, "figure7": 4.2, "figure8": 3.2}[plot.name]
-    return draw(
-        stem, find_study(plot.name).title, (PAGE if wide else COLUMN, height), lambda figure: fill(figure, plot)
-    )
+    return draw(stem, find_study(plot.name).title, (width, height), lambda figure: fill(figure, plot))
 
 
 def _notes(plot: Plot, spread: str = "bars: standard deviation over the runs") -> list[str]:
