@@ -18,10 +18,9 @@ from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figures.curves import draw_study
 from ifso_repro.figures.layers import Network, draw_layers, network_of
 from ifso_repro.figures.loss_change import draw_loss_change
-from ifso_repro.figures.points import PLACES, load, plot
+from ifso_repro.figures.points import PLACES, Plot, load, plot
 from ifso_repro.jobs import Job
 from ifso_repro.schema import RECIPES
-from ifso_repro.statistics import Runs
 
 OUT, FIGURE1_OUT = Path("repro"), Path(f"ifso-{FIGURE1}")
 STRUCTURES: Mapping[str, tuple[str, ...]] = {
@@ -95,30 +94,22 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _study(name: str, source: Source) -> Drawn:
-    place = source.out / "results"
-    runs = load(place, smoke=source.smoke)
-    found = plot(name, runs, recipe=source.recipe, criteria=source.criteria, smoke=source.smoke)
-    if not any(panel.run for panel in found.panels):
-        raise NothingToDraw(_nothing(name, found.recipe, source, runs))
+    runs = load(source.out / "results", smoke=source.smoke)
+
+    def shown(recipe: str | None) -> Plot:
+        return plot(name, runs, recipe=recipe, criteria=source.criteria, smoke=source.smoke)
+
+    chosen = shown(source.recipe)
+    if not chosen.run:
+        other = next((recipe for recipe in RECIPES if shown(recipe).run), None)
+        hint = f"; draw what there is with --recipes {other}" if other else ""
+        folder = source.out / "results" / ("smoke" if source.smoke else "")
+        make = f"make them with: {command(name, source)}"
+        raise NothingToDraw(f"{folder} has no results of {name} with recipe {chosen.recipe!r}; {make}{hint}")
     own = study(name, seeds=1)[0].recipe
-    stem = source.pictures / (name if found.recipe == own else f"{name}-{found.recipe}")
-    missing = [f"{panel.title}: {panel.missing}" for panel in found.panels if panel.missing]
-    return Drawn(name, draw_study(found, stem), tuple(missing))
-
-
-def _nothing(name: str, recipe: str, source: Source, runs: Runs) -> str:
-    """What is not there, the command that makes it, and what is there instead."""
-    others = [
-        other
-        for other in RECIPES
-        if other != recipe
-        and any(
-            panel.run for panel in plot(name, runs, recipe=other, criteria=source.criteria, smoke=source.smoke).panels
-        )
-    ]
-    hint = f"; draw what there is with --recipes {others[0]}" if others else ""
-    place = source.out / "results" / ("smoke" if source.smoke else "")
-    return f"{place} has no results of {name} with recipe {recipe!r}; make them with: {command(name, source)}{hint}"
+    stem = source.pictures / (name if chosen.recipe == own else f"{name}-{chosen.recipe}")
+    missing = [f"{panel.title}: {panel.missing}" for panel in chosen.panels if panel.missing]
+    return Drawn(name, draw_study(chosen, stem), tuple(missing))
 
 
 def command(name: str, source: Source) -> str:
@@ -141,36 +132,33 @@ def _structure(name: str, source: Source) -> Drawn:
     if source.runs:
         networks = [network_of(folder) for folder in source.runs]
         return Drawn(name, draw_layers(networks, source.pictures / name, "Channels kept of every layer"))
-    folders = {row: _pruned(row, source) for row in STRUCTURES[name]}
-    if not any(folders.values()):
-        row = next(iter(folders))
+    networks, missing = [], []
+    smoke = " (SMOKE RUN, which means nothing)" if source.smoke else ""
+    for row in STRUCTURES[name]:
+        folder = _pruned(row, source)
+        if folder is not None:
+            networks.append(network_of(folder, row + smoke))
+        else:
+            missing.append(f"{row}: not run")
+            networks.append(Network(row, missing=f"not run: {command(row, source)}" if row in rows() else "not run"))
+    if len(missing) == len(networks):
+        row = STRUCTURES[name][0]
         raise NothingToDraw(
             f"{source.out / 'work'} has no pruned {row}; make it with: {command(row, source)} --criteria ifso "
-            f"--seeds 1, or give a run of ifso prune: ifso repro {name} --draw --runs RUN"
+            f"--seeds 1, or give a run of ifso prune: ifso repro draw {name} --runs RUN"
         )
-    networks = [_network(row, folder, source) for row, folder in folders.items()]
-    missing = [f"{row}: not run" for row, folder in folders.items() if folder is None]
     return Drawn(name, draw_layers(networks, source.pictures / name, TITLES[name]), tuple(missing))
 
 
 def _pruned(row: str, source: Source) -> Path | None:
-    """Where the network of a row was pruned by the paper's method with seed 0, if it was."""
+    """The folder in which a row was pruned by the paper's method with seed 0; None if it was not."""
     from ifso_repro.workspace import Workspace
 
     if row not in rows():
         return None
-    work = source.out / "work" / ("smoke" if source.smoke else "")
-    shop = Workspace(work, source.out / "results", smoke=source.smoke)
-    folder = shop.pruned_folder(Job(find_row(row), "ifso", "paper"))
+    space = Workspace(source.out / "work" / ("smoke" if source.smoke else ""), source.out, smoke=source.smoke)
+    folder = space.pruned_folder(Job(find_row(row), "ifso", "paper"))
     return folder if (folder / "config.json").is_file() else None
-
-
-def _network(row: str, folder: Path | None, source: Source) -> Network:
-    if folder is not None:
-        smoke = " (SMOKE RUN, which means nothing)" if source.smoke else ""
-        return network_of(folder, row + smoke)
-    how = f": {command(row, source)}" if row in rows() else ""
-    return Network(row, missing=f"not run{how}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,9 +91,14 @@ class Plot:
     smoke: bool = False
 
     @property
+    def run(self) -> list[Point]:
+        """The points of all panels that were run."""
+        return [point for panel in self.panels for point in panel.run]
+
+    @property
     def seeds(self) -> list[int]:
         """How many runs stand behind a point, each number once."""
-        return sorted({len(point.results) for panel in self.panels for point in panel.run})
+        return sorted({len(point.results) for point in self.run})
 
 
 def _incremental(job: Job) -> float:
