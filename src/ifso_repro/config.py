@@ -79,13 +79,13 @@ def _row(path: Path, values: dict[str, Any]) -> tuple[Row, str | None]:
 def read_study(path: Path) -> Study:
     """The study that a file describes."""
     values, file = read_toml(path), str(path)
-    found = decode(STUDY, _part(values, *STUDY), file)
-    rows = [f"{task}-{share * 100:.10g}" for task in found["tasks"] for share in found["removed"]]
+    head = decode(STUDY, _part(values, *STUDY), file)
+    rows = [f"{task}-{share * 100:.10g}" for task in head["tasks"] for share in head["removed"]]
     for variant in values["variants"] if isinstance(values.get("variants"), list) else []:
         if isinstance(variant, dict) and isinstance(variant.get("paper"), dict):
             label = variant.get("label")
             variant["paper"] = {row: _line(line, label) for row, line in variant["paper"].items()}
-    study: Study = decode(Study, {"name": found["study"], "rows": rows, **values}, file)
+    study: Study = decode(Study, {"name": head["study"], "rows": rows, **values}, file)
     if study.name != path.stem:
         raise wrong(f"study must be {path.stem!r}, the name of the file, got {study.name!r}", file)
     return study

@@ -75,9 +75,9 @@ def _record(kind: Any, value: Any, file: str, key: str) -> Any:
     """A dataclass, which may have checks of its own."""
     hints = get_type_hints(kind, include_extras=True)
     required = [each.name for each in fields(kind) if MISSING is each.default is each.default_factory]
-    found = _table({each.name: hints[each.name] for each in fields(kind)}, required, value, file, key)
+    decoded = _table({each.name: hints[each.name] for each in fields(kind)}, required, value, file, key)
     try:
-        return kind(**found)
+        return kind(**decoded)
     except IfsoError as error:
         raise wrong(str(error), file, key) from error
 
@@ -86,10 +86,10 @@ def _annotated(hint: Any, value: Any, file: str, key: str) -> Any:
     kind, extra = get_args(hint)
     if not isinstance(extra, Check):
         return decode(extra, value, file, key)
-    found = decode(kind, value, file, key)
-    if not extra.holds(found):
+    decoded = decode(kind, value, file, key)
+    if not extra.holds(decoded):
         raise wrong(f"must be {extra.words}, got {value!r}", file, key)
-    return found
+    return decoded
 
 
 def _optional(hint: Any, value: Any, file: str, key: str) -> Any:
@@ -104,7 +104,7 @@ def _choice(hint: Any, value: Any, file: str, key: str) -> Any:
 
 def _items(hint: Any, value: Any, file: str, key: str) -> Any:
     items = enumerate(decode(list, value, file, key))
-    return get_origin(hint)(decode(get_args(hint)[0], item, file, f"{key}[{place}]") for place, item in items)
+    return get_origin(hint)(decode(get_args(hint)[0], item, file, f"{key}[{index}]") for index, item in items)
 
 
 def _mapping(hint: Any, value: Any, file: str, key: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def choose(
         pruned = _halved(base, data, effort, say)
         scores = _compared(pruned, base, data, effort, candidates, watch, say)
     failed = [name for name in candidates if len(scores[name]) < effort.seeds]
-    means = {name: statistics.fmean(found) for name, found in scores.items() if name not in failed}
+    means = {name: statistics.fmean(tops) for name, tops in scores.items() if name not in failed}
     if not means:
         raise TrainingError("every candidate failed, as was said above; give more data, or other settings")
     ranked = sorted(means, key=lambda name: -means[name])
@@ -191,7 +191,7 @@ def _compared(
                 crew.turn()
         except torch.OutOfMemoryError as error:
             raise TrainingError(f"no memory is left for {len(runs)} networks; give fewer --seeds") from error
-    return {name: [found[seed] for seed in sorted(found)] for name, found in scores.items()}
+    return {name: [tops[seed] for seed in sorted(tops)] for name, tops in scores.items()}
 
 
 def _note(scores: dict[int, float], name: str, seed: int, lane: Lane, say: Say, failure: IfsoError | None) -> None:

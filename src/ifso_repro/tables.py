@@ -154,7 +154,7 @@ def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
         other = ", ".join(("", *of_other_networks(job, group[0]))) if group else ""
         cell = f"{last_top1(group)} ({len(group)}{other})" if group else NOT_RUN
         cells[f"{NAMES[job.criterion]}, recipe “{job.recipe}”"][job.row.removed] = cell
-    lines = tuple((name, *(found[budget] for budget in budgets)) for name, found in cells.items())
+    lines = tuple((name, *(line[budget] for budget in budgets)) for name, line in cells.items())
     return Grid(title, ("MACs removed", *map(percent, budgets)), (lines,), (*_notes(chosen), *_teachers(jobs, runs)))
 
 
@@ -174,8 +174,8 @@ def _notes(chosen: Study) -> tuple[str, ...]:
 def usual_options(jobs: Iterable[Job]) -> str:
     """What options the rows give to criteria, in words; empty if they give none."""
     options = [(job.criterion, *item) for job in jobs for item in job.row.criterion.get(job.criterion, {}).items()]
-    said = dict.fromkeys(f"{NAMES[criterion]} has {_option(key, value)}" for criterion, key, value in options)
-    return f"Where a line says nothing else, {'; '.join(said)}." if said else ""
+    words = dict.fromkeys(f"{NAMES[criterion]} has {_option(key, value)}" for criterion, key, value in options)
+    return f"Where a line says nothing else, {'; '.join(words)}." if words else ""
 
 
 def _option(key: str, value: Any) -> str:
@@ -201,7 +201,7 @@ def _comparison(title: str, jobs: list[Job], runs: Runs) -> Grid:
                 alike = "" if NOT_RUN in compared else recipe
                 recipes[row].setdefault((alike, NAMES[job.criterion], *compared), []).append(recipe)
     sections = tuple(
-        tuple((row, ", ".join(told), *line[1:]) for line, told in lines.items()) for row, lines in recipes.items()
+        tuple((row, ", ".join(names), *line[1:]) for line, names in lines.items()) for row, lines in recipes.items()
     )
     names = ("row", "recipe", "IFSO against", "difference", "spread", "seeds", "claim")
     return Grid(title, names, sections, (COMPARED,), words=3)
@@ -214,19 +214,19 @@ def _compared(one: Job, two: Job, runs: Runs) -> Line:
     seeds = f"{len(ifso)} and {len(other)}"
     if not ifso or not other:
         return NOT_RUN, NOT_RUN, seeds, NOT_RUN
-    found = Difference.of(last_top1(ifso), last_top1(other))
-    claim = ", ".join((found.verdict, *of_other_networks(one, ifso[0])))
-    return signed(found.mean), UNKNOWN if found.spread is None else f"{found.spread:.2f}", seeds, claim
+    difference = Difference.of(last_top1(ifso), last_top1(other))
+    claim = ", ".join((difference.verdict, *of_other_networks(one, ifso[0])))
+    return signed(difference.mean), UNKNOWN if difference.spread is None else f"{difference.spread:.2f}", seeds, claim
 
 
 def _where(runs: Runs) -> Grid:
     """On what the runs were made."""
-    places: dict[Line, list[AnyResult]] = defaultdict(list)
+    machines: dict[Line, list[AnyResult]] = defaultdict(list)
     for result in runs.all:
-        places[result.hardware, result.torch, result.ifso].append(result)
+        machines[result.hardware, result.torch, result.ifso].append(result)
     lines = tuple(
-        (*place, str(len(group)), f"{sum(run.seconds + run.prune_seconds for run in group) / 3600:.1f}")
-        for place, group in sorted(places.items())
+        (*machine, str(len(group)), f"{sum(run.seconds + run.prune_seconds for run in group) / 3600:.1f}")
+        for machine, group in sorted(machines.items())
     )
     return Grid("Where it was run", ("hardware", "torch", "ifso", "results", "hours, added up"), (lines,), words=3)
 
@@ -248,7 +248,7 @@ def structure_table(title: str, jobs: Sequence[Job], runs: Runs) -> Grid | None:
                 read = group[0].channels
                 kept.setdefault(name, {layer: read[own][1] for layer, (own, _) in LAYERS.items() if own in read})
     lines = tuple(
-        (layer, str(channels), *(_share(found.get(layer), channels) for found in kept.values()))
+        (layer, str(channels), *(_share(read.get(layer), channels) for read in kept.values()))
         for layer, (_, channels) in LAYERS.items()
     )
     return Grid(title, ("layer", "channels", *kept), (lines,), (STRUCTURE_NOTE,)) if kept else None

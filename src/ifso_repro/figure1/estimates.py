@@ -97,7 +97,7 @@ def evaluations_until(losses: Sequence[float], target: float) -> int | None:
     >>> evaluations_until([3.0, 2.0, 1.0], 2.5)
     2
     """
-    return next((place for place, loss in enumerate(losses, 1) if loss <= target), None)
+    return next((number for number, loss in enumerate(losses, 1) if loss <= target), None)
 
 
 DEFAULT_STEPS: int = inspect.signature(true_loss_change).parameters["path_steps"].default
@@ -131,7 +131,7 @@ def all_scores(problem: Problem) -> tuple[dict[str, dict[str, list[float]]], dic
     All look at the cross entropy alone, as where weight decay is a matter of the optimizer; ``VARIANTS`` of the
     paper's score look at the loss that was trained.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    scored: dict[str, dict[str, list[float]]] = {}
     refused: dict[str, str] = {}
     plans: dict[str, tuple[str, LossFn, dict[str, Any]]] = {
         name: (name, cross_entropy, {}) for name in registry.names()
@@ -146,8 +146,8 @@ def all_scores(problem: Problem) -> tuple[dict[str, dict[str, list[float]]], dic
         except ScoreError as error:
             refused[label] = " ".join(str(error).split())
             continue
-        found[label] = {group: values.tolist() for group, values in scores.items()}
-    return found, refused
+        scored[label] = {group: values.tolist() for group, values in scores.items()}
+    return scored, refused
 
 
 def summed(scores: Mapping[str, list[float]], removed: Removed) -> float:

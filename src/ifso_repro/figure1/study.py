@@ -219,14 +219,14 @@ def run_job(job: Job) -> None:
         rows = [{**row, "estimates": estimates(problem, row["removed"])} for row in record.rows]
         record.replace({**record.base, "scores": scores, "not_applicable": refused}, rows)
     drawn = masks.draw(problem.graph, problem.settings.masks, problem.settings.subset_sizes, job.seed)
-    for place in range(len(record.rows), len(drawn)):
+    for index in range(len(record.rows), len(drawn)):
         if _STOP is not None and _STOP.is_set():
             return
-        first_order = place % job.settings.first_order_every == 0
-        row = measure(problem, drawn[place], record.base["trained"]["loss"], first_order=first_order)
+        first_order = index % job.settings.first_order_every == 0
+        row = measure(problem, drawn[index], record.base["trained"]["loss"], first_order=first_order)
         record.add(row)
         estimate = row["estimates"][str(DEFAULT_STEPS)].get("true", float("nan"))
-        say(f"{job.label}: mask {place + 1} of {len(drawn)}: truth {row['truth']:+.3g}, estimate {estimate:+.3g}")
+        say(f"{job.label}: mask {index + 1} of {len(drawn)}: truth {row['truth']:+.3g}, estimate {estimate:+.3g}")
 
 
 def _network(job: Job) -> dict[str, Any]:

@@ -46,11 +46,11 @@ def path_name(steps: str | int) -> str:
 
 def summarise(networks: Sequence[Row]) -> list[Row]:
     """For each network and method: its measures over the seeds, or why it does not apply."""
-    found: list[Row] = []
+    measured: list[Row] = []
     for name in dict.fromkeys(network["name"] for network in networks):
         seeds = [network for network in networks if network["name"] == name]
-        found += [{"network": name, "method": method, **_over_seeds(seeds, method)} for method in _methods(seeds)]
-    return found
+        measured += [{"network": name, "method": method, **_over_seeds(seeds, method)} for method in _methods(seeds)]
+    return measured
 
 
 def _methods(seeds: Sequence[Row]) -> list[str]:
@@ -76,7 +76,7 @@ def _one_seed(network: Row, method: str) -> Row:
     pairs = [(row, value) for row in network["masks"] if (value := _value(row, method)) is not None]
     rows, values = [row for row, _ in pairs], [value for _, value in pairs]
     truth = [row["truth"] for row in rows]
-    found: Row = {
+    measured: Row = {
         "masks": len(rows),
         "spearman": spearman(values, truth),
         "spearman_equal_size": spearman_at_equal_size(values, truth, [row["size"] for row in rows]),
@@ -84,11 +84,11 @@ def _one_seed(network: Row, method: str) -> Row:
     }
     step = next((step for row in rows for step in row["estimates"] if path_name(step) == method), None)
     if step is not None:
-        found |= _costs(rows, step)
+        measured |= _costs(rows, step)
     if step is not None or method == EXISTING:
         errors = [abs(value - true) / abs(true) for value, true in zip(values, truth, strict=True) if true]
-        found["median_error"] = _median(errors)
-    return found
+        measured["median_error"] = _median(errors)
+    return measured
 
 
 def _value(row: Row, method: str) -> float | None:
@@ -126,8 +126,8 @@ def _until_near(training: Row | None) -> float | None:
 
 
 def _median(numbers: Iterable[float]) -> float | None:
-    found = list(numbers)
-    return statistics.median(found) if found else None
+    measured = list(numbers)
+    return statistics.median(measured) if measured else None
 
 
 def tables(document: dict[str, Any]) -> list[Table | str]:

@@ -84,13 +84,13 @@ def _loss_change(name: str, source: Source) -> Drawn:
 def _document(path: Path) -> dict[str, Any]:
     """A whole document of the study."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise IfsoError(f"{path} is damaged ({one_line(error)}); run ifso repro figure1 again") from error
     keys = ("networks", "summary", "settings", "default_path_steps")
-    if not isinstance(found, dict) or found.get("study") != FIGURE1 or not all(found.get(key) for key in keys):
+    if not isinstance(document, dict) or document.get("study") != FIGURE1 or not all(document.get(key) for key in keys):
         raise IfsoError(f"{path} is no result of ifso repro figure1; run that again")
-    return found
+    return document
 
 
 def _study(name: str, source: Source) -> Drawn:

@@ -70,8 +70,8 @@ class Panel:
     @property
     def base(self) -> float | None:
         """Top-1 of the unpruned network."""
-        found = [result.base_top1 for point in self.points for result in point.results]
-        return Spread.of(found).mean if found else None
+        tops = [result.base_top1 for point in self.points for result in point.results]
+        return Spread.of(tops).mean if tops else None
 
     @property
     def missing(self) -> str:
@@ -142,14 +142,14 @@ def plot(
     if chosen not in RECIPES:
         raise IfsoError(f"no recipe {chosen!r}; choose from {', '.join(RECIPES)}")
     jobs = [replace(job, recipe=chosen) for job in jobs if job.recipe == jobs[0].recipe]
-    place, label = PLACES[name]
+    position, label = PLACES[name]
     panels: dict[str, dict[str, list[Point]]] = {}
     changed: set[str] = set()
     for job in jobs:  # as tables have them, as long as the recipe says; a smoke run has sizes of its own
         group = tuple(next(iter(runs.of(job)), []) if smoke else runs.whole(job))
         changed.update(otherwise(job, group[0]) if group and not smoke else ())
         lines = panels.setdefault(title(job), {})
-        lines.setdefault(label(job), []).append(Point(place(job), group, _reported(job)))
+        lines.setdefault(label(job), []).append(Point(position(job), group, _reported(job)))
     return Plot(name, chosen, tuple(map(_panel, panels, panels.values())), tuple(sorted(changed)), smoke)
 
 
