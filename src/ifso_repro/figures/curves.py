@@ -112,9 +112,7 @@ def _handles(plot: Plot, *, boxes: bool = False) -> list[Any]:
     ]
     if any(panel.run for panel in plot.panels):
         handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label="unpruned"))
-    reported = any(
-        point.paper is not None for panel in plot.panels for s in panel.series if s.run for point in s.points
-    )
+    known = any(point.paper is not None for panel in plot.panels for s in panel.series if s.run for point in s.points)
     if known and not plot.smoke:
         handles.append(Line2D([], [], color=MUTED, label="the paper's number", **PAPER))
     return handles
