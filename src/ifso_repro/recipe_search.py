@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import ifso
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.common.devices import usable_device
 from ifso.common.files import write_text
@@ -28,9 +29,6 @@ from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.generated import generated_images
 from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
-from ifso.models import create_model
-from ifso.pruning.budget import Budget
-from ifso.pruning.prune import prune
 from ifso.training.evaluation import Examiner, evaluated_batches
 from ifso.training.objective import Tables, lessons
 from ifso.training.padded_finetune import padded_
@@ -106,7 +104,7 @@ def choose(
         effort.settings(changes, effort.epochs)
     held_out = len(data.validation)
     with own_random_numbers([], 0):
-        base = create_model(network, num_classes=data.num_classes).to(device)
+        base = ifso.create_model(network, num_classes=data.num_classes).to(device)
 
         def watch() -> Watch:
             """Measure on the images held out, at the end only."""
@@ -146,11 +144,11 @@ def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, watch: 
 def _halved(base: nn.Module, data: ImageData, effort: Effort, say: Say) -> nn.Module:
     """A copy without half of its MACs, removed at once; on a GPU in the former shape."""
     model = copy.deepcopy(base)
-    prune(
+    ifso.prune(
         model,
         data.train_batches(effort.settings({}, 1).batch),
         data.loss_fn,
-        budget=Budget(macs=KEPT),
+        budget=ifso.Budget(macs=KEPT),
         example_inputs=data.example_inputs(),
         preset="paper",
         schedule="one-shot",

@@ -12,7 +12,6 @@ import torch
 import ifso
 from ifso.data import Data
 from ifso.data.generated import generated_boxes, generated_images
-from ifso.models import create_model
 from ifso.training.settings import TrainSettings, recipe_of
 from ifso_repro.schema import BOXES, Row
 
@@ -59,5 +58,5 @@ def _units(network: str, data: str) -> int:
     images: Any = generated_boxes(**BOX_IMAGES) if detects else generated_images(data)
     options = DETECTOR_OPTIONS if detects else {}
     with torch.random.fork_rng(devices=[]):
-        model = create_model(DETECTOR if detects else network, num_classes=images.num_classes, **options)
+        model = ifso.create_model(DETECTOR if detects else network, num_classes=images.num_classes, **options)
     return ifso.trace(model.eval() if detects else model, images.example_inputs()).num_units

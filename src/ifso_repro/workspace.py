@@ -16,9 +16,7 @@ import ifso
 from ifso.common.files import replacing, storable, write_tensors
 from ifso.data import Data, open_data
 from ifso.errors import DataError, RecipeError
-from ifso.models import create_model, load_weights
-from ifso.pruning.prune import prune
-from ifso.surgery.store import load
+from ifso.models import load_weights
 from ifso.training.evaluation import evaluate
 from ifso.training.padded_finetune import padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
@@ -113,7 +111,7 @@ class Workspace:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             used = smoke_row(row) if self.smoke else row
-            return create_model(used.network, num_classes=classes, **used.options)
+            return ifso.create_model(used.network, num_classes=classes, **used.options)
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
@@ -162,7 +160,7 @@ class Workspace:
 
     def pruned(self, job: Job, data: Data) -> nn.Module:
         """The pruned network of a job, as pruning left it."""
-        return self.placed(load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
+        return self.placed(ifso.load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
 
     def trainable(self, job: Job, pruned: nn.Module, data: Data) -> nn.Module:
         """The ``pruned`` network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
@@ -219,7 +217,7 @@ def prune_job(space: Workspace, job: Job) -> None:
         refuse_other_pruning(space, job)
         where = {"resume": folder}
     with tensor_cores(space.prune_precision):
-        prune(
+        ifso.prune(
             model,
             data.train_batches(about["batch"]),
             loss_in(space.prune_precision, data.loss_fn),

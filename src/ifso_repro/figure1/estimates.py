@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ifso
 from ifso.common.loss_fn import LossFn
 from ifso.criteria import registry
-from ifso.criteria.scoring import score
-from ifso.curvature.loss_change import true_loss_change
 from ifso.errors import IfsoError, ScoreError
-from ifso.surgery.mask import masked
 from ifso_repro.figure1.masks import Removed, keep, size
 from ifso_repro.figure1.networks import Problem, Stop, cross_entropy
 
@@ -100,7 +98,7 @@ def evaluations_until(losses: Sequence[float], target: float) -> int | None:
     return next((number for number, loss in enumerate(losses, 1) if loss <= target), None)
 
 
-DEFAULT_STEPS: int = inspect.signature(true_loss_change).parameters["path_steps"].default
+DEFAULT_STEPS: int = inspect.signature(ifso.true_loss_change).parameters["path_steps"].default
 """K where the user gives none."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -142,7 +140,7 @@ def all_scores(problem: Problem) -> tuple[dict[str, dict[str, list[float]]], dic
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                scores = score(problem.model, problem.graph, loss_fn, [problem.batch], name, **options)
+                scores = ifso.score(problem.model, problem.graph, loss_fn, [problem.batch], name, **options)
         except ScoreError as error:
             refused[label] = " ".join(str(error).split())
             continue
@@ -162,7 +160,7 @@ def summed(scores: Mapping[str, list[float]], removed: Removed) -> float:
 def measure(problem: Problem, removed: Removed, base: float, *, first_order: bool) -> dict[str, Any]:
     """One mask: ΔL_ex, ΔL_gt after retraining from W*, and the estimates for every number of path steps."""
     kept = keep(problem.graph, removed)
-    with torch.no_grad(), masked(problem.model, problem.graph, kept):
+    with torch.no_grad(), ifso.masked(problem.model, problem.graph, kept):
         existing = float(problem.loss()) - base
     truth, retraining = _retrain(problem, kept, base, first_order=first_order)
     return {
@@ -190,7 +188,7 @@ def _retrain(
     settings = problem.settings
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
     try:
-        with masked(problem.model, problem.graph, kept):
+        with ifso.masked(problem.model, problem.graph, kept):
             end = lbfgs_(problem, settings.retrain)
         near = end.last + settings.within * abs(end.last - base)
         about: dict[str, Any] = {
@@ -201,7 +199,7 @@ def _retrain(
         }
         if first_order:
             problem.model.load_state_dict(before)
-            with masked(problem.model, problem.graph, kept):
+            with ifso.masked(problem.model, problem.graph, kept):
                 slow = adam_(problem, settings.first_order_steps)
             about["adam"] = {
                 "gradients": len(slow.losses),
@@ -219,7 +217,7 @@ def _estimate(problem: Problem, kept: dict[str, Tensor], path_steps: int) -> dic
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            change = true_loss_change(
+            change = ifso.true_loss_change(
                 problem.model, problem.graph, kept, problem.loss_fn, [problem.batch], path_steps=path_steps
             )
     except IfsoError as error:

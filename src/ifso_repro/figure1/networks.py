@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ifso
 from ifso.data.digits import digits
 from ifso.data.npz import as_images, read_npz
 from ifso.errors import IfsoError
-from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.tracing import trace
 
 DIGITS_NETWORKS = ("convex", "digits-relu", "digits-gelu", "digits-residual")
 
@@ -236,7 +235,7 @@ class Problem:
     name: str
     seed: int
     model: nn.Module
-    graph: ChannelGraph
+    graph: ifso.ChannelGraph
     batch: Batch
     settings: Settings
 
@@ -278,7 +277,7 @@ def create(name: str, seed: int, settings: Settings, data: Path | None) -> Probl
         torch.manual_seed(seed)
         model = makers[name]().double()
     _take_statistics_(model, batch[0])
-    return Problem(name, seed, model, trace(model, batch[0][:1]), batch, _settings_of(name, settings))
+    return Problem(name, seed, model, ifso.trace(model, batch[0][:1]), batch, _settings_of(name, settings))
 
 
 def _settings_of(name: str, settings: Settings) -> Settings:
