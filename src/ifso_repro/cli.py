@@ -88,7 +88,7 @@ def _names() -> str:
 def _add_common(parser: argparse.ArgumentParser, out: str = "repro") -> None:
     parser.add_argument("--smoke", action="store_true", help="everything at a reduced size, a row in about a minute")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {out}")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for work and results ({out})")
 
 
 def _add_device(group: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ def refuse_below_one(args: argparse.Namespace, names: Sequence[str] = POSITIVE) 
             raise IfsoError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
 
 
-def _run_or_list(args: argparse.Namespace, work: Any) -> int:
+def _run_or_list(args: argparse.Namespace, work: Callable[..., Document]) -> int:
     """Do the work for all jobs; the first rank prints what came out."""
     refuse_below_one(args)
     for name in args.studies:
