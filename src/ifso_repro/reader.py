@@ -3,6 +3,7 @@
 What a value must be is written as an annotation: ``str``, ``int``, ``float``, ``bool``, ``X | None``, ``Literal``,
 ``list``, ``tuple[X, ...]``, ``Mapping[str, X]``, a dataclass, or ``Annotated`` with a :class:`Check`. A mapping in
 place of an annotation is a table with these keys, all of which may be left out but those that are ``Required``.
+Modules of such dataclasses do without ``from __future__ import annotations``: no text of theirs is evaluated.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
 
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
@@ -73,9 +74,8 @@ def _table(hints: Mapping[str, Any], required: Iterable[str], value: Any, file: 
 
 def _record(kind: Any, value: Any, file: str, key: str) -> Any:
     """A dataclass, which may have checks of its own."""
-    hints = get_type_hints(kind, include_extras=True)
     required = [each.name for each in fields(kind) if MISSING is each.default is each.default_factory]
-    decoded = _table({each.name: hints[each.name] for each in fields(kind)}, required, value, file, key)
+    decoded = _table({each.name: each.type for each in fields(kind)}, required, value, file, key)
     try:
         return kind(**decoded)
     except IfsoError as error:

@@ -1,11 +1,9 @@
 """What a run of a row came to, as one JSON file per run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Required, get_type_hints
+from typing import Annotated, Any, ClassVar, Required
 
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
@@ -33,9 +31,8 @@ class _Outcome:
 
     def __post_init__(self) -> None:
         """Refuse what cannot have come out of a run."""
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            if name != "measure":
-                decode(hint, getattr(self, name), key=name)
+        for each in fields(self):  # type: ignore[arg-type]
+            decode(each.type, getattr(self, each.name), key=each.name)
         best, last = self.worth("best"), self.worth("last")
         if best < last:
             raise IfsoError(f"best_{self.measure} must not be below last_{self.measure}, {last!r}, got {best!r}")

@@ -1,7 +1,5 @@
 """What a row of the paper and a study of several rows consist of."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -118,7 +116,7 @@ class Base:
         """The entries that decide on the network: all but the note."""
         return made(self.as_dict())
 
-    def train_settings(self) -> TrainSettings:
+    def train_settings(self) -> "TrainSettings":
         """How the unpruned network is trained, without a teacher."""
         from ifso.training.settings import recipe_of
 
@@ -156,7 +154,7 @@ class Row:
     criterion: Annotated[Mapping[str, Mapping[str, Any]], dict.fromkeys(CRITERIA, CRITERION_OPTIONS)] = field(
         default_factory=dict
     )
-    teacher: Row | None = None
+    teacher: "Row | None" = None
 
     @property
     def task(self) -> str:
@@ -173,7 +171,7 @@ class Row:
         """What the network is called in the paper, or its task where no table has it."""
         return TABLES[self.tables[0]].partition(" on ")[0] if self.tables else self.task
 
-    def at(self, removed: float) -> Row:
+    def at(self, removed: float) -> "Row":
         """The same for another budget, of which nobody has reported anything."""
         name = row_name(self.network, self.data, removed)
         return dataclasses.replace(self, name=name, removed=removed, tables=(), paper={}, rivals=())

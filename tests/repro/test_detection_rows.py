@@ -283,7 +283,7 @@ def test_a_detection_result_comes_back_and_a_slip_is_named(tmp_path):
         read_file(place)
     with pytest.raises(IfsoError, match=r"best_map must not be below last_map, 12\.0, got 11\.0"):
         made_up(best_map=11.0)
-    with pytest.raises(IfsoError, match="must have epoch, loss, map, lr"):
+    with pytest.raises(IfsoError, match="unknown key 'history"):
         made_up(history=[{"epoch": 1, "loss": 0.5, "top1": None, "lr": 0.1}])
     assert Result.measure != DetectionResult.measure
 
