@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ifso.cli.main import main
 from ifso_repro.schema import Base, Row
 from ifso_repro.workspace import prune_job
 
@@ -64,6 +65,14 @@ def few_images(folder: Path) -> str:
         arrays |= {f"x_{part}": (noise + 20 * labels[:, None, None, None]).astype(np.uint8), f"y_{part}": labels}
     np.savez(file, **arrays)
     return str(file)
+
+
+def status_of(words: str) -> object:
+    """The exit status of ``ifso repro`` with these words."""
+    try:
+        return main(["repro", *words.split()])
+    except SystemExit as stop:
+        return stop.code
 
 
 class AtOnce:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,14 @@ class Job:
         chance = {"seed": self.seed} if self.criterion == "random" else {}
         criterion = create(self.criterion, **self.criterion_options, **chance)
         return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
+
+    def recorded_settings(self) -> dict[str, Any]:
+        """The settings of a pruning as its ``config.json`` has them, and the rate of its optimizer."""
+        from ifso.pruning.settings import PRESETS, Settings
+
+        keywords, known = self.prune_keywords(), {entry.name for entry in fields(Settings)}
+        settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()
+        return {**json.loads(json.dumps(settings)), "lr": self.prune.get("lr", PRESETS[PRESET]["learning_rate"])}
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""

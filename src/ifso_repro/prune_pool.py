@@ -1,4 +1,4 @@
-"""Prunings in processes of their own, while networks are trained in this one."""
+"""Prunings in other processes, while networks are trained in this one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
-from ifso_repro.workspace import Workshop, prune_job
+from ifso_repro.workspace import Workspace, prune_job
 
 GRACE = 20.0
 """Seconds that a process has to keep its work before it is ended."""
 
-DONE = "done"
+DIED = "the process that pruned it has died (out of memory?); the same command goes on where it was"
 FLAWED = 1
-"""The exit status of an error that is none of ours."""
+"""The exit status of an error that is not an :class:`IfsoError`."""
+
+_busy = False
+"""Whether this process, one of those that prune, is pruning now."""
 
 
 class PruningFailed(IfsoError):
@@ -34,22 +41,32 @@ class PruningFailed(IfsoError):
         self.exit_status = status
 
 
-class Prunings:
-    """``ask`` for prunings and call ``turn`` now and then; at most ``workers`` are made at a time, each only once.
+@dataclass
+class _Worker:
+    """An executor with one process, and the job at which that is."""
 
-    A process that dies takes only the pruning it was at with it.
+    executor: ProcessPoolExecutor
+    process: BaseProcess | None = None
+    job: Job | None = None
+    outcome: Future[tuple[str, int] | None] | None = None
+
+
+class PrunePool:
+    """``ask`` for prunings and call ``turn`` now and then; at most ``workers`` run at a time, each only once.
+
+    Every worker is an executor with one process, so that one that dies takes only its own pruning with it.
     """
 
-    def __init__(self, shop: Workshop, workers: int, threads: int, say: Callable[[str], None]) -> None:
-        self._shop, self._workers, self._threads, self._say = shop, workers, threads, say
+    def __init__(self, space: Workspace, workers: int, threads: int, say: Callable[[str], None]) -> None:
+        self._space, self._most, self._threads, self._say = space, workers, threads, say
         self._asked: set[str] = set()
         self._queue: list[Job] = []
         self._failures: dict[str, PruningFailed] = {}
-        self._processes: list[_Process] = []
+        self._workers: list[_Worker] = []
 
     def ask(self, job: Job) -> None:
         """Have the network of ``job`` pruned some time; raises what that failed with."""
-        name = self._shop.pruned_folder(job).name
+        name = self._name(job)
         if name in self._failures:
             raise self._failures[name]
         if name not in self._asked:
@@ -57,107 +74,71 @@ class Prunings:
             self._queue.append(job)
 
     def turn(self) -> None:
-        """Hear what has become of those begun, and begin others."""
-        for process in list(self._processes):
-            try:
-                answer = process.answer()
-            except EOFError:
-                self._processes.remove(process)
-                answer = (process.words_of_death(), FLAWED)
-            if answer is not None:
-                self._end(process, answer)
-        idle = [process for process in self._processes if process.job is None]
-        while self._queue and (idle or len(self._processes) < self._workers):
-            process = idle.pop() if idle else self._new_process()
-            process.begin(self._queue.pop(0))
-            self._say(f"pruning {self._name(process.job)}")
+        """Note which prunings have ended, and begin others."""
+        for worker in list(self._workers):
+            if worker.job is not None and worker.outcome is not None and worker.outcome.done():
+                job, worker.job = worker.job, None
+                try:
+                    self._end(job, worker.outcome.result())
+                except BrokenProcessPool:
+                    self._workers.remove(worker)
+                    self._end(job, (DIED, FLAWED))
+        idle = [worker for worker in self._workers if worker.job is None]
+        while self._queue and (idle or len(self._workers) < self._most):
+            self._begin(idle.pop() if idle else self._new_worker(), self._queue.pop(0))
 
     def stop(self) -> None:
         """End all processes; one that prunes keeps what it has done so far."""
-        for process in self._processes:
-            process.interrupt()
-        for process in self._processes:
-            process.end()
-        self._processes.clear()
+        for worker in self._workers:
+            if worker.job is not None and worker.process is not None:
+                worker.process.terminate()
+            worker.executor.shutdown(wait=False, cancel_futures=True)
+        for process in (worker.process for worker in self._workers if worker.process is not None):
+            process.join(GRACE)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers.clear()
 
-    def _new_process(self) -> _Process:
-        self._processes.append(_Process(self._shop, self._threads))
-        return self._processes[-1]
+    def _new_worker(self) -> _Worker:
+        context, arguments = multiprocessing.get_context("spawn"), (self._threads, self._space.device)
+        self._workers.append(_Worker(ProcessPoolExecutor(1, context, _start, arguments)))
+        return self._workers[-1]
 
-    def _end(self, process: _Process, answer: Any) -> None:
-        assert process.job is not None
-        job, process.job = process.job, None
-        if answer != DONE:
-            self._failures[self._name(job)] = PruningFailed(*answer)
-            return
+    def _begin(self, worker: _Worker, job: Job) -> None:
+        """Prune for ``job``; the first time, that starts the process."""
+        before = set(multiprocessing.active_children())
+        with _without_interrupts():
+            try:
+                worker.outcome = worker.executor.submit(_prune, self._space, job)
+            except BrokenProcessPool as error:  # it died while it was idle
+                worker.outcome = Future()
+                worker.outcome.set_exception(error)
+        worker.job = job
+        worker.process = worker.process or next(iter(set(multiprocessing.active_children()) - before), None)
+        self._say(f"pruning {self._name(job)}")
+
+    def _end(self, job: Job, failure: tuple[str, int] | None) -> None:
+        name = self._name(job)
         try:
-            facts = self._shop.prune_facts(job)
+            if failure is not None:
+                raise PruningFailed(*failure)
+            facts = self._space.prune_facts(job)
         except IfsoError as error:
-            self._failures[self._name(job)] = PruningFailed(str(error), error.exit_status)
+            self._failures[name] = PruningFailed(str(error), error.exit_status)
             return
-        kept, found = facts["shares"]["macs"], facts["measures"][-1]
-        worth = found.get("accuracy", found.get("map"))
+        measures = facts["measures"][-1]
+        worth = measures.get("accuracy", measures.get("map"))
         words = "" if worth is None else f"{worth:.2f} %, "
-        self._say(f"pruned {self._name(job)}: {kept:.1%} of the MACs, {words}in {facts['seconds']:.0f} s")
+        self._say(f"pruned {name}: {facts['shares']['macs']:.1%} of the MACs, {words}in {facts['seconds']:.0f} s")
 
-    def _name(self, job: Job | None) -> str:
-        assert job is not None
-        return self._shop.pruned_folder(job).name
-
-
-class _Process:
-    """One that prunes; ``job`` is what it is at."""
-
-    def __init__(self, shop: Workshop, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, shop, threads))
-        with _deaf():
-            self._process.start()
-        theirs.close()
-        self.job: Job | None = None
-
-    def begin(self, job: Job) -> None:
-        """Prune for ``job``."""
-        self.job = job
-        try:
-            self._ours.send(job)
-        except OSError:
-            return  # it has died, and will be missed in the next turn
-
-    def answer(self) -> Any:
-        """None while there is nothing to hear, :data:`DONE`, or the words and the status of an error."""
-        if self.job is None or not self._ours.poll():
-            return None
-        try:
-            return self._ours.recv()
-        except OSError as error:
-            raise EOFError from error
-
-    def words_of_death(self) -> str:
-        """How it came to its end."""
-        self._process.join(GRACE)
-        code = self._process.exitcode
-        how = f"signal {-code}" if code is not None and code < 0 else f"status {code}"
-        return f"the process that pruned it has died ({how}; out of memory?); the same command goes on where it was"
-
-    def interrupt(self) -> None:
-        """Have it keep what it has done, and end."""
-        if self.job is not None:
-            self._process.terminate()
-        self._ours.close()
-
-    def end(self) -> None:
-        """Wait until it is over, but not too long."""
-        self._process.join(GRACE)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    def _name(self, job: Job) -> str:
+        return self._space.pruned_folder(job).name
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """A process that is begun within does not hear Ctrl-C: that is for the one that began it."""
+def _without_interrupts() -> Iterator[None]:
+    """Within it, Ctrl-C is ignored; a process that is started inherits that: Ctrl-C is for the one that started it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -168,32 +149,34 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _interrupt_once(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _serve(connection: Connection, shop: Workshop, threads: int) -> None:
-    """Prune what is asked for until nobody asks any more."""
+def _start(threads: int, device: str) -> None:
+    """Make a process ready to prune: SIGTERM ends it, and has it keep what it has done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _interrupt_once)
+    signal.signal(signal.SIGTERM, _stop)
     torch.set_num_threads(threads)
-    if ":" in shop.device:
-        torch.cuda.set_device(shop.device)
-    try:
-        while True:
-            connection.send(_answer(shop, connection.recv()))
-    except (EOFError, OSError, KeyboardInterrupt):
-        return
+    if ":" in device:
+        torch.cuda.set_device(device)
 
 
-def _answer(shop: Workshop, job: Job) -> str | tuple[str, int]:
+def _stop(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt if _busy else SystemExit
+
+
+def _prune(space: Workspace, job: Job) -> tuple[str, int] | None:
+    """Prune in this process; return the words and the status of an error, which itself might not be pickled."""
+    global _busy  # noqa: PLW0603 (the handler of a signal has no other way to know)
+    _busy = True
     try:
         with redirect_stdout(sys.stderr):
-            prune_job(shop, job)
+            prune_job(space, job)
     except IfsoError as error:
         return str(error), error.exit_status
+    except KeyboardInterrupt:
+        return "interrupted", FLAWED
     except Exception as error:
         traceback.print_exc()
-        return f"{type(error).__name__}: {' '.join(str(error).split())}", FLAWED
-    return DONE
+        return f"{type(error).__name__}: {one_line(error)}", FLAWED
+    finally:
+        _busy = False
+    return None

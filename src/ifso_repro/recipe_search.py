@@ -7,6 +7,7 @@ mean over seeds, which order and augment the images otherwise.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
@@ -15,24 +16,28 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import ifso
+from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.common.devices import usable_device
 from ifso.common.files import write_text
+from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.generated import generated_images
 from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
-from ifso.models import create_model
-from ifso.pruning.budget import Budget
-from ifso.pruning.prune import prune
 from ifso.training.evaluation import Evaluator, evaluation_batches
 from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import padded_
+from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings, recipe_of
 from ifso.training.trainer import RoundRobin, Trainer, TrainerHooks, fit_side_by_side, seeded_rng
+from ifso_repro.cli import RECIPE
+from ifso_repro.commands import OUT, refuse_below_one, training_changes
+from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
 START = recipe_of("scratch")
@@ -45,6 +50,10 @@ CANDIDATES: Mapping[str, Mapping[str, Any]] = {
 }
 """Changes to one-cycle SGD without a teacher; the temperature is 4 where nothing is said."""
 
+CAPTION = (
+    "Top-1 in per cent on {held_out} training images held out, at the last of {epochs} epochs, after half of the MACs "
+    "of {network} went at once; unpruned {unpruned:.2f}. Standard error of one accuracy: {standard_error:.2f}."
+)
 
 Say = Callable[[str], None]
 
@@ -95,14 +104,20 @@ def choose(
         effort.settings(changes, effort.epochs)
     held_out = len(data.validation)
     with seeded_rng([], 0):
-        base = create_model(network, num_classes=data.num_classes).to(device)
-        validation = _Validation(data, device, effort.quick.get("precision", "float32"))
-        unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), validation)
+        base = ifso.create_model(network, num_classes=data.num_classes).to(device)
+
+        def watch() -> TrainerHooks:
+            """Measure on the images held out, at the end only."""
+            batches = evaluation_batches(data, device, validation=True)
+            examiner = Evaluator(batches, effort.quick.get("precision", "float32"))
+            return TrainerHooks(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
+
+        unpruned = _trained(base, data, effort.settings({}, effort.base_epochs), watch())
         say(f"unpruned: {unpruned:.2f} % of {held_out} held out")
         pruned = _halved(base, data, effort, say)
-        scores = _compared(pruned, base, data, effort, candidates, validation, say)
+        scores = _compared(pruned, base, data, effort, candidates, watch, say)
     failed = [name for name in candidates if len(scores[name]) < effort.seeds]
-    means = {name: statistics.fmean(found) for name, found in scores.items() if name not in failed}
+    means = {name: statistics.fmean(tops) for name, tops in scores.items() if name not in failed}
     if not means:
         raise TrainingError("every candidate failed, as was said above; give more data, or other settings")
     ranked = sorted(means, key=lambda name: -means[name])
@@ -117,27 +132,9 @@ def choose(
     }  # fmt: skip
 
 
-def keep(choice: Mapping[str, Any], path: Path) -> None:
-    """Write what was found as JSON."""
-    try:
-        write_text(path, json.dumps(choice, indent=1) + "\n")
-    except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
-
-
-class _Validation:
-    def __init__(self, data: ImageData, device: str, precision: str) -> None:
-        self._data, self._device, self._precision = data, device, precision
-
-    def hooks(self) -> TrainerHooks:
-        """One that asks at the end only."""
-        examiner = Evaluator(evaluation_batches(self._data, self._device, validation=True), self._precision)
-        return TrainerHooks(lambda model: {"top1": examiner(model).top1}, every=10**9, final=1)
-
-
-def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validation: _Validation) -> float:
+def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, watch: TrainerHooks) -> float:
     batches, loss_fn = batches_and_loss(data, settings)
-    lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=validation.hooks())
+    lane = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=watch)
     for failure in fit_side_by_side([lane]):
         if failure is not None:
             raise failure
@@ -147,11 +144,11 @@ def _trained(model: nn.Module, data: ImageData, settings: TrainSettings, validat
 def _halved(base: nn.Module, data: ImageData, effort: Effort, say: Say) -> nn.Module:
     """A copy without half of its MACs, removed at once; on a GPU in the former shape."""
     model = copy.deepcopy(base)
-    prune(
+    ifso.prune(
         model,
         data.train_batches(effort.settings({}, 1).batch),
         data.loss_fn,
-        budget=Budget(macs=KEPT),
+        budget=ifso.Budget(macs=KEPT),
         example_inputs=data.example_inputs(),
         preset="paper",
         schedule="one-shot",
@@ -174,7 +171,7 @@ def _compared(
     data: ImageData,
     effort: Effort,
     candidates: Mapping[str, Mapping[str, Any]],
-    validation: _Validation,
+    watch: Callable[[], TrainerHooks],
     say: Say,
 ) -> dict[str, list[float]]:
     """The accuracy of every candidate at its end, in the order of seeds; all of them side by side."""
@@ -185,14 +182,14 @@ def _compared(
             settings = effort.settings(candidates[name], effort.epochs, seed)
             shuffled = replace(data, seed=seed)
             batches, loss_fn = batches_and_loss(shuffled, settings, teacher, caches=tables, networks=len(runs), say=say)
-            lane = Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, hooks=validation.hooks())
+            lane = Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, hooks=watch())
             crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
         try:
             while crew.size:
                 crew.turn()
         except torch.OutOfMemoryError as error:
             raise TrainingError(f"no memory is left for {len(runs)} networks; give fewer --seeds") from error
-    return {name: [found[seed] for seed in sorted(found)] for name, found in scores.items()}
+    return {name: [tops[seed] for seed in sorted(tops)] for name, tops in scores.items()}
 
 
 def _note(scores: dict[int, float], name: str, seed: int, lane: Trainer, say: Say, failure: IfsoError | None) -> None:
@@ -201,3 +198,50 @@ def _note(scores: dict[int, float], name: str, seed: int, lane: Trainer, say: Sa
     if failure is None:
         scores[seed] = lane.done[-1].measures["top1"]
     say(f"{name}, seed {seed}: {failure or f'{scores[seed]:.2f} %'}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``ifso repro recipe``: compare the candidates, and write which one did best."""
+    if set(args.studies) - {RECIPE}:
+        raise IfsoError(f"{RECIPE} is a study of its own kind; run it alone")
+    with chatter_to_stderr():
+        choice = _chosen(args)
+        path = (args.out or OUT) / "results" / ("smoke" if args.smoke else "") / RECIPE / "choice.json"
+        try:
+            write_text(path, json.dumps(choice, indent=1) + "\n")
+        except OSError as error:
+            raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
+    if args.json:
+        print_json(choice)
+    else:
+        console().print(as_rich(_table(choice)), f"best: {choice['best']}; written: {path}", sep="\n")
+    return 0
+
+
+def _chosen(args: argparse.Namespace) -> dict[str, Any]:
+    refuse_below_one(args, ("epochs", "seeds", "validation"))
+    device = args.device or "cpu"
+    usable = usable_device(device)
+    effort = SMOKE if args.smoke else Effort()
+    quick = {**effort.quick, **training_changes(args, usable.type, ("precision", "channels_last", "compile"))}
+    counts = {name: getattr(args, name) for name in ("epochs", "seeds") if getattr(args, name) is not None}
+    if args.smoke:
+        data: Any = smoke_images(device)
+    else:
+        if args.data is None or len(args.data) != 1 or args.data[0].partition(":")[0] not in ("cifar10", "cifar100"):
+            raise IfsoError(f"{RECIPE} takes one data set; give --data cifar10:PATH or cifar100:PATH, or --smoke")
+        data = open_data(args.data[0], device=device, validation=args.validation or HELD_OUT)
+    choice = choose(data, replace(effort, quick=quick, **counts), device=device, say=say)
+    return {**choice, "smoke": args.smoke, "quick": quick, "hardware": hardware(usable)}
+
+
+def _table(choice: dict[str, Any]) -> Grid:
+    lines = []
+    for name, mean in choice["mean"].items():
+        scores, changes = choice["validation_top1"][name], choice["candidates"][name]
+        words = ", ".join(f"{key}={value}" for key, value in changes.items()) or "none"
+        lines.append((name, words, *(f"{value:.2f}" for value in (mean, min(scores), max(scores)))))
+    lines += [(name, "failed", *[UNKNOWN] * 3) for name in choice["failed"]]
+    title = f"Candidates for the recipe of fine-tuning, {choice['seeds']} seed(s)"
+    headings = ("candidate", "changes", "mean", "lowest", "highest")
+    return Grid(title, headings, (tuple(lines),), (CAPTION.format(**choice),), words=2)

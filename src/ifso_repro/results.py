@@ -1,15 +1,19 @@
-"""What a run of a row came to, as one JSON file of its own."""
-
-from __future__ import annotations
+"""What a run of a row came to, as one JSON file per run."""
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Required
 
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
-from ifso_repro.jobs import job_name
+from ifso_repro.jobs import Job, job_name
+from ifso_repro.reader import Check, Percent, Size, Whole, decode
+from ifso_repro.schema import made
+
+Kept = Annotated[float, Check("a share, above 0 and up to 1", lambda value: 0 < value <= 1)]
+EPOCH = {"epoch": Required[Whole], "loss": Required[Size], "lr": Required[Size]}
+TEACHER = {"task": Required[str], "base": Required[dict], "top1": Required[Percent]}
 
 
 class _Outcome:
@@ -27,21 +31,14 @@ class _Outcome:
 
     def __post_init__(self) -> None:
         """Refuse what cannot have come out of a run."""
-        for entry in fields(self):  # type: ignore[arg-type]
-            _check_kind(entry.name, getattr(self, entry.name), str(entry.type))
-        for name in (f"{stage}_{self.measure}" for stage in ("base", "last", "best", "pruned")):
-            if not 0 <= getattr(self, name) <= 100:
-                raise IfsoError(f"{name} is {getattr(self, name)!r}; it is in per cent, from 0 to 100")
-        for name in ("macs_kept", "params_kept"):
-            if not 0 < getattr(self, name) <= 1:
-                raise IfsoError(f"{name} is {getattr(self, name)!r}; it is a share, above 0 and up to 1")
-        if self.worth("best") < self.worth("last"):
-            raise IfsoError(
-                f"best_{self.measure} is {self.worth('best')!r}, below last_{self.measure}, {self.worth('last')!r}"
-            )
-        _check_kind("prune.criterion", self.prune.get("criterion", {}), "dict")
+        for each in fields(self):  # type: ignore[arg-type]
+            decode(each.type, getattr(self, each.name), key=each.name)
+        best, last = self.worth("best"), self.worth("last")
+        if best < last:
+            raise IfsoError(f"best_{self.measure} must not be below last_{self.measure}, {last!r}, got {best!r}")
+        decode(dict, self.prune.get("criterion", {}), key="prune.criterion")
         for number, epoch in enumerate(self.history):
-            _check_epoch(number, epoch, self.measure)
+            decode({**EPOCH, self.measure: Required[Size | None]}, epoch, key=f"history[{number}]")
 
     @property
     def name(self) -> str:
@@ -71,19 +68,19 @@ class Result(_Outcome):
     row: str
     criterion: str
     recipe: str
-    seed: int
-    epochs: int
-    macs_kept: float
-    base_top1: float
-    last_top1: float
-    best_top1: float
+    seed: Whole
+    epochs: Whole
+    macs_kept: Kept
+    base_top1: Percent
+    last_top1: Percent
+    best_top1: Percent
     history: list[dict[str, Any]]
-    seconds: float
+    seconds: Size
     hardware: str
     torch: str
-    params_kept: float
-    pruned_top1: float
-    prune_seconds: float
+    params_kept: Kept
+    pruned_top1: Percent
+    prune_seconds: Size
     ifso: str
     variant: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
@@ -94,10 +91,9 @@ class Result(_Outcome):
     data: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot have come out of a run."""
         super().__post_init__()
         if self.teacher:
-            _check_teacher(self.teacher)
+            decode(TEACHER, self.teacher, key="teacher")
 
 
 @dataclass(frozen=True)
@@ -115,19 +111,19 @@ class DetectionResult(_Outcome):
     row: str
     criterion: str
     recipe: str
-    seed: int
-    epochs: int
-    macs_kept: float
-    base_map: float
-    last_map: float
-    best_map: float
+    seed: Whole
+    epochs: Whole
+    macs_kept: Kept
+    base_map: Percent
+    last_map: Percent
+    best_map: Percent
     history: list[dict[str, Any]]
-    seconds: float
+    seconds: Size
     hardware: str
     torch: str
-    params_kept: float
-    pruned_map: float
-    prune_seconds: float
+    params_kept: Kept
+    pruned_map: Percent
+    prune_seconds: Size
     ifso: str
     before: dict[str, Any]
     after: dict[str, Any]
@@ -142,9 +138,6 @@ class DetectionResult(_Outcome):
 
 
 AnyResult = Result | DetectionResult
-KIND_OF = {"last_map": DetectionResult}
-"""By a field that no other kind has."""
-
 LATER = ("teacher", "data")
 """Fields that older files do not have."""
 
@@ -153,13 +146,13 @@ def write(result: AnyResult, folder: Path) -> Path:
     """Write ``folder/NAME.json``, whole or not at all; a smoke result goes into ``folder/smoke/``."""
     from ifso.common.files import write_text
 
-    place = path_of(result.name, folder, smoke=result.smoke)
+    path = path_of(result.name, folder, smoke=result.smoke)
     text = json.dumps(asdict(result), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     try:
-        write_text(place, text)
+        write_text(path, text)
     except OSError as error:
-        raise IfsoError(f"{place} cannot be written: {' '.join(str(error).split())}") from error
-    return place
+        raise IfsoError(f"{path} cannot be written: {one_line(error)}") from error
+    return path
 
 
 def path_of(name: str, folder: Path, *, smoke: bool = False) -> Path:
@@ -168,8 +161,8 @@ def path_of(name: str, folder: Path, *, smoke: bool = False) -> Path:
 
 
 def read(folder: Path) -> list[AnyResult]:
-    """All results of a folder, in the order of their names; none if there is no such folder. Smoke ones stay out."""
-    return [found for found in (read_file(path) for path in sorted(folder.glob("*.json"))) if not found.smoke]
+    """All results of a folder but those of smoke runs, in the order of their names; none if there is no such folder."""
+    return [result for result in map(read_file, sorted(folder.glob("*.json"))) if not result.smoke]
 
 
 def read_file(path: Path) -> AnyResult:
@@ -177,25 +170,27 @@ def read_file(path: Path) -> AnyResult:
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (OSError, ValueError, RecursionError) as error:
-        raise IfsoError(f"{path} is damaged ({_one_line(error)}); remove it and run it again") from error
-    if not isinstance(document, dict):
-        raise IfsoError(f"{path} is no result: it holds a {type(document).__name__}; remove it and run it again")
-    kind = next((kind for name, kind in KIND_OF.items() if name in document), Result)
-    known = [entry.name for entry in fields(kind)]
-    for what, keys in (("lacks", _without(known, {*document, *LATER})), ("has the unknown", _without(document, known))):
-        if keys:
-            raise IfsoError(f"{path} {what} {_one_line(', '.join(keys))}; remove it and run it again")
+        raise IfsoError(f"{path} is damaged ({one_line(error)}); remove it and run it again") from error
+    kind = DetectionResult if isinstance(document, dict) and "last_map" in document else Result
+    if isinstance(document, dict):
+        lacking = sorted({each.name for each in fields(kind)} - document.keys() - set(LATER))
+        if lacking:
+            raise IfsoError(f"{path} lacks {', '.join(lacking)}; remove it and run it again")
     try:
-        result: AnyResult = kind(**document)
+        result: AnyResult = decode(kind, document, str(path))
     except IfsoError as error:
-        raise IfsoError(f"{path}: {_one_line(error)}; remove it and run it again") from error
+        raise IfsoError(f"{error}; remove it and run it again") from error
     if result.name != path.stem:
-        raise IfsoError(f"{path} holds the result of {_one_line(result.name)}; give it back its name")
+        raise IfsoError(f"{path} holds the result of {one_line(result.name)}; give it back its name")
     return result
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
 def state_of(path: Path) -> str | None:
-    """Is a run ``"done"``, or the file of its result ``"damaged"``? None if there is none."""
+    """Whether a run is ``"done"``, or the file of its result ``"damaged"``; None if there is none."""
     if not path.exists():
         return None
     try:
@@ -205,58 +200,15 @@ def state_of(path: Path) -> str | None:
     return "done"
 
 
-def _one_line(error: Exception | str) -> str:
-    from ifso.common.text import one_line
+def other_networks(job: Job, result: AnyResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The networks (``"base"``, ``"teacher"``) of a result that differ from its row, as they are now and were before.
 
-    return one_line(error)
-
-
-def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    return sorted(set(names) - set(others))
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
-
-
-LARGEST = 2**53
-"""Above all numbers of a result."""
-
-KINDS: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (int, float),
-    "dict": (dict,),
-    "list": (list,),
-}
-
-
-def _check_kind(name: str, value: Any, annotation: str) -> None:
-    kind = annotation.partition("[")[0]
-    right = isinstance(value, KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
-    if not right:
-        raise IfsoError(f"{name} is {value!r}, which is no {kind}")
-    if kind in ("int", "float") and not abs(value) < LARGEST:
-        raise IfsoError(f"{name} is {value!r}, which is not finite or far too large")
-    if kind in ("int", "float") and value < 0:
-        raise IfsoError(f"{name} is {value!r}, below 0")
-
-
-def _check_teacher(teacher: Mapping[str, Any]) -> None:
-    kinds = {"task": "str", "base": "dict", "top1": "float"}
-    if set(teacher) != set(kinds):
-        raise IfsoError(f"teacher is {teacher!r}; it must have {', '.join(kinds)}, or nothing")
-    for key, kind in kinds.items():
-        _check_kind(f"teacher.{key}", teacher[key], kind)
-    if teacher["top1"] > 100:
-        raise IfsoError(f"teacher.top1 is {teacher['top1']!r}; it is in per cent, from 0 to 100")
-
-
-def _check_epoch(number: int, epoch: Any, measure: str) -> None:
-    keys = ("epoch", "loss", measure, "lr")
-    if not isinstance(epoch, dict) or set(epoch) != set(keys):
-        raise IfsoError(f"history[{number}] is {epoch!r}; it must have {', '.join(keys)}")
-    for key in keys:
-        if not (key == measure and epoch[key] is None):
-            _check_kind(f"history[{number}].{key}", epoch[key], "int" if key == "epoch" else "float")
+    Older results say nothing of the unpruned one.
+    """
+    networks = [("base", job.row.base.made, made(result.base))] if result.base else []
+    teacher = result.teacher if isinstance(result, Result) else {}
+    if teacher or job.teacher is not None:
+        now = {} if job.teacher is None else {"task": job.teacher.task, **job.teacher.base.made}
+        before = {"task": teacher["task"], **made(teacher["base"])} if teacher else {}
+        networks.append(("teacher", now, before))
+    return [(part, now, before) for part, now, before in networks if now != before]

@@ -1,33 +1,32 @@
 """What a row of the paper and a study of several rows consist of."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, get_args
 
 from ifso.errors import IfsoError
+from ifso_repro.reader import WITHOUT_REPETITION, Check, Count
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
 DEFAULT_RUN = "true-loss"
-"""The criterion of the staged run, which takes nothing of a row but its batches: rows name options of Algorithm 2."""
+"""The criterion of the staged run, which takes only its batch size from a row: rows name options of Algorithm 2."""
 
-NORMALIZED = ("ifso", "group-fisher", "magnitude", "magnitude-average", "random")
-"""Criteria that a row says what to divide by."""
-
-CRITERIA = (DEFAULT_RUN, *NORMALIZED)
 TAUGHT = "taught"
 """The recipe with another teacher than the unpruned network of the row."""
 
-RECIPES = ("paper", "brief", "quick", "ours", "patient", TAUGHT, "detection", "distilled")
-BASE_RECIPES = ("paper", "scratch", "detection")
+Criterion = Literal["true-loss", "ifso", "group-fisher", "magnitude", "magnitude-average", "random"]
+Recipe = Literal["paper", "brief", "quick", "ours", "patient", "taught", "detection", "distilled"]
+DataName = Literal["cifar10", "cifar100", "imagenet", "coco", "bccd"]
+Table = Literal["table1", "table2", "table3", "table4", "table5", "table6", "table7"]
+CRITERIA: tuple[str, ...] = get_args(Criterion)
+RECIPES: tuple[str, ...] = get_args(Recipe)
+DATA: tuple[str, ...] = get_args(DataName)
 BOXES = ("coco", "bccd")
 """Data with boxes, which are opened as ``coco:PATH``."""
 
-DATA = ("cifar10", "cifar100", "imagenet", *BOXES)
 TABLES = {
     "table1": "VGG-16 on CIFAR-10",
     "table2": "ResNet-32 on CIFAR-10",
@@ -55,10 +54,16 @@ TRAIN_OPTIONS: Mapping[str, type] = {
     "lr": float, "schedule": str, "warm_up_steps": int, "clip": float, "weight_decay": float, "ema": float,
     "cutmix": float,
 }  # fmt: skip
-"""Settings of training, beside epochs and batch, that a row may have others of than the recipe."""
+"""Settings of training, beside epochs and batch, that a row may change in a recipe."""
 
-COLUMNS = ("params_kept", "prune_seconds")
-LAYOUTS = ("lines", "matrix")
+NORMALIZE = {name: Required[str] for name in CRITERIA if name != DEFAULT_RUN}
+"""By what the scores of a criterion are divided: every row says it of all of them."""
+
+FINETUNE = {"epochs": Required[Count], "batch": Count, **TRAIN_OPTIONS}
+
+Share = Annotated[float, Check("a share between 0 and 1", lambda value: 0 < value < 1)]
+Criteria = Annotated[tuple[Criterion, ...], WITHOUT_REPETITION]
+Recipes = Annotated[tuple[Recipe, ...], WITHOUT_REPETITION]
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Reported:
 
     method: str
     removed: float
-    base: float | None
     pruned: float
+    base: float | None = None
     last: float | None = None
     params_kept: float | None = None
     note: str = ""
@@ -91,22 +96,27 @@ class Base:
     """
 
     weights: str | None = None
-    recipe: str | None = None
-    epochs: int | None = None
-    batch: int | None = None
+    recipe: Literal["paper", "scratch", "detection"] | None = None
+    epochs: Count | None = None
+    batch: Count | None = None
     note: str = ""
-    train: Mapping[str, Any] = field(default_factory=dict)
+    train: Annotated[Mapping[str, Any], TRAIN_OPTIONS] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        trained = (self.recipe, self.epochs, self.batch)
+        if (None in trained) if self.weights is None else any((*trained, self.train)):
+            raise IfsoError("needs either weights, or recipe, epochs and batch")
 
     def as_dict(self) -> dict[str, Any]:
-        """Only what is said."""
+        """The entries that are set."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, "", {})}
 
     @property
     def made(self) -> dict[str, Any]:
-        """What decides on the network: a note does not."""
+        """The entries that decide on the network: all but the note."""
         return made(self.as_dict())
 
-    def train_settings(self) -> TrainSettings:
+    def train_settings(self) -> "TrainSettings":
         """How the unpruned network is trained, without a teacher."""
         from ifso.training.settings import recipe_of
 
@@ -128,21 +138,23 @@ class Row:
 
     name: str
     network: str
-    data: str
-    removed: float
-    criteria: tuple[str, ...]
-    recipes: tuple[str, ...]
-    seeds: int
+    data: DataName
+    removed: Share
+    criteria: Criteria
+    recipes: Recipes
+    seeds: Count
     base: Base
-    prune: Mapping[str, Any]
-    normalize: Mapping[str, str]
-    finetune: Mapping[str, Any]
-    tables: tuple[str, ...] = ()
-    paper: Mapping[str, Reported] = field(default_factory=dict)
+    prune: Annotated[Mapping[str, Any], PRUNE_OPTIONS]
+    normalize: Annotated[Mapping[str, str], NORMALIZE]
+    finetune: Annotated[Mapping[str, Any], FINETUNE]
+    tables: Annotated[tuple[Table, ...], WITHOUT_REPETITION] = ()
+    paper: Annotated[Mapping[str, Reported], dict.fromkeys(CRITERIA, Reported)] = field(default_factory=dict)
     rivals: tuple[Reported, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    criterion: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    teacher: Row | None = None
+    criterion: Annotated[Mapping[str, Mapping[str, Any]], dict.fromkeys(CRITERIA, CRITERION_OPTIONS)] = field(
+        default_factory=dict
+    )
+    teacher: "Row | None" = None
 
     @property
     def task(self) -> str:
@@ -151,7 +163,7 @@ class Row:
 
     @property
     def detects(self) -> bool:
-        """Is the network a detector?"""
+        """Whether the network is a detector."""
         return self.data in BOXES
 
     @property
@@ -159,7 +171,7 @@ class Row:
         """What the network is called in the paper, or its task where no table has it."""
         return TABLES[self.tables[0]].partition(" on ")[0] if self.tables else self.task
 
-    def at(self, removed: float) -> Row:
+    def at(self, removed: float) -> "Row":
         """The same for another budget, of which nobody has reported anything."""
         name = row_name(self.network, self.data, removed)
         return dataclasses.replace(self, name=name, removed=removed, tables=(), paper={}, rivals=())
@@ -170,7 +182,7 @@ class Variant:
     """Options that differ from the row's, under a ``label``; ``paper``: what the paper reports of it, by row."""
 
     label: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Annotated[Mapping[str, Any], {**PRUNE_OPTIONS, **CRITERION_OPTIONS}] = field(default_factory=dict)
     paper: Mapping[str, Reported] = field(default_factory=dict)
 
 
@@ -181,12 +193,12 @@ class Study:
     name: str
     title: str
     rows: tuple[str, ...]
-    variants: tuple[Variant, ...] = (Variant(),)
-    criteria: tuple[str, ...] = ()
-    recipes: tuple[str, ...] = ()
-    seeds: int | None = None
-    columns: tuple[str, ...] = ()
-    layout: str = "lines"
+    variants: Annotated[tuple[Variant, ...], Check("a list that is not empty", bool)] = (Variant(),)
+    criteria: Criteria = ()
+    recipes: Recipes = ()
+    seeds: Count | None = None
+    columns: tuple[Literal["params_kept", "prune_seconds"], ...] = ()
+    layout: Literal["lines", "matrix"] = "lines"
     note: str = ""
 
 

@@ -8,28 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
-from ifso_repro.detection_tables import NOTE, detection_table, structure_table
+from ifso_repro.config import find_row, find_study, studies, study
 from ifso_repro.jobs import Job
 from ifso_repro.results import AnyResult
-from ifso_repro.rows import find_row, find_study, studies, study
 from ifso_repro.schema import TAUGHT, Study
-from ifso_repro.statistics import Difference, Spread
+from ifso_repro.statistics import Difference, Runs, Spread, last_top1, of_other_networks, otherwise
 from ifso_repro.table_lines import (
     NAMES,
     NOT_RUN,
+    PAPER_NAMES,
     UNKNOWN,
     WORDS,
     Grid,
     Line,
-    Runs,
     as_markdown,
     as_rich,
     by_method,
     headings,
-    last_top1,
-    of_other_networks,
-    otherwise,
     ours,
     percent,
     reported,
@@ -40,11 +37,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COMMAND = "ifso repro --table"
+
 EXPLANATION = (
     "Top-1 on the test set in per cent. Numbers of the paper and of others are as they report them. Ours under "
     "“pruned” are the last epoch, mean ± standard deviation over the seeds; “drop” is base less pruned, “best epoch” "
     "the best on the test set. “Not run” is a cell that no run has filled; recipes that were not run share a line."
 )
+
 MASKS = {
     "layers": "a mask entry for each layer that reads a unit, as in the authors' program",
     "shared": "one mask entry for all layers that read a unit, as in Definition 1",
@@ -55,6 +54,27 @@ COMPARED = (
     "IFSO less the other criterion, last epoch, same budget and recipe. Spread is √(s₁² + s₂²) of the two standard "
     "deviations over seeds; where it is not below the difference, or not known, nothing is claimed."
 )
+
+NOTE = (
+    "Average precision on the test set in per cent: mAP over overlaps from 0.5 to 0.95, mAP50 and mAP75 at one. "
+    "Numbers of the paper and of others are as they report them; ours are of the last epoch, mean ± standard "
+    "deviation over the seeds. “Memory” is that of a step of fine-tuning at its peak in 10⁹ bytes, without a teacher; "
+    "of ours it is that of the pruned network, and in brackets that of the unpruned one. “Not run” is a cell that no "
+    "run has filled."
+)
+
+STRUCTURE_NOTE = "Channels that a layer reads: before, and kept, with the per cent that is removed in brackets."
+LAYERS = {
+    **{f"neck lateral-{level}": (f"backbone.fpn.inner_blocks.{level}.0", 512 * 2**level) for level in range(3)},
+    **{f"neck fpn-{level}": (f"backbone.fpn.layer_blocks.{level}.0", 256) for level in range(3)},
+    "neck fpn-3": ("backbone.fpn.extra_blocks.p6", 256),
+    "neck fpn-4": ("backbone.fpn.extra_blocks.p7", 256),
+    **{f"head cls-{depth}": (f"head.classification_head.conv.{depth}.0", 256) for depth in range(4)},
+    **{f"head reg-{depth}": (f"head.regression_head.conv.{depth}.0", 256) for depth in range(4)},
+    "head retina-cls": ("head.classification_head.cls_logits", 256),
+    "head retina-reg": ("head.regression_head.bbox_reg", 256),
+}
+"""Layers of RetinaNet on a ResNet-50 by the paper's names: torchvision's name, and the channels that they read."""
 
 
 def render(name: str, results: Iterable[AnyResult]) -> list[Table]:
@@ -79,14 +99,14 @@ def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -
 
 
 def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
-    """Write that page to a file, whole or not at all."""
+    """Write the page of :func:`markdown` to a file, whole or not at all."""
     from ifso.common.files import write_text
 
     text = markdown(results, names)
     try:
         write_text(path, text)
     except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
+        raise IfsoError(f"{path} cannot be written: {one_line(error)}") from error
 
 
 def grids(name: str, runs: Runs) -> list[Grid]:
@@ -96,18 +116,16 @@ def grids(name: str, runs: Runs) -> list[Grid]:
     for job in study(name, seeds=1):
         jobs[job.row.task].append(job)
     make = _matrix if chosen.layout == "matrix" else _table
-    found = []
+    tables = []
     for task, own in jobs.items():
         title = _title(chosen, task if len(jobs) > 1 else "")
-        if own[0].row.detects:
-            structure = structure_table(f"{title}, neck and head", own, runs)
-            found += [detection_table(title, own, runs, _notes(chosen)), *([structure] if structure else [])]
-        else:
-            found.append(make(chosen, title, own, runs))
+        tables.append(make(chosen, title, own, runs))
+        structure = structure_table(f"{title}, neck and head", own, runs) if own[0].row.detects else None
+        tables += [structure] if structure else []
     every = [job for task in jobs for job in jobs[task]]
     if chosen.layout == "lines" and {"ifso"} < {job.criterion for job in every}:
-        found.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
-    return found
+        tables.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
+    return tables
 
 
 def _title(chosen: Study, more: str) -> str:
@@ -118,12 +136,13 @@ def _title(chosen: Study, more: str) -> str:
 
 def _table(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
     """A section for each budget."""
-    sections = []
+    sections, detects = [], jobs[0].row.detects
     for name in dict.fromkeys(job.row.name for job in jobs):
         methods = by_method(job for job in jobs if job.row.name == name)
         done = [line for method in methods for line in ours(method, runs, chosen)]
         sections.append((*reported(find_row(name), chosen), *done))
-    return Grid(title, headings(chosen), tuple(sections), (*_notes(chosen), *_teachers(jobs, runs)), WORDS)
+    notes = (*([NOTE] if detects else []), *_notes(chosen), *_teachers(jobs, runs))
+    return Grid(title, headings(chosen, detects=detects), tuple(sections), notes, WORDS)
 
 
 def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
@@ -135,7 +154,7 @@ def _matrix(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
         other = ", ".join(("", *of_other_networks(job, group[0]))) if group else ""
         cell = f"{last_top1(group)} ({len(group)}{other})" if group else NOT_RUN
         cells[f"{NAMES[job.criterion]}, recipe “{job.recipe}”"][job.row.removed] = cell
-    lines = tuple((name, *(found[budget] for budget in budgets)) for name, found in cells.items())
+    lines = tuple((name, *(line[budget] for budget in budgets)) for name, line in cells.items())
     return Grid(title, ("MACs removed", *map(percent, budgets)), (lines,), (*_notes(chosen), *_teachers(jobs, runs)))
 
 
@@ -155,8 +174,8 @@ def _notes(chosen: Study) -> tuple[str, ...]:
 def usual_options(jobs: Iterable[Job]) -> str:
     """What options the rows give to criteria, in words; empty if they give none."""
     options = [(job.criterion, *item) for job in jobs for item in job.row.criterion.get(job.criterion, {}).items()]
-    said = dict.fromkeys(f"{NAMES[criterion]} has {_option(key, value)}" for criterion, key, value in options)
-    return f"Where a line says nothing else, {'; '.join(said)}." if said else ""
+    words = dict.fromkeys(f"{NAMES[criterion]} has {_option(key, value)}" for criterion, key, value in options)
+    return f"Where a line says nothing else, {'; '.join(words)}." if words else ""
 
 
 def _option(key: str, value: Any) -> str:
@@ -182,7 +201,7 @@ def _comparison(title: str, jobs: list[Job], runs: Runs) -> Grid:
                 alike = "" if NOT_RUN in compared else recipe
                 recipes[row].setdefault((alike, NAMES[job.criterion], *compared), []).append(recipe)
     sections = tuple(
-        tuple((row, ", ".join(told), *line[1:]) for line, told in lines.items()) for row, lines in recipes.items()
+        tuple((row, ", ".join(names), *line[1:]) for line, names in lines.items()) for row, lines in recipes.items()
     )
     names = ("row", "recipe", "IFSO against", "difference", "spread", "seeds", "claim")
     return Grid(title, names, sections, (COMPARED,), words=3)
@@ -195,18 +214,50 @@ def _compared(one: Job, two: Job, runs: Runs) -> Line:
     seeds = f"{len(ifso)} and {len(other)}"
     if not ifso or not other:
         return NOT_RUN, NOT_RUN, seeds, NOT_RUN
-    found = Difference.of(last_top1(ifso), last_top1(other))
-    claim = ", ".join((found.verdict, *of_other_networks(one, ifso[0])))
-    return signed(found.mean), UNKNOWN if found.spread is None else f"{found.spread:.2f}", seeds, claim
+    difference = Difference.of(last_top1(ifso), last_top1(other))
+    claim = ", ".join((difference.verdict, *of_other_networks(one, ifso[0])))
+    return signed(difference.mean), UNKNOWN if difference.spread is None else f"{difference.spread:.2f}", seeds, claim
 
 
 def _where(runs: Runs) -> Grid:
     """On what the runs were made."""
-    places: dict[Line, list[AnyResult]] = defaultdict(list)
+    machines: dict[Line, list[AnyResult]] = defaultdict(list)
     for result in runs.all:
-        places[result.hardware, result.torch, result.ifso].append(result)
+        machines[result.hardware, result.torch, result.ifso].append(result)
     lines = tuple(
-        (*place, str(len(group)), f"{sum(run.seconds + run.prune_seconds for run in group) / 3600:.1f}")
-        for place, group in sorted(places.items())
+        (*machine, str(len(group)), f"{sum(run.seconds + run.prune_seconds for run in group) / 3600:.1f}")
+        for machine, group in sorted(machines.items())
     )
     return Grid("Where it was run", ("hardware", "torch", "ifso", "results", "hours, added up"), (lines,), words=3)
+
+
+def structure_table(title: str, jobs: Sequence[Job], runs: Runs) -> Grid | None:
+    """Channels kept in the neck and in each layer of the head, in the paper and by the first seed of our prunings.
+
+    None where nothing was reported or run.
+    """
+    kept: dict[str, dict[str, int]] = {}
+    for row in (find_row(name) for name in dict.fromkeys(job.row.name for job in jobs)):
+        budget = f"{row.removed * 100:.10g}"
+        for criterion, line in row.paper.items():
+            if line.structure:
+                kept[f"paper, {PAPER_NAMES[criterion]}-{budget}"] = dict(line.structure)
+        for job in (job for job in jobs if job.row.name == row.name):
+            name = f"{job.variant.label}, {budget} %" if job.variant.label else f"{NAMES[job.criterion]}-{budget}"
+            for group in runs.of(job)[:1]:
+                read = group[0].channels
+                kept.setdefault(name, {layer: read[own][1] for layer, (own, _) in LAYERS.items() if own in read})
+    lines = tuple(
+        (layer, str(channels), *(_share(read.get(layer), channels) for read in kept.values()))
+        for layer, (_, channels) in LAYERS.items()
+    )
+    return Grid(title, ("layer", "channels", *kept), (lines,), (STRUCTURE_NOTE,)) if kept else None
+
+
+def _share(kept: int | None, channels: int) -> str:
+    """What is kept, and the per cent that is not.
+
+    >>> _share(136, 256), _share(None, 256)
+    ('136 (46.9 %)', '–')
+    """
+    return UNKNOWN if kept is None else f"{kept} ({100 * (1 - kept / channels):.1f} %)"

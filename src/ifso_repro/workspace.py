@@ -1,10 +1,10 @@
-"""Where the runs of a study are made: data, unpruned networks and pruned ones, each made once and kept in files."""
+"""The files of a study: data, unpruned networks, pruned ones and trainings, each made once and kept."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,28 @@ from torch import nn
 import ifso
 from ifso.common.files import replacing, storable, write_tensors
 from ifso.data import Data, open_data
-from ifso.errors import DataError, RecipeError, RunError
-from ifso.models import create_model, load_weights
-from ifso.pruning.prune import prune
-from ifso.pruning.settings import PRESETS, Settings
-from ifso.runs.folder import differences, read_config
-from ifso.surgery.recipe import digest_of
-from ifso.surgery.store import load
+from ifso.errors import DataError, RecipeError
+from ifso.models import load_weights
 from ifso.training.evaluation import evaluate
 from ifso.training.padded_finetune import padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
 from ifso.training.settings import TrainSettings
-from ifso_repro import detectors, kept, remains
-from ifso_repro.identity import identity
-from ifso_repro.jobs import PRESET, Job, method_name
+from ifso_repro.jobs import Job, method_name
+from ifso_repro.outcomes import detector_measure
+from ifso_repro.provenance import BASE, DATA, facts_of, identity, refuse_other_base, refuse_other_pruning
 from ifso_repro.schema import Row
-from ifso_repro.smoke import SMOKE, SMOKE_PRUNE, few_removals, smoke_data
+from ifso_repro.smoke import SMOKE, SMOKE_BOXES, smoke_data, smoke_prune, smoke_row, smoke_settings
 
 BATCH = 128
-BASE, DATA = "base", "data"
-"""The entries in the header of a file that tell how an unpruned network was trained, and on which data."""
+NAMES = {"coco": "coco:{},labels=ids", "bccd": "coco:{}"}
+"""How data sets are opened. Published detectors for COCO have its ids as labels."""
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """``data`` says where each data set is, ``weights`` where given weights are; ``work`` keeps what was made.
+class Workspace:
+    """The folders and the settings of a study.
 
+    ``data`` are paths of data sets by name, ``weights`` is the folder of given weights; ``work`` keeps what was made.
     ``train`` are changes to all recipes, ``prune`` to all prunings. ``one_pruning`` prunes with seed 0 for all seeds.
     """
 
@@ -58,21 +54,21 @@ class Workshop:
 
     def settings(self, job: Job) -> TrainSettings:
         """How a pruned network is fine-tuned."""
-        smoke = detectors.SMOKE if job.row.detects else SMOKE
-        return replace(job.train_settings(), **{**self.train, **(smoke if self.smoke else {})})
+        smoke = (SMOKE_BOXES if job.row.detects else SMOKE) if self.smoke else {}
+        return replace(job.train_settings(), **{**self.train, **smoke})
 
     def base_settings(self, row: Row) -> TrainSettings:
         """How an unpruned network is trained; a change of epochs is for fine-tuning only."""
         if self.smoke:
-            return detectors.smoke_settings() if row.detects else TrainSettings(**SMOKE)
+            return smoke_settings(row)
         return replace(row.base.train_settings(), **{key: self.train[key] for key in self.train if key != "epochs"})
 
     def check(self, job: Job) -> None:
         """Refuse what would fail later: settings of training or pruning, weights or data that are not there."""
         self.settings(job)
-        _plain(self.prune_as(job))
+        self.prune_as(job).recorded_settings()
         for row in (job.row, *([job.teacher] if job.teacher else ())):
-            self.refuse_other_base(row)
+            refuse_other_base(self, row)
         self.open(job.row, 0)
 
     def open(self, row: Row, seed: int) -> Data:
@@ -81,24 +77,24 @@ class Workshop:
             return smoke_data(row, self.device, seed)
         if row.data not in self.data:
             raise DataError(f"{row.name} needs {row.data}; give --data {row.data}:PATH, or --smoke")
-        name = detectors.NAMES.get(row.data, f"{row.data}:{{}}").format(self.data[row.data])
+        name = NAMES.get(row.data, f"{row.data}:{{}}").format(self.data[row.data])
         data = _opened(name, self.device, self.validation)
         return replace(data, seed=seed) if is_dataclass(data) and not isinstance(data, type) else data
 
     def has_data(self, row: Row) -> bool:
-        """Is the data of a row given?"""
+        """Whether the data of a row is given."""
         return self.smoke or row.data in self.data
 
     def data_of(self, row: Row) -> str:
-        """What tells the data of a row from others."""
+        """The digest of the data of a row."""
         return identity(self.open(row, 0))
 
     def trains(self, row: Row) -> bool:
-        """Is the unpruned network trained here, and not given?"""
+        """Whether the unpruned network is trained here, and not given."""
         return row.base.weights is None or self.smoke
 
     def base_file(self, row: Row) -> Path:
-        """Where the weights of the unpruned network are, or will be once it is trained."""
+        """The file with the weights of the unpruned network, which may not exist until it is trained."""
         if row.base.weights is None or self.smoke:
             return self.work / "base" / f"{row.task}{'-smoke' if self.smoke else ''}.safetensors"
         path = (self.weights or Path()) / row.base.weights
@@ -114,74 +110,57 @@ class Workshop:
         """The unpruned network with random weights, always the same."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            used = detectors.smoke_row(row) if self.smoke and row.detects else row
-            return create_model(used.network, num_classes=classes, **used.options)
+            used = smoke_row(row) if self.smoke else row
+            return ifso.create_model(used.network, num_classes=classes, **used.options)
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
-        self.refuse_other_base(row)
+        refuse_other_base(self, row)
         model = self.fresh(row, data.num_classes)
         load_weights(model, self.base_file(row))
         return self.placed(model)
 
     def keep_base(self, row: Row, model: nn.Module) -> None:
-        """A trained network into its file."""
-        place = self.base_file(row)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as new:
+        """Write a trained network into its file."""
+        path = self.base_file(row)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new:
             about = {"made by": f"ifso {ifso.__version__}", DATA: self.data_of(row)}
             made = {} if self.smoke else {BASE: json.dumps(row.base.made)}
             write_tensors(new, storable(model.state_dict()), {**about, **made})
 
-    def told_base(self, row: Row) -> dict[str, Any] | None:
-        """What the file of an unpruned network that was trained here tells of that; an older one tells nothing."""
-        place = self.base_file(row)
-        told = self.trains(row) and not self.smoke and place.is_file()
-        return kept.told_of_base(place, BASE) if told else None
-
-    def refuse_other_base(self, row: Row) -> None:
-        """RunError if the unpruned network that is there was trained otherwise, or on other data, than would be now."""
-        place, told = self.base_file(row), self.told_base(row)
-        found = [] if told is None else differences(row.base.made, told)
-        if found:
-            what = remains.advice(*remains.of_base(self, row))
-            raise RunError(f"{place} was trained otherwise: {'; '.join(found)}; {what}")
-        if self.trains(row) and place.is_file() and kept.header_of(place).get(DATA) not in (None, self.data_of(row)):
-            raise RunError(f"{place} was made with other data; {remains.advice(*remains.of_base(self, row))}")
-
     def placed(self, model: nn.Module) -> nn.Module:
-        """On the device, in the memory layout for training."""
+        """The model on the device, in the memory layout for training."""
         model = model.to(self.device)
         return model.to(memory_format=torch.channels_last) if self.train.get("channels_last") else model
 
     def pruning_of(self, job: Job) -> Job:
-        """The job whose pruning this one takes: several recipes share one, and all seeds if so wished."""
+        """The job whose pruning this one takes: several recipes share one, and all seeds if ``one_pruning`` says so."""
         chance = job.criterion == "random"
         return replace(job, recipe="paper", seed=0) if self.one_pruning and not chance else replace(job, recipe="paper")
 
     def pruned_folder(self, job: Job) -> Path:
-        """Where a pruned network is, or will be."""
+        """The folder of the pruning of a job."""
         chosen = self.pruning_of(job)
-        name = f"{chosen.row.name}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
-        return self.prunings / name
+        return self.prunings / f"{chosen.row.name}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
 
     @property
     def prunings(self) -> Path:
-        """Where all pruned networks are."""
+        """The folder of all pruned networks."""
         return self.work / ("smoke" if self.smoke else "pruned")
 
     @property
     def trainings(self) -> Path:
-        """Where the checkpoints of all trainings are."""
+        """The folder of the checkpoints of all trainings."""
         return self.work / "training"
 
     def training_folder(self, job: Job) -> Path:
-        """Where the checkpoints of a fine-tuning are, the last of which holds the network."""
+        """The folder of the checkpoints of a fine-tuning, the last of which holds the network."""
         return self.trainings / job.name
 
     def pruned(self, job: Job, data: Data) -> nn.Module:
         """The pruned network of a job, as pruning left it."""
-        return self.placed(load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
+        return self.placed(ifso.load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
 
     def trainable(self, job: Job, pruned: nn.Module, data: Data) -> nn.Module:
         """The ``pruned`` network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
@@ -198,48 +177,28 @@ class Workshop:
         return wide
 
     def prune_as(self, job: Job) -> Job:
-        """``job`` with the workshop's changes to its pruning; in a smoke run only what sets a variant apart stays."""
+        """``job`` with all changes to its pruning; in a smoke run only what sets a variant apart stays."""
         options = {**job.variant.options, **self.prune}
         if self.smoke:
-            usual = detectors.SMOKE_PRUNE if job.row.detects else SMOKE_PRUNE
-            options = {**usual, "units_per_step": few_removals(job.row), **job.changes}
+            options = {**smoke_prune(job.row), **job.changes}
         return replace(self.pruning_of(job), variant=replace(job.variant, options=options))
 
     def prune_options(self, job: Job) -> dict[str, Any]:
-        """How the network of ``job`` is pruned, for the record; ``criterion`` are the options of its criterion."""
+        """How the network of ``job`` is pruned, as a result records it, with the options of its ``criterion``."""
         used = self.prune_as(job)
         return {**used.prune, "seed": used.seed, "criterion": used.criterion_options}
 
-    def refuse_other_pruning(self, job: Job) -> None:
-        """RunError if the pruned network that is there was made with other settings than would be used now."""
-        folder = self.pruned_folder(job)
-        before = kept.pruned_as(folder)
-        if before.about.pop(DATA, None) not in (None, self.data_of(job.row)):
-            raise RunError(f"{folder} was made with other data; {remains.advice(*remains.of_pruning(self, job))}")
-        now = {**_plain(self.prune_as(job)), **self.about(job)}
-        found = differences(now, {**before.settings, **(before.about or self.about(job))})
-        if found:
-            what = remains.advice(*remains.of_pruning(self, job))
-            raise RunError(f"{folder} was made otherwise: {'; '.join(found)}; {what}")
-
-    def refuse_other_start(self, job: Job, unpruned: nn.Module) -> None:
-        """RunError if the pruned network of ``job`` was made of another one than ``unpruned``."""
-        folder = self.pruned_folder(job)
-        if read_config(folder / "config.json")["settings"].get("weights") not in (None, digest_of(unpruned)):
-            what = remains.advice(*remains.of_pruning(self, job))
-            raise RunError(f"{folder} was made of another unpruned network; {what}")
-
     def about(self, job: Job) -> dict[str, Any]:
-        """What decides on a pruning beside the settings of ``ifso.prune``."""
+        """The settings that decide on a pruning beside those of ``ifso.prune``."""
         return {"batch": self.prune_as(job).prune.get("batch", BATCH), "precision": self.prune_precision}
 
     def is_pruned(self, job: Job) -> bool:
-        """Is the pruning of a job there, finished?"""
+        """Whether the pruning of a job is finished."""
         return (self.pruned_folder(job) / "summary.json").is_file()
 
     def prune_facts(self, job: Job) -> dict[str, Any]:
         """Shares kept, seconds and accuracies of the pruning of a job; empty if that has not been done."""
-        return kept.facts_of(self.pruned_folder(job) / "summary.json")
+        return facts_of(self.pruned_folder(job) / "summary.json")
 
 
 @cache
@@ -248,43 +207,35 @@ def _opened(name: str, device: str, validation: int) -> Data:
     return open_data(name, device=device, validation=validation)
 
 
-def prune_job(workshop: Workshop, job: Job) -> None:
+def prune_job(space: Workspace, job: Job) -> None:
     """Prune for ``job`` into its folder, going on where an earlier try was interrupted."""
-    folder, row, changed = workshop.pruned_folder(job), job.row, workshop.prune_as(job)
-    data = workshop.open(row, changed.seed)
-    model, about = workshop.base(row, data), workshop.about(job)
+    folder, row, changed = space.pruned_folder(job), job.row, space.prune_as(job)
+    data = space.open(row, changed.seed)
+    model, about = space.base(row, data), space.about(job)
     where = {"out": folder}
     if (folder / "config.json").is_file():
-        workshop.refuse_other_pruning(job)
+        refuse_other_pruning(space, job)
         where = {"resume": folder}
-    with tensor_cores(workshop.prune_precision):
-        prune(
+    with tensor_cores(space.prune_precision):
+        ifso.prune(
             model,
             data.train_batches(about["batch"]),
-            loss_in(workshop.prune_precision, data.loss_fn),
+            loss_in(space.prune_precision, data.loss_fn),
             example_inputs=data.example_inputs(),
-            evaluate=_evaluation(workshop, row, data),
+            evaluate=_evaluation(space, row, data),
             about={**about, DATA: identity(data)},
             **{**changed.prune_keywords(), **where},
         )
 
 
-def _evaluation(workshop: Workshop, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
-    """What tells how well a network does while it is pruned; None for a detector that cannot be measured here."""
-    examples = data.validation_batches() if workshop.validation else data.test_batches()
+def _evaluation(space: Workspace, row: Row, data: Data) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Return a function that measures a network while it is pruned; None for a detector that cannot be measured."""
+    examples = data.validation_batches() if space.validation else data.test_batches()
     if row.detects:
-        measured = detectors.can_measure()
-        return detectors.averages(data, examples, workshop.prune_precision) if measured else None
+        return detector_measure(data, examples, space.prune_precision)
 
     def accuracy(network: nn.Module) -> dict[str, float]:
-        with autocast(workshop.prune_precision, workshop.device):
+        with autocast(space.prune_precision, space.device):
             return {"accuracy": evaluate(network, examples).top1}
 
     return accuracy
-
-
-def _plain(job: Job) -> dict[str, Any]:
-    """The settings of a pruning as ``config.json`` has them, and the rate of its optimizer."""
-    keywords, known = job.prune_keywords(), {entry.name for entry in fields(Settings)}
-    settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()
-    return {**json.loads(json.dumps(settings)), "lr": job.prune.get("lr", PRESETS[PRESET]["learning_rate"])}

@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_rows import AtOnce, few_images, tiny_row
+from tiny_rows import AtOnce, few_images, status_of, tiny_row
 
-from ifso.cli.main import main
+from ifso.cli.main import _parser, main
 from ifso.errors import IfsoError
-from ifso_repro import command_runs as repro_runs
+from ifso_repro import commands as repro_runs
 from ifso_repro import runner as running
+from ifso_repro.config import rows, studies, study
 from ifso_repro.jobs import Job
 from ifso_repro.results import Result, write
-from ifso_repro.rows import rows, studies, study
 
 ROW = "resnet32-cifar10-50"
 
@@ -52,9 +52,9 @@ def made_up(**changes):
         ("table2 --data cifar11:x", "--data cifar11:x: write one of cifar10:PATH, cifar100:PATH, imagenet:PATH"),
         ("table2 --data cifar10", "--data cifar10: write one of"),
         ("table2 --data cifar10:a --data cifar10:b", "--data gives cifar10 twice: a and b"),
-        ("table2 --seeds 0", "--seeds 0: give 1 or more"),
-        ("table2 --epochs 0", "--epochs 0: give 1 or more"),
-        ("table2 --workers 0", "--workers 0: give 1 or more"),
+        ("table2 --seeds 0", "--seeds must be 1 or more, got 0"),
+        ("table2 --epochs 0", "--epochs must be 1 or more, got 0"),
+        ("table2 --workers 0", "--workers must be 1 or more, got 0"),
         ("table2 --criteria taylor", "table2 has no criterion 'taylor'; it has ifso"),
         ("table2 --recipes theirs", "table2 has no recipe 'theirs'; it has paper, ours"),
         ("table2 --prune steps=3", "--prune steps=3: write KEY=VALUE, with a key among schedule"),
@@ -64,21 +64,51 @@ def made_up(**changes):
         ("table2 --precision half", "precision 'half' is unknown"),
         ("table2 --prune-precision fp16", "scores cannot be computed in fp16"),
         ("table2 --device gpu", "device 'gpu' cannot be used"),
-        ("table2 --markdown x.md", "--markdown goes with --table"),
-        ("table2 --masks 3", "only figure1 has --masks; leave it out"),
-        ("figure1 --lanes 3", "figure1 has no --lanes; leave it out"),
+        ("table2 --markdown x.md", "unrecognized arguments: --markdown x.md"),
+        ("table2 --masks 3", "unrecognized arguments: --masks"),
+        ("run table2 --seeds x", "argument --seeds: invalid int value: 'x'; see ifso repro run --help"),
+        ("figure1 --lanes 3", "unrecognized arguments: --lanes"),
+        ("run figure1", "figure1 is a study of another kind; give its command: ifso repro figure1"),
+        ("list recipe", "recipe is a study of another kind; give its command: ifso repro recipe"),
         ("figure1 table2", "run it apart from table2"),
         ("figure1 --data cifar10:a --data cifar10:b", "figure1 takes one --data; 2 were given"),
         ("table9 --table --out none", "no table, figure or row 'table9'"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):
-    assert main(["repro", *words.split()]) == 2
+    assert status_of(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
     assert err.startswith("ifso: error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("table2 --data cifar10:x --out figure1", "run table2 --data cifar10:x --out figure1"),
+        ("--smoke --recipes paper ours", "run --smoke --recipes paper ours"),
+        ("table2 --list --smoke", "list table2 --smoke"),
+        ("--list --json", "list --json"),
+        ("table2 table3 --table --markdown x.md --device cpu", "table table2 table3 --markdown x.md --device cpu"),
+        ("--draw --runs a b", "draw --runs a b"),
+        ("figure1 --draw --out x", "draw figure1 --out x"),
+        ("--smoke figure1 --masks 3", "figure1 --smoke --masks 3"),
+        ("--data cifar10:x recipe", "recipe --data cifar10:x"),
+    ],
+)
+def test_older_spellings_mean_the_same(older, newer):
+    one, other = (vars(_parser().parse_args(["repro", *words.split()])) for words in (older, newer))
+    for flag in ("list", "table", "draw"):
+        assert not other.pop(flag, False)
+        one.pop(flag, None)
+    assert {name: value for name, value in one.items() if name not in ("run", "studies")} == {
+        name: value for name, value in other.items() if name not in ("run", "studies")
+    }
+    assert one["run"] is not None
+    assert one["run"].__closure__[0].cell_contents == other["run"].__closure__[0].cell_contents
+    assert [name for name in one["studies"] if name not in newer.split()[0]] == other["studies"]
 
 
 def test_help_names_every_study_and_row(capsys, monkeypatch):
@@ -90,7 +120,7 @@ def test_help_names_every_study_and_row(capsys, monkeypatch):
     def broken():
         raise IfsoError("repro/table9.toml is broken")
 
-    monkeypatch.setattr("ifso_repro.rows.studies", broken)
+    monkeypatch.setattr("ifso_repro.config.studies", broken)
     with pytest.raises(SystemExit) as caught:
         main(["repro", "--help"])
     assert caught.value.code == 0
@@ -175,7 +205,7 @@ def test_the_list_of_all_studies_counts_what_is_done(tmp_path, capsys):
         others = {each["study"]: each for each in json.loads(capsys.readouterr().out)["studies"]}
         assert (others["table2"]["done"], others["table2"]["runs"]) == (0, 32 if "--smoke" in elsewhere else 96)
     assert main(["repro", "--list", "--recipes", "paper"]) == 2
-    assert "name one: ifso repro table2 --list" in capsys.readouterr().err
+    assert "name one: ifso repro list table2" in capsys.readouterr().err
 
 
 def test_several_studies_share_their_runs(tmp_path, capsys):
@@ -229,7 +259,7 @@ def tiny_jobs(tmp_path, monkeypatch, **changes):
 def test_from_data_to_the_table_of_results(tmp_path, capsys, monkeypatch):
     tiny_jobs(tmp_path, monkeypatch)
     AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
+    monkeypatch.setattr(running, "PrunePool", AtOnce)
     words = ["repro", "tiny", "--data", f"cifar10:{few_images(tmp_path)}", "--epochs", "1", "--out", str(tmp_path)]
     assert main([*words, "--units-per-step", "3", "--prune", "lr=0.02"]) == 0
     out, err = capsys.readouterr()
@@ -249,7 +279,7 @@ def test_from_data_to_the_table_of_results(tmp_path, capsys, monkeypatch):
 def test_a_damaged_result_is_told_once_and_the_others_are_shown(tmp_path, capsys, monkeypatch):
     tiny_jobs(tmp_path, monkeypatch)
     AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
+    monkeypatch.setattr(running, "PrunePool", AtOnce)
     place = tmp_path / "results" / "tiny-cifar10-40.ifso.paper.0.json"
     place.parent.mkdir()
     place.write_text('{"row": "tiny-ci')
@@ -337,7 +367,7 @@ def test_smoke_and_choices_have_folders_of_their_own(tmp_path, monkeypatch):
 
     def watched(args, shop, jobs, place):
         seen.append(shop)
-        return {"runs": [], "failures": [], "status": 0}
+        return {"runs": [], "failures": [], "status": 0}, None
 
     monkeypatch.setattr(repro_runs, "_run", watched)
     for more in ([], ["--smoke"], ["--validation", "5000"]):

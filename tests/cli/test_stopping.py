@@ -21,9 +21,9 @@ WORK = {
     "bench trace": "ifso.cli.bench_trace._measure_apart",
     "repro figure1": "ifso_repro.figure1.study.figure1",
     "repro recipe --smoke": "ifso_repro.recipe_search.choose",
-    "repro table2 --smoke": "ifso_repro.runner.Running",
-    "repro table2 --table": "ifso_repro.results.read",
-    "repro figure5 --draw": "ifso_repro.command_draw.run",
+    "repro table2 --smoke": "ifso_repro.runner.Runner",
+    "repro table2 --table": "ifso_repro.commands.read",
+    "repro figure5 --draw": "ifso_repro.figures.drawing.draw_figure",
 }
 """A command, and something that it calls."""
 WRITING = ("demo", "train", "prune", "repro")

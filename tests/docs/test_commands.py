@@ -49,7 +49,7 @@ def parser_of(*names):
     parser = _parser()
     for name in names:
         (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        parser = action.choices[name]
+        parser = action.choices[name if name in action.choices else "run"]  # ifso repro table2: ifso repro run table2
     return parser
 
 

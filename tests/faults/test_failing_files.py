@@ -16,7 +16,7 @@ from ifso.common.files import replacing, write_text
 from ifso.errors import IfsoError
 from ifso.exporting.samples import Sample
 from ifso.exporting.torch_programs import program_of, write_program
-from ifso_repro.figure1.record import Record
+from ifso_repro.figure1.study import Record
 
 SAMPLED = {"save": 1, "report": 1, "train": 33, "finetune": 64, "prune": 128, "prune staged": 96}
 """Every so many operations one fails, in the quick tests."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ifso_repro.config import study
 from ifso_repro.jobs import Job
 from ifso_repro.results import Result
-from ifso_repro.rows import study
-from ifso_repro.table_lines import usual_epochs
+from ifso_repro.statistics import usual_epochs
 
 
 def result(job: Job, top1: float, **changes: object) -> Result:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from made_up import job_of, result, seeds
+from tiny_rows import status_of
 
 from ifso.cli.main import main
 from ifso_repro.results import write
@@ -27,15 +28,15 @@ def one_line(capsys):
     [
         ("table2 --draw", "'table2' is no figure that can be drawn; choose from figure1, figure3, figure4, figure5"),
         ("figure2 --draw", "'figure2' is no figure that can be drawn"),
-        ("figure5 --draw --seeds 3", "--draw has no --seeds; leave it out"),
-        ("figure5 --draw --table", "--draw has no --table; leave it out"),
+        ("figure5 --draw --seeds 3", "unrecognized arguments: --seeds 3"),
+        ("figure5 --draw --table", "unrecognized arguments: --table"),
         ("figure5 --draw --recipes paper ours", "a picture shows one of them"),
         ("figure5 --draw --recipes theirs", "no recipe 'theirs'"),
         ("figure5 --draw --runs a", "name figure3 or figure4, and nothing else"),
         ("--draw --runs a", "name figure3 or figure4, and nothing else"),
         ("figure3 --draw --runs none", "none: there is no such folder; give one that ifso prune --out made"),
-        ("figure3", "figure3 shows a pruned network and is not run but drawn: ifso repro figure3 --draw"),
-        ("figure5 --runs a", "only --draw has --runs; leave it out"),
+        ("figure3", "figure3 is a study of another kind; give its command: ifso repro draw figure3"),
+        ("figure5 --runs a", "unrecognized arguments: --runs a"),
         ("figure5 --draw", "make them with: ifso repro figure5 --data cifar10:PATH --data cifar100:PATH --weights DIR"),
         ("figure7 --draw --smoke", "make them with: ifso repro figure7 --smoke --out OUT"),
         ("figure3 --draw", "has no pruned vgg16-cifar10-70; make it with: ifso repro vgg16-cifar10-70 --data cifar10"),
@@ -44,7 +45,7 @@ def one_line(capsys):
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(more, message, tmp_path, capsys):
-    assert main(["repro", *more.split(), "--out", str(tmp_path)]) == 2
+    assert status_of(f"{more} --out {tmp_path}") == 2
     assert message.replace("OUT", str(tmp_path)) in one_line(capsys)
     assert not list(tmp_path.iterdir())
 

@@ -14,13 +14,13 @@ from torch import nn
 import ifso
 from ifso.common.plots import DPI, LOOKS, PAGE, STYLE
 from ifso.criteria import registry
-from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import summarise
 from ifso_repro.figures import curves, layers
 from ifso_repro.figures.drawing import Source, draw_figure
 from ifso_repro.figures.points import plot
 from ifso_repro.results import write
-from ifso_repro.table_lines import Runs
+from ifso_repro.statistics import Runs
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
 

@@ -17,7 +17,7 @@ from ifso.pruning.selection import NORMALIZERS
 from ifso.pruning.settings import PRESETS, STAGED
 from ifso.training.precision import PRECISIONS, SCORE_PRECISIONS
 from ifso.training.settings import RECIPES
-from ifso_repro.rows import rows, studies
+from ifso_repro.config import rows, studies
 
 __all__ = ["main", "parser", "registries"]
 

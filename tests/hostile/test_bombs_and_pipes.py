@@ -32,6 +32,7 @@ from ifso.errors import DataError, IfsoError, RunError, WeightsError
 from ifso.models.registry import read_name
 from ifso.models.weights import load_weights
 from ifso_repro.config import read_toml
+from ifso_repro.reader import decode
 from ifso_repro.results import read_file
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
@@ -283,7 +284,7 @@ class TestDocuments:
     def test_toml(self, right, tmp_path):
         (tmp_path / "a.toml").write_text(f"removed = {right}\n")
         with pytest.raises(IfsoError) as error:
-            read_toml(tmp_path / "a.toml").take("removed", float)
+            decode({"removed": float}, read_toml(tmp_path / "a.toml"), "a.toml")
         assert "a.toml" in one_line_of(error)
         assert len(one_line_of(error)) < 2000
 

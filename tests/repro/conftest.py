@@ -18,5 +18,5 @@ def one_thread():
 @pytest.fixture
 def at_once(monkeypatch):
     AtOnce.made = []
-    monkeypatch.setattr(running, "Prunings", AtOnce)
+    monkeypatch.setattr(running, "PrunePool", AtOnce)
     return AtOnce.made

@@ -16,16 +16,15 @@ from ifso.cli.main import main
 from ifso.curvature.weight_space import weight_space
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.training.average_precision import evaluate_detector
-from ifso_repro import detectors, outcomes
-from ifso_repro.config import read_row
-from ifso_repro.detection_tables import LAYERS
+from ifso_repro import outcomes
+from ifso_repro.config import find_row, find_study, read_row, study
 from ifso_repro.jobs import Job
 from ifso_repro.results import DetectionResult, Result, read, read_file, write
-from ifso_repro.rows import find_row, find_study, study
-from ifso_repro.runner import Running
+from ifso_repro.runner import Runner
 from ifso_repro.schema import Base, Row
-from ifso_repro.tables import markdown, render
-from ifso_repro.workspace import Workshop
+from ifso_repro.smoke import smoke_settings
+from ifso_repro.tables import LAYERS, markdown, render
+from ifso_repro.workspace import Workspace
 
 NETWORK = """
 from small_detectors import retina
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def shop(tmp_path):
     folder = write_coco(tmp_path / "cells", boxes(train=8, test=4))
-    return Workshop(tmp_path / "work", tmp_path / "results", {"bccd": str(folder)})
+    return Workspace(tmp_path / "work", tmp_path / "results", {"bccd": str(folder)})
 
 
 def small_row(folder, **changes) -> Row:
@@ -61,7 +60,7 @@ def small_row(folder, **changes) -> Row:
 
 
 def ran(shop, jobs, said=None):
-    found = Running(shop, jobs, lanes=2, workers=1, say=(said if said is not None else []).append)
+    found = Runner(shop, jobs, lanes=2, workers=1, say=(said if said is not None else []).append)
     found.run()
     return found
 
@@ -102,13 +101,12 @@ def test_a_network_trained_where_nothing_can_be_measured_is_measured_elsewhere(s
 
     job = Job(small_row(tmp_path), "group-fisher", "detection")
     with monkeypatch.context() as without:
-        for module in (detectors, outcomes):
-            without.setattr(module, "check_evaluator", missing)
+        without.setattr(outcomes, "check_evaluator", missing)
         (failure,) = ran(shop, [job]).failures
     kept = shop.training_folder(job)
     assert f"no faster-coco-eval; the fine-tuned network is kept in {kept}: the same command" in failure
     assert read(shop.results) == []
-    place = kept / detectors.MEMORY
+    place = kept / outcomes.MEMORY
     place.write_text(json.dumps({**json.loads(place.read_text()), "hardware": "a GPU", "torch": "2.0"}))
     trained = {path: path.stat().st_mtime_ns for path in (shop.base_file(job.row), *kept.iterdir())}
 
@@ -121,11 +119,11 @@ def test_a_network_trained_where_nothing_can_be_measured_is_measured_elsewhere(s
 
 
 def test_memory_that_was_damaged_is_named(tmp_path):
-    place = tmp_path / detectors.MEMORY
+    place = tmp_path / outcomes.MEMORY
     place.write_text("{")
     data = boxes(train=2, test=1)
     with pytest.raises(RunError) as caught:
-        detectors.memory_of_training(tmp_path, retina(), retina(), data, detectors.smoke_settings())
+        outcomes.memory_of_training(tmp_path, retina(), retina(), data, smoke_settings(small_row(tmp_path)))
     assert str(caught.value) == f"{place} is damaged; remove it and give the same command again"
 
 
@@ -138,7 +136,7 @@ def test_images_without_boxes_cannot_be_measured():
     )  # fmt: skip
     empty = replace(data, test=replace(data.test, annotations=annotations))
     with pytest.raises(DataError, match="there is no box to find"):
-        detectors.averages(empty, empty.test_batches(), "float32")(retina())
+        outcomes.averages(empty, empty.test_batches(), "float32")(retina())
 
 
 @pytest.mark.slow
@@ -159,13 +157,13 @@ def test_labels_of_coco_are_its_ids_and_those_of_other_sets_are_not(tmp_path):
     for path in (tmp_path / "cells").glob("*.json"):
         path.write_text(path.read_text().replace('"id": 3, "name"', '"id": 9, "name"').replace(
             '"category_id": 3', '"category_id": 9'))  # fmt: skip
-    shop = Workshop(tmp_path, tmp_path, {"coco": folder, "bccd": folder})
+    shop = Workspace(tmp_path, tmp_path, {"coco": folder, "bccd": folder})
     assert shop.open(find_row("retinanet-coco-50"), 0).num_classes == 10
     assert shop.open(find_row("retinanet-bccd-50"), 0).num_classes == 4
 
 
 def test_the_networks_of_the_rows():
-    shop = Workshop("work", "results")
+    shop = Workspace("work", "results")
     published = shop.fresh(find_row("retinanet-coco-60"), 91)
     assert not [module for module in published.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     for name, channels in LAYERS.values():
@@ -213,7 +211,7 @@ def test_weights_that_are_given_are_not_trained_otherwise(tmp_path):
     path.write_text(TOML)
     assert read_row(path).base.as_dict() == {"weights": "some.pth"}
     path.write_text(TOML.replace("finetune", "base.train.lr = 0.1\nfinetune"))
-    with pytest.raises(IfsoError, match=r"\[base\] needs either weights, or recipe, epochs and batch"):
+    with pytest.raises(IfsoError, match=r"base needs either weights, or recipe, epochs and batch"):
         read_row(path)
 
 
@@ -283,9 +281,9 @@ def test_a_detection_result_comes_back_and_a_slip_is_named(tmp_path):
     place.write_text(place.read_text().replace('"before"', '"after all"'))
     with pytest.raises(IfsoError, match="lacks before"):
         read_file(place)
-    with pytest.raises(IfsoError, match=r"best_map is 11\.0, below last_map, 12\.0"):
+    with pytest.raises(IfsoError, match=r"best_map must not be below last_map, 12\.0, got 11\.0"):
         made_up(best_map=11.0)
-    with pytest.raises(IfsoError, match="must have epoch, loss, map, lr"):
+    with pytest.raises(IfsoError, match="unknown key 'history"):
         made_up(history=[{"epoch": 1, "loss": 0.5, "top1": None, "lr": 0.1}])
     assert Result.measure != DetectionResult.measure
 

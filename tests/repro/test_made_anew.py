@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,23 +16,23 @@ from ifso.errors import RunError
 from ifso.training.checkpoint import FILE
 from ifso.training.padded_finetune import padded_
 from ifso_repro.jobs import Job
-from ifso_repro.kept import facts_of
-from ifso_repro.prune_pool import DONE, PruningFailed, Prunings
+from ifso_repro.provenance import facts_of
+from ifso_repro.prune_pool import PrunePool, PruningFailed
 from ifso_repro.results import read
-from ifso_repro.runner import Running
+from ifso_repro.runner import Runner
 from ifso_repro.schema import Base
-from ifso_repro.workspace import Workshop, prune_job
+from ifso_repro.workspace import Workspace, prune_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def shop(tmp_path):
-    return Workshop(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)}, train={"epochs": 1})
+    return Workspace(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)}, train={"epochs": 1})
 
 
 def failed(shop, *jobs):
-    found = Running(shop, jobs, lanes=1, workers=1, say=lambda _: None)
+    found = Runner(shop, jobs, lanes=1, workers=1, say=lambda _: None)
     found.run()
     return found.failed
 
@@ -77,7 +76,7 @@ def test_nor_is_one_whose_shape_fits(shop, tmp_path, at_once, monkeypatch):
         padded_(wide, pruned, data)
         return wide
 
-    monkeypatch.setattr(Workshop, "trainable", in_its_former_shape)
+    monkeypatch.setattr(Workspace, "trainable", in_its_former_shape)
     job = Job(tiny_row(tmp_path), "ifso", "paper")
     assert failed(shop, job) == []
     (shop.results / f"{job.name}.json").unlink()
@@ -175,8 +174,8 @@ def test_a_summary_that_is_damaged_as_soon_as_it_is_written_stops_no_other_pruni
     folder = shop.pruned_folder(job)
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text("{")
-    prunings, process = Prunings(shop, 1, 1, said.append), SimpleNamespace(job=job)
-    prunings._end(process, DONE)
+    prunings = PrunePool(shop, 1, 1, said.append)
+    prunings._end(job, None)
     assert said == []
     with pytest.raises(PruningFailed, match=r"summary\.json is damaged"):
         prunings.ask(job)

@@ -19,21 +19,20 @@ from ifso.data.decoding import ImageFiles
 from ifso.data.generated import generated_boxes, generated_images
 from ifso.data.image_folder import ImageFolderData
 from ifso.training.checkpoint import FILE
-from ifso_repro.identity import identity
+from ifso_repro.config import find_row
 from ifso_repro.jobs import Job
-from ifso_repro.kept import header_of
+from ifso_repro.provenance import header_of, identity
 from ifso_repro.results import Result, read
-from ifso_repro.rows import find_row
-from ifso_repro.runner import Running
-from ifso_repro.table_lines import Runs, otherwise
-from ifso_repro.workspace import Workshop
+from ifso_repro.runner import Runner
+from ifso_repro.statistics import Runs, otherwise
+from ifso_repro.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def shop(tmp_path):
-    return Workshop(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)}, train={"epochs": 1})
+    return Workspace(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)}, train={"epochs": 1})
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def job(tmp_path):
 
 
 def failures(shop, job):
-    found = Running(shop, [job], lanes=1, workers=1, say=lambda _: None)
+    found = Runner(shop, [job], lanes=1, workers=1, say=lambda _: None)
     found.run()
     return [failure.reason for failure in found.failed]
 

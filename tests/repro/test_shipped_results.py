@@ -1,4 +1,4 @@
-"""What lies in ``repro/results``: runs of shipped studies, shown in ``docs/tables.md`` and ``docs/results.md``."""
+"""What lies in ``repro/results``: runs of shipped studies, shown in ``docs/tables.md`` and rightly in ``README.md``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ifso_repro.config import find_row, studies, study
 from ifso_repro.jobs import method_name
 from ifso_repro.results import read
-from ifso_repro.rows import find_row, studies, study
-from ifso_repro.runner import Running
+from ifso_repro.runner import Runner
 from ifso_repro.schema import PRUNE_OPTIONS
-from ifso_repro.statistics import Spread
-from ifso_repro.table_lines import Runs, of_other_networks
+from ifso_repro.statistics import Runs, Spread, of_other_networks
 from ifso_repro.tables import markdown
-from ifso_repro.workspace import Workshop
+from ifso_repro.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile("<!-- table2:begin -->\n(.*?)<!-- table2:end -->", re.DOTALL)
@@ -52,9 +51,9 @@ def test_they_count_as_done(results):
     """The command that made them finds nothing to do."""
     jobs, said = {job.name: job for name in studies() for job in study(name)}, []
     made_with = {"precision": "bf16", "channels_last": True}
-    shop = Workshop(ROOT / "repro" / "work", ROOT / "repro" / "results", train=made_with, one_pruning=True)
+    shop = Workspace(ROOT / "repro" / "work", ROOT / "repro" / "results", train=made_with, one_pruning=True)
     rows_now = [result for result in results if result.name not in OF_FORMER_NETWORKS]
-    found = Running(shop, [jobs[result.name] for result in rows_now], lanes=1, workers=1, say=said.append)
+    found = Runner(shop, [jobs[result.name] for result in rows_now], lanes=1, workers=1, say=said.append)
     assert found.failures == []
     assert said == [f"runs: 0 to do, {len(rows_now)} done already"]
 
@@ -64,14 +63,14 @@ def test_those_of_an_unpruned_network_that_is_trained_otherwise_now_are_marked_a
     former = [result for result in results if of_other_networks(jobs[result.name], result)]
     assert tuple(result.name for result in former) == OF_FORMER_NETWORKS
     page = (ROOT / "docs" / "tables.md").read_text(encoding="utf-8")
-    shop = Workshop(ROOT / "repro" / "work", ROOT / "repro" / "results", one_pruning=True)
+    shop = Workspace(ROOT / "repro" / "work", ROOT / "repro" / "results", one_pruning=True)
     for result in former:
         (words,) = of_other_networks(jobs[result.name], result)
         assert words.startswith(f"another unpruned network: {result.base['epochs']} epochs")
         lines = [line for line in page.splitlines() if f"| {result.base_top1:.2f} | {result.last_top1:.2f} |" in line]
         assert lines
         assert all(words in line for line in lines)
-        (failure,) = Running(shop, [jobs[result.name]], lanes=1, workers=1, say=lambda _: None).failures
+        (failure,) = Runner(shop, [jobs[result.name]], lanes=1, workers=1, say=lambda _: None).failures
         assert f"base.epochs is {jobs[result.name].row.base.epochs} and was {result.base['epochs']}" in failure
 
 
@@ -89,8 +88,8 @@ def test_the_page_of_tables_is_made_of_the_results(results):
 
 
 def ours_and_the_papers():
-    """Lines of the table in docs/results.md, each with its row: the network is named once, the budget is in each."""
-    (table,) = TABLE.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    """Lines of the table in README, each with its row: the network is named once, the budget is in each."""
+    (table,) = TABLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     network, found = "", []
     for line in table.splitlines()[2:]:
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
@@ -100,7 +99,7 @@ def ours_and_the_papers():
     return found
 
 
-def test_ours_on_the_page_of_results_are_the_results(results):
+def test_ours_in_the_readme_are_the_results(results):
     told = [(row, re.findall("`([^`]+)`", label), cells) for row, label, cells in ours_and_the_papers() if "`" in label]
     assert len(told) > 5
     for row, (method, recipe), cells in told:
@@ -118,7 +117,7 @@ def test_ours_on_the_page_of_results_are_the_results(results):
         assert ("one pruning" in cells[5]) == (len({result.prune["seed"] for result in group}) < len(group))
 
 
-def test_the_papers_on_the_page_of_results_are_those_of_the_rows():
+def test_the_papers_in_the_readme_are_those_of_the_rows():
     told = [(row, cells) for row, label, cells in ours_and_the_papers() if label.startswith("the paper's IFSO")]
     assert len(told) == 3
     for row, cells in told:

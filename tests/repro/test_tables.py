@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from ifso.errors import IfsoError
+from ifso_repro.config import find_row, study
 from ifso_repro.results import Result, path_of, read, read_file, write
-from ifso_repro.rows import find_row, study
 from ifso_repro.statistics import Difference, Spread
 from ifso_repro.tables import COMPARED, markdown, render, usual_options, write_markdown
 
@@ -73,15 +73,18 @@ def test_no_folder_holds_no_results(tmp_path):
     ("change", "message"),
     [
         (lambda text: text[: len(text) // 2], "is damaged"),
-        (lambda text: "[]", "it holds a list"),
+        (lambda text: "[]", "must be a table, got []"),
         (lambda text: text.replace('"seconds": 3600.0', '"seconds": NaN'), "NaN is no number"),
         (lambda text: text.replace('"epochs"', '"epoch"'), "lacks epochs"),
-        (lambda text: text.replace('"smoke"', '"note": "", "smoke"'), "has the unknown note"),
-        (lambda text: text.replace('"seed": 0', '"seed": "0"'), "seed is '0', which is no int"),
+        (lambda text: text.replace('"smoke"', '"note": "", "smoke"'), "unknown key 'note'"),
+        (lambda text: text.replace('"seed": 0', '"seed": "0"'), "seed must be a whole number, got '0'"),
         (lambda text: text.replace('"seed": 0', '"seed": 1'), "holds the result of resnet32-cifar10-50.ifso.paper.1"),
-        (lambda text: text.replace('"loss": 0.5', '"loss": null'), "history[0].loss is None"),
-        (lambda text: text.replace('"prune": {}', '"prune": {"criterion": 1}'), "prune.criterion is 1, which is no d"),
-        (lambda text: text.replace('"epoch": 2', '"number": 2'), "history[1] is {'number': 2"),
+        (lambda text: text.replace('"loss": 0.5', '"loss": null'), "history[0].loss must be a finite number, got None"),
+        (
+            lambda text: text.replace('"prune": {}', '"prune": {"criterion": 1}'),
+            "prune.criterion must be a table",
+        ),
+        (lambda text: text.replace('"epoch": 2', '"number": 2'), "unknown key 'history[1].number'"),
     ],
 )
 def test_a_damaged_result_is_named(tmp_path, change, message):
@@ -97,11 +100,11 @@ def test_a_damaged_result_is_named(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"last_top1": 100.5, "best_top1": 100.5}, "last_top1 is 100.5; it is in per cent"),
-        ({"macs_kept": 50.1}, "macs_kept is 50.1; it is a share"),
-        ({"best_top1": 12.0}, "best_top1 is 12.0, below last_top1, 12.5"),
-        ({"seconds": float("inf")}, "seconds is inf, which is not finite"),
-        ({"epochs": True}, "epochs is True, which is no int"),
+        ({"last_top1": 100.5, "best_top1": 100.5}, "last_top1 must be in per cent, from 0 to 100, got 100.5"),
+        ({"macs_kept": 50.1}, "macs_kept must be a share, above 0 and up to 1, got 50.1"),
+        ({"best_top1": 12.0}, "best_top1 must not be below last_top1, 12.5, got 12.0"),
+        ({"seconds": float("inf")}, "seconds must be a finite number, got inf"),
+        ({"epochs": True}, "epochs must be a whole number, got True"),
     ],
 )
 def test_what_no_run_can_give_is_refused(changes, message):
@@ -314,9 +317,9 @@ def test_who_taught_is_below_the_table_with_what_it_was_worth_and_another_in_the
 @pytest.mark.parametrize(
     ("teacher", "words"),
     [
-        ({"task": "a"}, "teacher is {'task': 'a'}; it must have task, base, top1, or nothing"),
-        ({"task": 1, "base": {}, "top1": 1.0}, "teacher.task is 1, which is no str"),
-        ({"task": "a", "base": {}, "top1": 101.0}, "teacher.top1 is 101.0; it is in per cent"),
+        ({"task": "a"}, "key 'teacher.base' is missing"),
+        ({"task": 1, "base": {}, "top1": 1.0}, "teacher.task must be text, got 1"),
+        ({"task": "a", "base": {}, "top1": 101.0}, "teacher.top1 must be in per cent, from 0 to 100, got 101.0"),
     ],
 )
 def test_a_teacher_that_cannot_have_been_is_refused(teacher, words):

@@ -1,28 +1,104 @@
-"""The numbers of one network: its training, its scores, and for each mask the truth and every estimate of it."""
+"""For one network: training to convergence, scores, and for each mask the true loss change and every estimate of it."""
 
 from __future__ import annotations
 
 import inspect
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ifso
 from ifso.common.loss_fn import LossFn
 from ifso.criteria import registry
-from ifso.criteria.scorer import score
-from ifso.curvature.loss_change import true_loss_change
 from ifso.errors import IfsoError, ScoreError
-from ifso.surgery.mask import masked
 from ifso_repro.figure1.masks import Removed, keep, size
-from ifso_repro.figure1.networks import Problem, cross_entropy
-from ifso_repro.figure1.settings import Settings
-from ifso_repro.figure1.training import adam_, evaluations_until, lbfgs_
+from ifso_repro.figure1.networks import Problem, Stop, cross_entropy
 
-DEFAULT_STEPS: int = inspect.signature(true_loss_change).parameters["path_steps"].default
+ADAM_RATE = 1e-2
+
+HISTORY = 30
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One loss for each evaluation of the gradient, and the largest entry of the last gradient."""
+
+    losses: tuple[float, ...]
+    largest_gradient: float
+    converged: bool
+
+    @property
+    def last(self) -> float:
+        """The loss at the end, which is what counts: no best of all."""
+        return self.losses[-1]
+
+
+def lbfgs_(problem: Problem, stop: Stop) -> Descent:
+    """L-BFGS with a strong-Wolfe line search until it has converged.
+
+    Its memory is dropped after each ``stop.patience`` evaluations, where it may have got stuck at a kink of ReLU.
+    """
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        value = _backward(problem)
+        losses.append(float(value))
+        return value
+
+    while True:
+        start = len(losses)
+        evaluations = min(stop.patience, max(1, stop.most - start))
+        torch.optim.LBFGS(
+            problem.parameters, max_iter=evaluations, max_eval=evaluations, history_size=HISTORY,
+            tolerance_grad=stop.gradient, tolerance_change=0, line_search_fn="strong_wolfe",
+        ).step(closure)  # fmt: skip
+        closure()
+        largest = _largest(problem)
+        converged = largest <= stop.gradient or losses[start] - losses[-1] < stop.fall
+        if converged or len(losses) >= stop.most:
+            return Descent(tuple(losses), largest, converged)
+
+
+def adam_(problem: Problem, steps: int) -> Descent:
+    """Adam from a rate of 0.01 down to 0 along a cosine: what a first-order trainer needs."""
+    optimizer = torch.optim.Adam(problem.parameters, ADAM_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
+    losses = []
+    for _ in range(steps):
+        losses.append(float(_backward(problem)))
+        optimizer.step()
+        schedule.step()
+    losses.append(float(_backward(problem)))
+    return Descent(tuple(losses), _largest(problem), converged=False)
+
+
+def _largest(problem: Problem) -> float:
+    return max(float(parameter.grad.abs().max()) for parameter in problem.parameters if parameter.grad is not None)
+
+
+def _backward(problem: Problem) -> Tensor:
+    for parameter in problem.parameters:
+        parameter.grad = None
+    value = problem.loss()
+    value.backward()
+    return value.detach()
+
+
+def evaluations_until(losses: Sequence[float], target: float) -> int | None:
+    """How many evaluations it took to see a loss of at most ``target``; None if it was never seen.
+
+    >>> evaluations_until([3.0, 2.0, 1.0], 2.5)
+    2
+    """
+    return next((number for number, loss in enumerate(losses, 1) if loss <= target), None)
+
+
+DEFAULT_STEPS: int = inspect.signature(ifso.true_loss_change).parameters["path_steps"].default
 """K where the user gives none."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,13 +108,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def train_(problem: Problem) -> dict[str, Any]:
-    """Bring the network to W*; what that took, and where it ended."""
-
-    def loss() -> Tensor:
-        return problem.loss_fn(problem.model, problem.batch)
-
-    first = adam_(problem.model, loss, problem.adam_steps) if problem.adam_steps else None
-    end = lbfgs_(problem.model, loss, problem.train)
+    """Bring the network to W*; returns what that took, and where it ended."""
+    settings = problem.settings
+    first = adam_(problem, settings.adam_steps) if settings.adam_steps else None
+    end = lbfgs_(problem, settings.train)
     with torch.no_grad():
         right = (problem.model(problem.batch[0]).argmax(1) == problem.batch[1]).double().mean()
     return {
@@ -56,7 +129,7 @@ def all_scores(problem: Problem) -> tuple[dict[str, dict[str, list[float]]], dic
     All look at the cross entropy alone, as where weight decay is a matter of the optimizer; ``VARIANTS`` of the
     paper's score look at the loss that was trained.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    scored: dict[str, dict[str, list[float]]] = {}
     refused: dict[str, str] = {}
     plans: dict[str, tuple[str, LossFn, dict[str, Any]]] = {
         name: (name, cross_entropy, {}) for name in registry.names()
@@ -67,12 +140,12 @@ def all_scores(problem: Problem) -> tuple[dict[str, dict[str, list[float]]], dic
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                scores = score(problem.model, problem.graph, loss_fn, [problem.batch], name, **options)
+                scores = ifso.score(problem.model, problem.graph, loss_fn, [problem.batch], name, **options)
         except ScoreError as error:
             refused[label] = " ".join(str(error).split())
             continue
-        found[label] = {group: values.tolist() for group, values in scores.items()}
-    return found, refused
+        scored[label] = {group: values.tolist() for group, values in scores.items()}
+    return scored, refused
 
 
 def summed(scores: Mapping[str, list[float]], removed: Removed) -> float:
@@ -84,14 +157,12 @@ def summed(scores: Mapping[str, list[float]], removed: Removed) -> float:
     return sum(scores[group][unit] for group, units in removed.items() for unit in units)
 
 
-def measure(
-    problem: Problem, removed: Removed, base: float, settings: Settings, *, first_order: bool
-) -> dict[str, Any]:
+def measure(problem: Problem, removed: Removed, base: float, *, first_order: bool) -> dict[str, Any]:
     """One mask: ΔL_ex, ΔL_gt after retraining from W*, and the estimates for every number of path steps."""
     kept = keep(problem.graph, removed)
-    with torch.no_grad(), masked(problem.model, problem.graph, kept):
-        existing = float(problem.loss_fn(problem.model, problem.batch)) - base
-    truth, retraining = _retrain(problem, kept, base, settings, first_order=first_order)
+    with torch.no_grad(), ifso.masked(problem.model, problem.graph, kept):
+        existing = float(problem.loss()) - base
+    truth, retraining = _retrain(problem, kept, base, first_order=first_order)
     return {
         "removed": removed,
         "size": size(removed),
@@ -105,21 +176,20 @@ def measure(
 def estimates(problem: Problem, removed: Removed) -> dict[str, dict[str, Any]]:
     """What is said of a mask without retraining, by the number of path steps."""
     kept = keep(problem.graph, removed)
-    return {str(count): _estimate(problem, kept, count) for count in sorted({*problem.path_steps, DEFAULT_STEPS})}
+    return {
+        str(count): _estimate(problem, kept, count) for count in sorted({*problem.settings.path_steps, DEFAULT_STEPS})
+    }
 
 
 def _retrain(
-    problem: Problem, kept: dict[str, Tensor], base: float, settings: Settings, *, first_order: bool
+    problem: Problem, kept: dict[str, Tensor], base: float, *, first_order: bool
 ) -> tuple[float, dict[str, Any]]:
     """ΔL_gt and what it took; W* is put back."""
+    settings = problem.settings
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
-
-    def loss() -> Tensor:
-        return problem.loss_fn(problem.model, problem.batch)
-
     try:
-        with masked(problem.model, problem.graph, kept):
-            end = lbfgs_(problem.model, loss, problem.retrain)
+        with ifso.masked(problem.model, problem.graph, kept):
+            end = lbfgs_(problem, settings.retrain)
         near = end.last + settings.within * abs(end.last - base)
         about: dict[str, Any] = {
             "gradients": len(end.losses),
@@ -129,8 +199,8 @@ def _retrain(
         }
         if first_order:
             problem.model.load_state_dict(before)
-            with masked(problem.model, problem.graph, kept):
-                slow = adam_(problem.model, loss, settings.first_order_steps)
+            with ifso.masked(problem.model, problem.graph, kept):
+                slow = adam_(problem, settings.first_order_steps)
             about["adam"] = {
                 "gradients": len(slow.losses),
                 "gradients_until_near": evaluations_until(slow.losses, near),
@@ -147,7 +217,7 @@ def _estimate(problem: Problem, kept: dict[str, Tensor], path_steps: int) -> dic
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            change = true_loss_change(
+            change = ifso.true_loss_change(
                 problem.model, problem.graph, kept, problem.loss_fn, [problem.batch], path_steps=path_steps
             )
     except IfsoError as error:

@@ -21,13 +21,13 @@ def draw(graph: ChannelGraph, count: int, sizes: Sequence[int], seed: int) -> li
     """
     single = [(unit,) for unit in range(graph.num_units)]
     if count < len(single):
-        return [_by_group(graph, single[place * len(single) // count]) for place in range(count)]
+        return [_by_group(graph, single[index * len(single) // count]) for index in range(count)]
     random = torch.Generator().manual_seed(seed)
     chosen: list[tuple[int, ...]] = list(single)
     for turn in range(count - len(single) if sizes else 0):
-        found = _subset(graph, sizes[turn % len(sizes)], set(chosen), random)
-        if found is not None:
-            chosen.append(found)
+        subset = _subset(graph, sizes[turn % len(sizes)], set(chosen), random)
+        if subset is not None:
+            chosen.append(subset)
     return [_by_group(graph, units) for units in chosen]
 
 

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifso.bench.correlation import pearson, spearman, spearman_at_equal_size
 from ifso.criteria import registry
+from ifso_repro.table_lines import Grid, as_rich
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EXISTING = "ΔL_ex"
+COLUMNS = {
+    "spearman": "Spearman",
+    "spearman_equal_size": "equal size",
+    "pearson": "Pearson",
+    "median_error": "error",
+    "gradients": "gradients",
+    "share": "of L-BFGS",
+    "share_adam": "of Adam",
+}
+CAPTION = (
+    "Correlation with the loss change after retraining, mean over seeds (lowest…highest). Equal size: Spearman among "
+    "masks that remove equally many units. Error: median of |estimate − truth| / |truth|. Gradients: median spent "
+    "on a mask, and as a share of what retraining it took."
+)
+
 Row = dict[str, Any]
 MEASURES = (
-    "spearman",
-    "spearman_equal_size",
-    "pearson",
-    "median_error",
-    "gradients",
-    "share",
-    "share_near",
-    "share_adam",
-)
+    "spearman", "spearman_equal_size", "pearson", "median_error", "gradients", "share", "share_near", "share_adam"
+)  # fmt: skip
 
 
 def path_name(steps: str | int) -> str:
@@ -34,11 +46,11 @@ def path_name(steps: str | int) -> str:
 
 def summarise(networks: Sequence[Row]) -> list[Row]:
     """For each network and method: its measures over the seeds, or why it does not apply."""
-    found: list[Row] = []
+    measured: list[Row] = []
     for name in dict.fromkeys(network["name"] for network in networks):
         seeds = [network for network in networks if network["name"] == name]
-        found += [{"network": name, "method": method, **_over_seeds(seeds, method)} for method in _methods(seeds)]
-    return found
+        measured += [{"network": name, "method": method, **_over_seeds(seeds, method)} for method in _methods(seeds)]
+    return measured
 
 
 def _methods(seeds: Sequence[Row]) -> list[str]:
@@ -64,7 +76,7 @@ def _one_seed(network: Row, method: str) -> Row:
     pairs = [(row, value) for row in network["masks"] if (value := _value(row, method)) is not None]
     rows, values = [row for row, _ in pairs], [value for _, value in pairs]
     truth = [row["truth"] for row in rows]
-    found: Row = {
+    measured: Row = {
         "masks": len(rows),
         "spearman": spearman(values, truth),
         "spearman_equal_size": spearman_at_equal_size(values, truth, [row["size"] for row in rows]),
@@ -72,11 +84,11 @@ def _one_seed(network: Row, method: str) -> Row:
     }
     step = next((step for row in rows for step in row["estimates"] if path_name(step) == method), None)
     if step is not None:
-        found |= _costs(rows, step)
+        measured |= _costs(rows, step)
     if step is not None or method == EXISTING:
         errors = [abs(value - true) / abs(true) for value, true in zip(values, truth, strict=True) if true]
-        found["median_error"] = _median(errors)
-    return found
+        measured["median_error"] = _median(errors)
+    return measured
 
 
 def _value(row: Row, method: str) -> float | None:
@@ -114,5 +126,38 @@ def _until_near(training: Row | None) -> float | None:
 
 
 def _median(numbers: Iterable[float]) -> float | None:
-    found = list(numbers)
-    return statistics.median(found) if found else None
+    measured = list(numbers)
+    return statistics.median(measured) if measured else None
+
+
+def tables(document: dict[str, Any]) -> list[Table | str]:
+    """A table for each network, and below it what does not apply."""
+    shown: list[Table | str] = []
+    for name in dict.fromkeys(row["network"] for row in document["summary"]):
+        rows = [row for row in document["summary"] if row["network"] == name]
+        shown.append(_table(name, rows, [network for network in document["networks"] if network["name"] == name]))
+        shown += [f"not applicable: {row['method']}: {row['not_applicable']}" for row in rows if "masks" not in row]
+    return shown
+
+
+def _table(name: str, rows: list[dict[str, Any]], networks: list[dict[str, Any]]) -> Table:
+    first = networks[0]
+    size = f"{first['weights']} weights, {first['units']} units, {first['images']} images, {len(networks)} seed(s)"
+    lines = tuple(
+        (row["method"], str(row["masks"]), *(_cell(measure, row.get(measure)) for measure in COLUMNS))
+        for row in rows
+        if "masks" in row
+    )
+    return as_rich(Grid(f"{name}: {size}", ("method", "masks", *COLUMNS.values()), (lines,), (CAPTION,)))
+
+
+def _cell(measure: str, value: dict[str, float] | None) -> str:
+    """The mean over seeds, for correlations with their range."""
+    if value is None:
+        return "–"
+    if measure == "gradients":
+        return f"{value['mean']:.0f}"
+    if measure in ("spearman", "spearman_equal_size", "pearson"):
+        spread = f" ({value['lowest']:.2f}…{value['highest']:.2f})" if value["lowest"] < value["highest"] else ""
+        return f"{value['mean']:.2f}{spread}"
+    return f"{value['mean']:.1%}" if value["mean"] < 10 else f"{value['mean']:.0f}×"

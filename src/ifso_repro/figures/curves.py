@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, Look, draw, empty, key, name
-from ifso_repro.figures.points import Panel, Plot, Point, Series, heading
+from ifso_repro.config import find_study
+from ifso_repro.figures.points import Panel, Plot, Point, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,21 +30,21 @@ SMOKE = "SMOKE RUN on a few generated images: this shows that drawing works, and
 
 
 def draw_study(plot: Plot, stem: Path) -> tuple[Path, Path]:
-    """The figure of a study."""
+    """The files of the figure of a study."""
     fill = {"figure7": _schedule, "figure8": _boxes}.get(plot.name, _lines)
-    wide = len(plot.panels) > 1
+    width = PAGE if len(plot.panels) > 1 else COLUMN
     height = {"figure5": 2.8, "figure6": 2.75, "figure7": 4.2, "figure8": 3.2}[plot.name]
-    return draw(stem, heading(plot.name), (PAGE if wide else COLUMN, height), lambda figure: fill(figure, plot))
+    return draw(stem, find_study(plot.name).title, (width, height), lambda figure: fill(figure, plot))
 
 
 def _notes(plot: Plot, spread: str = "bars: standard deviation over the runs") -> list[str]:
     """What the picture cannot show by itself."""
     counts = " or ".join(map(str, plot.seeds))
     several = f"s a point; {spread}" if max(plot.seeds, default=1) > 1 else " a point, so that no spread is known"
-    told = [f"Last epoch, recipe “{plot.recipe}”; {counts} run{several}."]
+    notes = [f"Last epoch, recipe “{plot.recipe}”; {counts} run{several}."]
     if plot.changed:
-        told.append(f"Some runs differ from the study: {', '.join(plot.changed)}.")
-    return [SMOKE, *told] if plot.smoke else told
+        notes.append(f"Some runs differ from the study: {', '.join(plot.changed)}.")
+    return [SMOKE, *notes] if plot.smoke else notes
 
 
 def _lines(figure: Figure, plot: Plot) -> None:
@@ -53,7 +54,7 @@ def _lines(figure: Figure, plot: Plot) -> None:
     for axes, panel in zip(grid, plot.panels, strict=True):
         name(axes, panel.title, panel.missing if panel.run else "", room=room)
         axes.set_xlabel(LABELS[plot.name])
-        _places(axes, panel)
+        _set_limits(axes, panel)
         if panel.run:
             _curves(axes, panel, plot)
         else:
@@ -62,12 +63,12 @@ def _lines(figure: Figure, plot: Plot) -> None:
     key(figure, _handles(plot), _notes(plot), columns=4)
 
 
-def _places(axes: Axes, panel: Panel) -> None:
+def _set_limits(axes: Axes, panel: Panel) -> None:
     """All points of a panel have their place, run or not."""
-    places = sorted({point.x for point in panel.points})
-    margin = (places[-1] - places[0]) / 16 or 1.0
-    axes.set_xlim(places[0] - margin, places[-1] + margin)
-    axes.set_xticks(places if len(places) < 6 else places[::2])
+    positions = sorted({point.x for point in panel.points})
+    margin = (positions[-1] - positions[0]) / 16 or 1.0
+    axes.set_xlim(positions[0] - margin, positions[-1] + margin)
+    axes.set_xticks(positions if len(positions) < 6 else positions[::2])
 
 
 def _curves(axes: Axes, panel: Panel, plot: Plot) -> None:
@@ -85,8 +86,8 @@ def _curve(axes: Axes, look: Look, points: Sequence[Point], values: Sequence[Any
     """Means with the standard deviation; the line is broken where a point was not run."""
     means = [math.nan if value is None else value.mean for value in values]
     bars = [(value.deviation or 0.0) if value else 0.0 for value in values]
-    places = [point.x + shift for point in points]
-    axes.errorbar(places, means, yerr=bars, capsize=2.2, elinewidth=0.9, **look.as_dict())
+    positions = [point.x + shift for point in points]
+    axes.errorbar(positions, means, yerr=bars, capsize=2.2, elinewidth=0.9, **look.as_dict())
 
 
 def _paper(axes: Axes, look: Look, series: Series) -> None:
@@ -106,15 +107,15 @@ def _handles(plot: Plot, *, boxes: bool = False) -> list[Any]:
 
     labels = dict.fromkeys(series.label for panel in plot.panels for series in panel.series)
     style = {"linestyle": "none"} if boxes else {}
-    found = [
+    handles = [
         Line2D([], [], label=label, **{**look.as_dict(), **style}) for look, label in zip(LOOKS, labels, strict=False)
     ]
     if any(panel.run for panel in plot.panels):
-        found.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label="unpruned"))
-    told = any(point.paper is not None for panel in plot.panels for s in panel.series if s.run for point in s.points)
-    if told and not plot.smoke:
-        found.append(Line2D([], [], color=MUTED, label="the paper's number", **PAPER))
-    return found
+        handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label="unpruned"))
+    known = any(point.paper is not None for panel in plot.panels for s in panel.series if s.run for point in s.points)
+    if known and not plot.smoke:
+        handles.append(Line2D([], [], color=MUTED, label="the paper's number", **PAPER))
+    return handles
 
 
 def _schedule(figure: Figure, plot: Plot) -> None:
@@ -134,22 +135,22 @@ def _schedule(figure: Figure, plot: Plot) -> None:
     below.set_ylabel("seconds of pruning")
     below.set_xlabel(LABELS[plot.name])
     below.set_xticks([point.x for point in series.points])
-    places = sorted({result.hardware for point in panel.run for result in point.results})
-    key(figure, _handles(plot), [*_notes(plot), f"Timed on {', '.join(places)}."], columns=3)
+    machines = sorted({result.hardware for point in panel.run for result in point.results})
+    key(figure, _handles(plot), [*_notes(plot), f"Timed on {', '.join(machines)}."], columns=3)
 
 
 def _boxes(figure: Figure, plot: Plot) -> None:
     """Every run as a dot; a box from the first to the third quartile where there are three or more."""
     panel, axes = plot.panels[0], figure.subplots()
     name(axes, panel.title, panel.missing, room=bool(panel.missing))
-    places = sorted({point.x for point in panel.points})
+    positions = sorted({point.x for point in panel.points})
     shares = Counter(point.x for point in panel.points)
     for number, (look, series) in enumerate(zip(LOOKS, panel.series, strict=False)):
         for point in series.run:
             shift = 0.36 * (number - (len(panel.series) - 1) / 2) if shares[point.x] > 1 else 0.0
-            _box(axes, look, places.index(point.x) + shift, [result.last_top1 for result in point.results])
-    axes.set_xticks(range(len(places)), [f"{place:g}" for place in places])
-    axes.set_xlim(-0.6, len(places) - 0.4)
+            _box(axes, look, positions.index(point.x) + shift, [result.last_top1 for result in point.results])
+    axes.set_xticks(range(len(positions)), [f"{position:g}" for position in positions])
+    axes.set_xlim(-0.6, len(positions) - 0.4)
     axes.set_xlabel(LABELS[plot.name])
     axes.set_ylabel(TOP1)
     axes.grid(visible=False, axis="x")
@@ -158,12 +159,12 @@ def _boxes(figure: Figure, plot: Plot) -> None:
     key(figure, _handles(plot, boxes=True), _notes(plot, words), columns=2)
 
 
-def _box(axes: Axes, look: Look, place: float, values: list[float]) -> None:
+def _box(axes: Axes, look: Look, position: float, values: list[float]) -> None:
     line = {"color": look.color, "linewidth": 0.9}
     if len(values) > 2:
         axes.boxplot(
-            values, positions=[place], widths=0.28, showfliers=False, manage_ticks=False, medianprops=line,
+            values, positions=[position], widths=0.28, showfliers=False, manage_ticks=False, medianprops=line,
             boxprops=line, whiskerprops=line, capprops=line,
         )  # fmt: skip
-    axes.plot([place] * len(values), values, linestyle="none", marker=".", markersize=3, color=look.color)
-    axes.plot(place, sum(values) / len(values), **{**look.as_dict(), "linestyle": "none"})
+    axes.plot([position] * len(values), values, linestyle="none", marker=".", markersize=3, color=look.color)
+    axes.plot(position, sum(values) / len(values), **{**look.as_dict(), "linestyle": "none"})

@@ -1,25 +1,28 @@
-"""From the name of a figure to its files: finds the data, draws, and says what was not run."""
+"""``ifso repro draw``: the figures of the paper as SVG and PNG, from what was run, and a note of what was not."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.console import print_json, say
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
-from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.cli import FIGURE1
+from ifso_repro.config import find_row, rows, study
+from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figures.curves import draw_study
 from ifso_repro.figures.layers import Network, draw_layers, network_of
 from ifso_repro.figures.loss_change import draw_loss_change
-from ifso_repro.figures.points import PLACES, load, plot
+from ifso_repro.figures.points import PLACES, Plot, load, plot
 from ifso_repro.jobs import Job
-from ifso_repro.rows import find_row, rows, study
 from ifso_repro.schema import RECIPES
-from ifso_repro.table_lines import Runs
 
-FIGURE1 = "figure1"
+OUT, FIGURE1_OUT = Path("repro"), Path(f"ifso-{FIGURE1}")
 STRUCTURES: Mapping[str, tuple[str, ...]] = {
     "figure3": ("vgg16-cifar10-70",),
     "figure4": ("resnet50-imagenet-50", "retinanet-coco-50"),
@@ -61,18 +64,11 @@ class Drawn:
 
 
 def draw_figure(name: str, source: Source) -> Drawn:
-    """Draw it from what is there; NothingToDraw if nothing is."""
-    return _kind(name)(name, source)
-
-
-def _kind(name: str) -> Callable[[str, Source], Drawn]:
-    if name == FIGURE1:
-        return _loss_change
-    if name in STRUCTURES:
-        return _structure
-    if name in PLACES:
-        return _study
-    raise IfsoError(f"{name!r} is no figure that can be drawn; choose from {', '.join(FIGURES)}")
+    """Draw a figure from what was run; NothingToDraw if nothing was."""
+    kinds = {FIGURE1: _loss_change, **dict.fromkeys(STRUCTURES, _structure), **dict.fromkeys(PLACES, _study)}
+    if name not in kinds:
+        raise IfsoError(f"{name!r} is no figure that can be drawn; choose from {', '.join(FIGURES)}")
+    return kinds[name](name, source)
 
 
 def _loss_change(name: str, source: Source) -> Drawn:
@@ -88,40 +84,32 @@ def _loss_change(name: str, source: Source) -> Drawn:
 def _document(path: Path) -> dict[str, Any]:
     """A whole document of the study."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise IfsoError(f"{path} is damaged ({' '.join(str(error).split())}); run ifso repro figure1 again") from error
+        raise IfsoError(f"{path} is damaged ({one_line(error)}); run ifso repro figure1 again") from error
     keys = ("networks", "summary", "settings", "default_path_steps")
-    if not isinstance(found, dict) or found.get("study") != FIGURE1 or not all(found.get(key) for key in keys):
+    if not isinstance(document, dict) or document.get("study") != FIGURE1 or not all(document.get(key) for key in keys):
         raise IfsoError(f"{path} is no result of ifso repro figure1; run that again")
-    return found
+    return document
 
 
 def _study(name: str, source: Source) -> Drawn:
-    place = source.out / "results"
-    runs = load(place, smoke=source.smoke)
-    found = plot(name, runs, recipe=source.recipe, criteria=source.criteria, smoke=source.smoke)
-    if not any(panel.run for panel in found.panels):
-        raise NothingToDraw(_nothing(name, found.recipe, source, runs))
+    runs = load(source.out / "results", smoke=source.smoke)
+
+    def shown(recipe: str | None) -> Plot:
+        return plot(name, runs, recipe=recipe, criteria=source.criteria, smoke=source.smoke)
+
+    chosen = shown(source.recipe)
+    if not chosen.run:
+        other = next((recipe for recipe in RECIPES if shown(recipe).run), None)
+        hint = f"; draw what there is with --recipes {other}" if other else ""
+        folder = source.out / "results" / ("smoke" if source.smoke else "")
+        make = f"make them with: {command(name, source)}"
+        raise NothingToDraw(f"{folder} has no results of {name} with recipe {chosen.recipe!r}; {make}{hint}")
     own = study(name, seeds=1)[0].recipe
-    stem = source.pictures / (name if found.recipe == own else f"{name}-{found.recipe}")
-    missing = [f"{panel.title}: {panel.missing}" for panel in found.panels if panel.missing]
-    return Drawn(name, draw_study(found, stem), tuple(missing))
-
-
-def _nothing(name: str, recipe: str, source: Source, runs: Runs) -> str:
-    """What is not there, the command that makes it, and what is there instead."""
-    others = [
-        other
-        for other in RECIPES
-        if other != recipe
-        and any(
-            panel.run for panel in plot(name, runs, recipe=other, criteria=source.criteria, smoke=source.smoke).panels
-        )
-    ]
-    hint = f"; draw what there is with --recipes {others[0]}" if others else ""
-    place = source.out / "results" / ("smoke" if source.smoke else "")
-    return f"{place} has no results of {name} with recipe {recipe!r}; make them with: {command(name, source)}{hint}"
+    stem = source.pictures / (name if chosen.recipe == own else f"{name}-{chosen.recipe}")
+    missing = [f"{panel.title}: {panel.missing}" for panel in chosen.panels if panel.missing]
+    return Drawn(name, draw_study(chosen, stem), tuple(missing))
 
 
 def command(name: str, source: Source) -> str:
@@ -144,33 +132,65 @@ def _structure(name: str, source: Source) -> Drawn:
     if source.runs:
         networks = [network_of(folder) for folder in source.runs]
         return Drawn(name, draw_layers(networks, source.pictures / name, "Channels kept of every layer"))
-    folders = {row: _pruned(row, source) for row in STRUCTURES[name]}
-    if not any(folders.values()):
-        row = next(iter(folders))
+    networks, missing = [], []
+    smoke = " (SMOKE RUN, which means nothing)" if source.smoke else ""
+    for row in STRUCTURES[name]:
+        folder = _pruned(row, source)
+        if folder is not None:
+            networks.append(network_of(folder, row + smoke))
+        else:
+            missing.append(f"{row}: not run")
+            networks.append(Network(row, missing=f"not run: {command(row, source)}" if row in rows() else "not run"))
+    if len(missing) == len(networks):
+        row = STRUCTURES[name][0]
         raise NothingToDraw(
             f"{source.out / 'work'} has no pruned {row}; make it with: {command(row, source)} --criteria ifso "
-            f"--seeds 1, or give a run of ifso prune: ifso repro {name} --draw --runs RUN"
+            f"--seeds 1, or give a run of ifso prune: ifso repro draw {name} --runs RUN"
         )
-    networks = [_network(row, folder, source) for row, folder in folders.items()]
-    missing = [f"{row}: not run" for row, folder in folders.items() if folder is None]
     return Drawn(name, draw_layers(networks, source.pictures / name, TITLES[name]), tuple(missing))
 
 
 def _pruned(row: str, source: Source) -> Path | None:
-    """Where the network of a row was pruned by the paper's method with seed 0, if it was."""
-    from ifso_repro.workspace import Workshop
+    """The folder in which a row was pruned by the paper's method with seed 0; None if it was not."""
+    from ifso_repro.workspace import Workspace
 
     if row not in rows():
         return None
-    work = source.out / "work" / ("smoke" if source.smoke else "")
-    shop = Workshop(work, source.out / "results", smoke=source.smoke)
-    folder = shop.pruned_folder(Job(find_row(row), "ifso", "paper"))
+    space = Workspace(source.out / "work" / ("smoke" if source.smoke else ""), source.out, smoke=source.smoke)
+    folder = space.pruned_folder(Job(find_row(row), "ifso", "paper"))
     return folder if (folder / "config.json").is_file() else None
 
 
-def _network(row: str, folder: Path | None, source: Source) -> Network:
-    if folder is not None:
-        smoke = " (SMOKE RUN, which means nothing)" if source.smoke else ""
-        return network_of(folder, row + smoke)
-    how = f": {command(row, source)}" if row in rows() else ""
-    return Network(row, missing=f"not run{how}")
+def run(args: argparse.Namespace) -> int:
+    """Draw the figures that were named, or all of which something was run."""
+    if args.recipes and len(args.recipes) > 1:
+        raise IfsoError(f"--recipes {' '.join(args.recipes)}: a picture shows one of them; draw it once for each")
+    if args.runs and (not args.studies or not set(args.studies) <= set(STRUCTURES)):
+        raise IfsoError(f"--runs shows the layers of runs: name {' or '.join(STRUCTURES)}, and nothing else")
+    recipe, runs = args.recipes[0] if args.recipes else None, tuple(args.runs or ())
+    source = Source(args.out or OUT, args.out or FIGURE1_OUT, runs, recipe, args.criteria, args.smoke)
+    figures = _drawn(list(dict.fromkeys(args.studies)), source)
+    if args.json:
+        listed = [{"figure": d.figure, "files": [str(f) for f in d.files], "not_run": list(d.missing)} for d in figures]
+        print_json({"figures": listed})
+        return 0
+    for each in figures:
+        print(f"{each.figure}: {', '.join(map(str, each.files))}")
+        for words in each.missing:
+            print(f"  not run: {words}")
+    return 0
+
+
+def _drawn(names: Sequence[str], source: Source) -> list[Drawn]:
+    """The figures of these names, all of which must have been run; without names, those of which something was."""
+    if names:
+        return [draw_figure(name, source) for name in names]
+    figures = []
+    for name in FIGURES:
+        try:
+            figures.append(draw_figure(name, source))
+        except NothingToDraw as error:
+            say(f"{name}: {error}")
+    if not figures:
+        raise NothingToDraw(f"there is nothing to draw in {source.out}; say with --out where results are")
+    return figures

@@ -68,9 +68,9 @@ def _short(data: str | None) -> str | None:
 
 def _costs(run: RunRecord) -> str:
     shares = run.shares
-    told = [f"{shares[kind]:.1%} of {words}" for kind, words in (("macs", "MACs"), ("params", "weights"))
+    costs = [f"{shares[kind]:.1%} of {words}" for kind, words in (("macs", "MACs"), ("params", "weights"))
             if kind in shares]  # fmt: skip
-    return ("kept " if told else "") + ", ".join(told) + ("" if run.finished else " (run not finished)")
+    return ("kept " if costs else "") + ", ".join(costs) + ("" if run.finished else " (run not finished)")
 
 
 def shared(networks: Sequence[Network]) -> tuple[list[Network], str]:
@@ -91,10 +91,10 @@ def shared(networks: Sequence[Network]) -> tuple[list[Network], str]:
     common = set.intersection(*names) if names else set()
     if len(names) < 2 or not common:
         return list(networks), ""
-    found = [replace(each, bars=tuple(bar for bar in each.bars if bar.name in common)) for each in plain]
-    lost = [(len(one.bars) - len(other.bars), one.title) for one, other in zip(plain, found, strict=True)]
+    reduced = [replace(each, bars=tuple(bar for bar in each.bars if bar.name in common)) for each in plain]
+    lost = [(len(one.bars) - len(other.bars), one.title) for one, other in zip(plain, reduced, strict=True)]
     words = ", ".join(f"{count} of {title.partition(':')[0]}" for count, title in lost if count)
-    return found, f"Layers that only one of them has are left out: {words}." if words else ""
+    return reduced, f"Layers that only one of them has are left out: {words}." if words else ""
 
 
 def draw_layers(networks: Sequence[Network], stem: Path, title: str) -> tuple[Path, Path]:
@@ -126,21 +126,21 @@ def _fill(figure: Figure, networks: Sequence[Network], note: str) -> None:
 
 def _bars(axes: Axes, bars: Sequence[Bar], *, named: bool) -> None:
     """In channels if there is room for numbers, else in per cent of each layer."""
-    places, numbers = range(len(bars)), len(bars) <= NUMBERED
+    positions, numbers = range(len(bars)), len(bars) <= NUMBERED
     scale = [1.0 if numbers else 100 / bar.channels for bar in bars]
     whole = [bar.channels * factor for bar, factor in zip(bars, scale, strict=True)]
-    axes.bar(places, whole, width=0.8, color="none", edgecolor=MUTED, linewidth=0.6)
+    axes.bar(positions, whole, width=0.8, color="none", edgecolor=MUTED, linewidth=0.6)
     for coupled, color, hatch in ((False, BLUE, ""), (True, GREEN, "////")):
-        chosen = [place for place in places if bars[place].coupled == coupled]
+        chosen = [position for position in positions if bars[position].coupled == coupled]
         axes.bar(chosen, [bars[p].kept * scale[p] for p in chosen], width=0.8, color=color, hatch=hatch)
-    for place, bar in enumerate(bars if numbers else ()):
+    for position, bar in enumerate(bars if numbers else ()):
         axes.annotate(
-            f"{bar.kept}", (place, bar.channels), xytext=(0, 1.5), textcoords="offset points", ha="center",
+            f"{bar.kept}", (position, bar.channels), xytext=(0, 1.5), textcoords="offset points", ha="center",
             fontsize=6, color=INK if bar.kept < bar.channels else MUTED,
         )  # fmt: skip
     step = 1 if len(bars) <= NAMED else -(-len(bars) // NAMED)
     labels = [plain(bar.name) if named else "" for bar in bars]
-    axes.set_xticks(list(places)[::step], labels[::step], rotation=90, fontsize=6.5 if numbers else 5)
+    axes.set_xticks(list(positions)[::step], labels[::step], rotation=90, fontsize=6.5 if numbers else 5)
     axes.set_xlim(-0.7, len(bars) - 0.3)
     axes.set_ylabel("channels" if numbers else "channels kept (%)")
     axes.grid(visible=False, axis="x")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.common.plots import BLUE, COLUMN, MUTED, VERMILION, draw, key
-from ifso_repro.figure1.settings import NETWORKS
+from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import EXISTING, path_name
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def _scatter(axes: Axes, name: str, networks: Sequence[dict[str, Any]], steps: s
     axes.set_ylabel("ΔL said without retraining")
 
 
-def _scales(axes: Axes, truth: Sequence[float], said: Sequence[float]) -> None:
+def _scales(axes: Axes, truth: Sequence[float], estimated: Sequence[float]) -> None:
     """Logarithmic, and around zero linear where a loss fell."""
     from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, StrMethodFormatter
 
-    if min(*truth, *said) > 0:
+    if min(*truth, *estimated) > 0:
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -80,7 +80,7 @@ def _scales(axes: Axes, truth: Sequence[float], said: Sequence[float]) -> None:
     axes.set_xscale("symlog", linthresh=threshold)
     axes.set_yscale("symlog", linthresh=threshold)
     axes.xaxis.set_major_locator(FixedLocator(_decades(threshold, min(truth), max(truth))))
-    axes.yaxis.set_major_locator(FixedLocator(_decades(threshold, min(said), max(said))))
+    axes.yaxis.set_major_locator(FixedLocator(_decades(threshold, min(estimated), max(estimated))))
 
 
 def _decades(threshold: float, low: float, high: float) -> list[float]:
@@ -100,21 +100,21 @@ def _trade_off(axes: Axes, name: str, document: dict[str, Any]) -> None:
     """Spearman's correlation against the share of retraining's gradients, one point for each K."""
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    found = {row["method"]: row for row in document["summary"] if row["network"] == name}
+    by_method = {row["method"]: row for row in document["summary"] if row["network"] == name}
     masks = [row for network in document["networks"] if network["name"] == name for row in network["masks"]]
     steps = sorted({int(step) for row in masks for step in row["estimates"]})
-    points = [(step, found[path_name(step)]) for step in steps if "spearman" in found[path_name(step)]]
+    points = [(step, by_method[path_name(step)]) for step in steps if "spearman" in by_method[path_name(step)]]
     for measure, marker, style in (("spearman", "o", "-"), ("spearman_equal_size", "s", ":")):
         line = [(100 * row["share"]["mean"], row.get(measure, {}).get("mean")) for step, row in points if step > 1]
         label = "path, all masks" if measure == "spearman" else "path, masks of equal size"
         axes.plot(*zip(*line, strict=True), linestyle=style, marker=marker, markersize=4, color=PATH, label=label)
     for step, row in points:
-        place = 100 * row["share"]["mean"], row["spearman"]["mean"]
+        xy = 100 * row["share"]["mean"], row["spearman"]["mean"]
         if step in (1, steps[-1]):
-            axes.annotate(f"K={step}", place, textcoords="offset points", xytext=(5, -2), fontsize=7)
+            axes.annotate(f"K={step}", xy, textcoords="offset points", xytext=(5, -2), fontsize=7)
         if step == 1:
-            axes.plot(*place, linestyle="none", marker="^", markersize=6, color=LINE, label="Proposition 1, all masks")
-    old = found.get(EXISTING, {}).get("spearman")
+            axes.plot(*xy, linestyle="none", marker="^", markersize=6, color=LINE, label="Proposition 1, all masks")
+    old = by_method.get(EXISTING, {}).get("spearman")
     if old:
         axes.axhline(old["mean"], color=OLD, linestyle="-.", linewidth=1, label="ΔL_ex, all masks")
     axes.set_xscale("log")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ifso.errors import IfsoError
+from ifso_repro.config import study
 from ifso_repro.jobs import MIXED, Job
 from ifso_repro.results import Result, read, read_file
-from ifso_repro.rows import find_study, study
 from ifso_repro.schema import RECIPES
-from ifso_repro.statistics import Spread
-from ifso_repro.table_lines import NAMES, Runs, last_top1, otherwise, percent
+from ifso_repro.statistics import Runs, Spread, last_top1, otherwise
+from ifso_repro.table_lines import NAMES, percent
 
 NETWORKS = {"resnet32": "ResNet-32", "resnet50": "ResNet-50", "resnet56": "ResNet-56", "vgg16": "VGG-16"}
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet"}
@@ -70,8 +70,8 @@ class Panel:
     @property
     def base(self) -> float | None:
         """Top-1 of the unpruned network."""
-        found = [result.base_top1 for point in self.points for result in point.results]
-        return Spread.of(found).mean if found else None
+        tops = [result.base_top1 for point in self.points for result in point.results]
+        return Spread.of(tops).mean if tops else None
 
     @property
     def missing(self) -> str:
@@ -91,13 +91,14 @@ class Plot:
     smoke: bool = False
 
     @property
+    def run(self) -> list[Point]:
+        """The points of all panels that were run."""
+        return [point for panel in self.panels for point in panel.run]
+
+    @property
     def seeds(self) -> list[int]:
         """How many runs stand behind a point, each number once."""
-        return sorted({len(point.results) for panel in self.panels for point in panel.run})
-
-
-def _removed(job: Job) -> float:
-    return round(100 * job.row.removed, 6)
+        return sorted({len(point.results) for point in self.run})
 
 
 def _incremental(job: Job) -> float:
@@ -111,7 +112,7 @@ def _incremental(job: Job) -> float:
 
 
 PLACES: Mapping[str, tuple[Callable[[Job], float], Callable[[Job], str]]] = {
-    "figure5": (_removed, lambda job: NAMES[job.criterion]),
+    "figure5": (lambda job: round(100 * job.row.removed, 6), lambda job: NAMES[job.criterion]),
     "figure6": (
         lambda job: job.variant.options["batches_per_score"],
         lambda job: f"{percent(job.row.removed)} of the MACs removed",
@@ -141,37 +142,28 @@ def plot(
     if chosen not in RECIPES:
         raise IfsoError(f"no recipe {chosen!r}; choose from {', '.join(RECIPES)}")
     jobs = [replace(job, recipe=chosen) for job in jobs if job.recipe == jobs[0].recipe]
-    found = {job.name: _group(job, runs, smoke) for job in jobs}
-    changed = {words for job in jobs for words in _changed(job, found[job.name])} if not smoke else set()
-    tasks = dict.fromkeys(job.row.task for job in jobs)
-    panels = [_panel(name, [job for job in jobs if job.row.task == task], found) for task in tasks]
-    return Plot(name, chosen, tuple(panels), tuple(sorted(changed)), smoke)
+    position, label = PLACES[name]
+    panels: dict[str, dict[str, list[Point]]] = {}
+    changed: set[str] = set()
+    for job in jobs:  # as tables have them, as long as the recipe says; a smoke run has sizes of its own
+        group = tuple(next(iter(runs.of(job)), []) if smoke else runs.whole(job))
+        changed.update(otherwise(job, group[0]) if group and not smoke else ())
+        lines = panels.setdefault(title(job), {})
+        lines.setdefault(label(job), []).append(Point(position(job), group, _reported(job)))
+    return Plot(name, chosen, tuple(map(_panel, panels, panels.values())), tuple(sorted(changed)), smoke)
 
 
-def _group(job: Job, runs: Runs, smoke: bool) -> tuple[Result, ...]:
-    """As tables have it: as long as the recipe says. A smoke run has sizes of its own."""
-    return tuple(next(iter(runs.of(job)), []) if smoke else runs.whole(job))
-
-
-def _changed(job: Job, group: Sequence[Result]) -> tuple[str, ...]:
-    return otherwise(job, group[0]) if group else ()
-
-
-def _panel(name: str, jobs: Sequence[Job], found: Mapping[str, tuple[Result, ...]]) -> Panel:
-    place, label = PLACES[name]
-    lines: dict[str, list[Point]] = {}
-    for job in jobs:
-        lines.setdefault(label(job), []).append(Point(place(job), found[job.name], _reported(job)))
-    series = [Series(words, tuple(sorted(points, key=lambda point: point.x))) for words, points in lines.items()]
-    return Panel(title(jobs[0]), tuple(series))
+def _panel(name: str, lines: Mapping[str, list[Point]]) -> Panel:
+    ordered = {label: tuple(sorted(points, key=lambda point: point.x)) for label, points in lines.items()}
+    return Panel(name, tuple(map(Series, ordered, ordered.values())))
 
 
 def _reported(job: Job) -> float | None:
-    """What the paper says of a job: the last epoch where that is known, else the best."""
-    told = job.variant.paper.get(job.row.name) if job.variant.label else job.row.paper.get(job.criterion)
-    if told is None:
+    """What the paper reports of a job: the last epoch where that is known, else the best."""
+    line = job.variant.paper.get(job.row.name) if job.variant.label else job.row.paper.get(job.criterion)
+    if line is None:
         return None
-    return told.pruned if told.last is None else told.last
+    return line.pruned if line.last is None else line.last
 
 
 def title(job: Job) -> str:
@@ -182,12 +174,3 @@ def title(job: Job) -> str:
     """
     network, _, data = job.row.task.rpartition("-")
     return f"{NETWORKS.get(network, network)}, {DATA.get(data, data)}"
-
-
-def heading(name: str) -> str:
-    """What the study is called.
-
-    >>> heading("figure6")
-    'Batches of the proxy data (Fig. 6)'
-    """
-    return find_study(name).title

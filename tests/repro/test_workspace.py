@@ -10,15 +10,17 @@ from tiny_rows import few_images, tiny_row
 
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.pruning.budget import Mixed
+from ifso_repro.config import find_row, study
 from ifso_repro.jobs import Job
-from ifso_repro.rows import find_row, study
+from ifso_repro.provenance import refuse_other_pruning
 from ifso_repro.schema import Variant
-from ifso_repro.workspace import SMOKE_PRUNE, Workshop, prune_job
+from ifso_repro.smoke import SMOKE_PRUNE
+from ifso_repro.workspace import Workspace, prune_job
 
 
 @pytest.fixture
 def shop(tmp_path):
-    return Workshop(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)})
+    return Workspace(tmp_path / "work", tmp_path / "results", {"cifar10": few_images(tmp_path)})
 
 
 def test_changes_of_pruning_reach_prune(shop, tmp_path):
@@ -62,7 +64,7 @@ def test_epochs_are_those_of_fine_tuning_only(shop, tmp_path):
     [
         ({"data": {}}, {}, "tiny-cifar10-40 needs cifar10; give --data cifar10:PATH, or --smoke"),
         ({"data": {"cifar10": "nowhere.npz"}}, {}, "nowhere.npz"),
-        ({"train": {"epochs": -1}}, {}, "epochs must be a whole number"),
+        ({"train": {"epochs": -1}}, {}, "epochs=-1 will not do"),
         ({"prune": {"accumulation": "mean"}}, {}, "accumulation='mean' is unknown"),
         ({"prune": {"schedule": "mixed:many"}}, {}, "write a share of the way"),
         ({"prune": {"units_per_step": 0}}, {}, "units_per_step=0 will not do"),
@@ -78,9 +80,9 @@ def test_what_would_fail_later_is_refused_at_once(shop, tmp_path, changes, row, 
 def test_given_weights_that_are_not_there(tmp_path):
     row = find_row("resnet32-cifar10-50")
     with pytest.raises(DataError, match=rf"begins with the weights resnet32_\w+\.safetensors, which .* in {tmp_path};"):
-        Workshop(tmp_path, tmp_path, weights=tmp_path).base_file(row)
+        Workspace(tmp_path, tmp_path, weights=tmp_path).base_file(row)
     (tmp_path / "resnet32_cifar10_authors.safetensors").write_bytes(b"")
-    assert Workshop(tmp_path, tmp_path, weights=tmp_path).base_file(row).parent == tmp_path
+    assert Workspace(tmp_path, tmp_path, weights=tmp_path).base_file(row).parent == tmp_path
 
 
 def test_an_interrupted_pruning_goes_on_and_choices_are_measured_on_images_held_out(shop, tmp_path):
@@ -104,10 +106,10 @@ def test_a_pruning_with_other_options_of_the_criterion_is_not_taken_for_the_same
     now = Job(tiny_row(tmp_path, criterion={"ifso": {"coupled": "layers"}}), "ifso", "paper")
     shop.keep_base(before.row, shop.fresh(before.row, 10))
     prune_job(shop, before)
-    shop.refuse_other_pruning(before)
+    refuse_other_pruning(shop, before)
     assert shop.pruned_folder(now) == shop.pruned_folder(before)
     with pytest.raises(RunError, match=r"was made otherwise: criterion\.coupled is 'layers' and was 'shared'"):
-        shop.refuse_other_pruning(now)
+        refuse_other_pruning(shop, now)
     assert replace(shop, smoke=True).prune_as(now).prune_keywords()["criterion"].coupled == "layers"
 
 

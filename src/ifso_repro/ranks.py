@@ -1,4 +1,4 @@
-"""Several processes, one for each GPU, that share the runs of a study; results are files, so no group is needed."""
+"""Several processes, one for each GPU, share the runs of a study; results are files, so no process group is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Rank:
-    """The number of this process among ``world``, and on its own machine, as ``torchrun`` tells them."""
+    """The number of this process among ``world``, and on its own machine, as ``torchrun`` sets them."""
 
     rank: int = 0
     world: int = 1
@@ -25,12 +25,12 @@ class Rank:
 
     @classmethod
     def here(cls) -> Rank:
-        """From the environment; alone where nothing is said."""
-        told = (int(os.environ.get(name, usual)) for name, usual in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        return cls(*told)
+        """The rank that the environment says; alone where it says nothing."""
+        numbers = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        return cls(*(int(os.environ.get(name, usual)) for name, usual in numbers))
 
     def device(self, asked: str) -> str:
-        """Each process has a GPU of its own.
+        """The device for this process: each has its own GPU.
 
         >>> Rank(5, 8, 1).device("cuda"), Rank(5, 8, 1).device("cpu"), Rank().device("cuda:3")
         ('cuda:1', 'cpu', 'cuda:3')
@@ -38,33 +38,33 @@ class Rank:
         return f"cuda:{self.local}" if self.world > 1 and asked.partition(":")[0] == "cuda" else asked
 
 
-def dealt(jobs: Sequence[T], group_of: Callable[[T], str], place: Rank) -> list[T]:
+def dealt(jobs: Sequence[T], group_of: Callable[[T], str], rank: Rank) -> list[T]:
     """The jobs of one process: those of every ``world``-th group, so that what a group shares is made only once.
 
     >>> dealt(["a1", "b1", "a2", "c1"], lambda job: job[0], Rank(0, 2)), dealt(["a1", "b1"], str, Rank(1, 2))
     (['a1', 'a2', 'c1'], ['b1'])
     """
     groups = list(dict.fromkeys(group_of(job) for job in jobs))
-    own = set(groups[place.rank :: place.world])
+    own = set(groups[rank.rank :: rank.world])
     return [job for job in jobs if group_of(job) in own]
 
 
 class Meeting:
-    """Where processes tell the first one what they have to say; the others need not wait for anybody."""
+    """Where the first process collects lists from all others, which need not wait for anybody."""
 
-    def __init__(self, place: Rank) -> None:
-        self._place: Rank = place
+    def __init__(self, rank: Rank) -> None:
+        self._rank: Rank = rank
         self._store: Any = None
-        if place.world > 1:
+        if rank.world > 1:
             from torch.distributed.rendezvous import rendezvous
 
             self._store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
 
-    def gathered(self, said: list[Any]) -> list[Any]:
-        """What all have said, joined; only the first process hears the others, when all are done."""
+    def gathered(self, items: list[Any]) -> list[Any]:
+        """The items of all processes for the first one, once all are done; its own items for each other."""
         if self._store is None:
-            return said
-        self._store.set(f"{KEY}{self._place.rank}", json.dumps(said))
-        if self._place.rank:
-            return said
-        return [word for rank in range(self._place.world) for word in json.loads(self._store.get(f"{KEY}{rank}"))]
+            return items
+        self._store.set(f"{KEY}{self._rank.rank}", json.dumps(items))
+        if self._rank.rank:
+            return items
+        return [item for rank in range(self._rank.world) for item in json.loads(self._store.get(f"{KEY}{rank}"))]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_rows import NETWORKS, few_images
+from tiny_rows import NETWORKS, few_images, status_of
 
 from ifso.cli.main import main
 from ifso.data.generated import generated_images
@@ -34,14 +34,14 @@ def test_smoke_images_are_held_out_or_learned_from():
 
 def test_every_candidate_is_judged_by_the_images_held_out_alone(tiny, monkeypatch):
     """The accuracies are those of their own lanes at the end; the test set could be anything."""
-    seen, made = [], choosing.Trainer
+    seen, made = [], choosing.Lane
 
-    class Trainer(made):
+    class Lane(made):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             seen.append(self)
 
-    monkeypatch.setattr(choosing, "Trainer", Trainer)
+    monkeypatch.setattr(choosing, "Lane", Lane)
     data = smoke_images()
     data = replace(data, test=data.test.part(slice(0, 1)))
     lines, effort = [], replace(SMOKE, epochs=2, seeds=2)
@@ -130,14 +130,14 @@ class TestCommand:
         ("recipe --data cifar10:a --data cifar10:b", "recipe takes one data set"),
         ("recipe --data cifar10:none.npz", "none.npz"),
         ("recipe table2", "recipe is a study of its own kind; run it alone"),
-        ("recipe --smoke --masks 3", "recipe has no --masks; leave it out"),
-        ("recipe --smoke --table", "recipe has no --table; leave it out"),
-        ("recipe --smoke --epochs 0", "--epochs 0: give 1 or more"),
+        ("recipe --smoke --masks 3", "unrecognized arguments: --masks"),
+        ("recipe --smoke --table", "no table, figure or row 'recipe'"),
+        ("recipe --smoke --epochs 0", "--epochs must be 1 or more, got 0"),
         ("recipe --smoke --device gpu", "device 'gpu' cannot be used"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):
-    assert main(["repro", *words.split()]) == 2
+    assert status_of(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
