@@ -1,4 +1,4 @@
-"""The command lines that repeat a run, or go on with it."""
+"""The command lines that repeat a run or go on with it, and the Python that loads what it left."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def finetune_command(run: RunRecord, tuning: Tuning) -> str | None:
         return told
     out = [] if tuning.folder == run.folder / "finetune" else ["--out", str(tuning.folder)]
     return shlex.join(["ifso", "finetune", str(run.folder), *options(given, negatable=True), *out])
+
+
+def load_command(run: RunRecord) -> str | None:
+    """The Python that loads the network that was made last; None if there is none yet."""
+    tuned = run.tuning is not None and run.tuning.weights_bytes is not None and run.tuning.summary is not None
+    if not tuned and run.weights_bytes is None:
+        return None
+    folder = run.tuning.folder if tuned and run.tuning is not None else run.folder
+    return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {_original(run)})"
+
+
+def _original(run: RunRecord) -> str:
+    """How the unpruned network is made; its class stands for what only Python knew."""
+    name = text(run.arguments.get("model")) or text(at(run.config, "about", "model"))
+    if name is None:
+        return f"{run.model}(...)  # the original, unpruned" if run.model.isidentifier() else "build_the_original()"
+    outputs = [layer.channels for layer in run.structure.layers if not layer.groups]
+    known = name.startswith(("ifso:", "timm:", "torchvision:")) and "num_classes" not in name and len(outputs) == 1
+    return f"ifso.create_model({name!r}{f', num_classes={outputs[0]}' if known else ''})"
 
 
 def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[str]:
