@@ -48,17 +48,14 @@ def load_command(run: RunRecord) -> str | None:
     if not tuned and run.weights_bytes is None:
         return None
     folder = run.tuning.folder if tuned and run.tuning is not None else run.folder
-    return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {_original(run)})"
-
-
-def _original(run: RunRecord) -> str:
-    """How the unpruned network is made; its class stands for what only Python knew."""
     name = text(run.arguments.get("model")) or text(at(run.config, "about", "model"))
     if name is None:
-        return f"{run.model}(...)  # the original, unpruned" if run.model.isidentifier() else "build_the_original()"
+        name = f"{run.model}(...)" if run.model.isidentifier() else "build_it()"
+        return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {name})  # with the original, unpruned"
     outputs = [layer.channels for layer in run.structure.layers if not layer.groups]
     known = name.startswith(("ifso:", "timm:", "torchvision:")) and "num_classes" not in name and len(outputs) == 1
-    return f"ifso.create_model({name!r}{f', num_classes={outputs[0]}' if known else ''})"
+    original = f"ifso.create_model({name!r}{f', num_classes={outputs[0]}' if known else ''})"
+    return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {original})"
 
 
 def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[str]:

@@ -256,10 +256,12 @@ def structure_of(graph: channel_graph.ChannelGraph) -> dict[str, Any]:
         {"parameter": axis.parameter, "dim": axis.dim, "reason": axis.reason, "slices": len(axis.index)}
         for axis in graph.frozen
     ]
+    shapes = {name: list(layout.shape) for name, layout in graph.layouts.items()}
+    others = {term.where: list(term.shape) for term in graph.terms if term.kind == "parameter"}
     return {
         "groups": [_described(group) for group in graph.groups],
         "frozen": frozen,
-        "shapes": {name: list(layout.shape) for name, layout in graph.layouts.items()},
+        "shapes": shapes | {name: shape for name, shape in others.items() if name not in shapes},
         "macs": _macs_of_weights(graph),
         "cost": count(graph, graph.kept(None)).as_dict(),
     }

@@ -30,7 +30,8 @@ function drawQuality(place, runs) {
     where: each => spots[each].x,
   });
   const legend = html('div', {class: 'tools'}, ...keys(qualityLegend(runs, points)));
-  place.replaceChildren(html('figure', {}, legend, plot));
+  const title = place.closest('article') ? html('h3', {}, capital(name)) : null;
+  place.replaceChildren(html('figure', {}, ...[title, legend, plot].filter(Boolean)));
 }
 
 /* All that is known; an unpruned network that several runs began with stands there once. */
@@ -104,7 +105,7 @@ function drawDots(place, runs) {
   const width = Math.max(place.clientWidth, 220), left = Math.min(150, width * 0.36), foot = TOP + row * groups.length;
   const across = linear(low, high, left, width - 20);
   const plot = picture(width, foot + 40, `${first.quality.name} of ${runs.length} runs by criterion`);
-  for (const value of ticks(low, high, Math.max(Math.floor((width - left) / 90), 2))) {
+  for (const value of ticks(low, high, Math.max(Math.floor((width - left) / 90), 3))) {
     plot.append(line(across(value), TOP, across(value), foot, 'grid'));
     plot.append(label(tick(first)(value), across(value), foot + 16));
   }
