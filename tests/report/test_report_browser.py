@@ -196,7 +196,7 @@ def test_tables_and_the_recipe_can_be_saved(browser, pages):
     assert header.startswith("layer,share kept,channels kept,of,parameters before,parameters after,MACs before")
     assert browser.run("self.savedAs") == "layers.csv"
     assert [line.split(",")[0] for line in lines if line.startswith(("first", "fc"))] == ["first", "fc"]
-    assert any(line.startswith("\"" + EVIL.replace("\"", "\"\"")) for line in lines)
+    assert any(line.startswith('"' + EVIL.replace('"', '""')) for line in lines)
     browser.run("document.querySelector('#run-0 [data-recipe]').click()")
     browser.run("new Promise(done => { const look = () => self.saved[1] ? done() : setTimeout(look, 10); look(); })")
     recipe = pages["two"].parent / "one" / "recipe.json"
@@ -225,7 +225,12 @@ def test_commands_can_be_copied(browser, pages):
 def test_layers_are_shown_by_share_channels_parameters_and_macs(browser, pages):
     browser.open(pages["one"], width=390)
     buttons = "[...document.querySelectorAll('[data-chart=layers] .choices button')]"
-    assert browser.run(f"{buttons}.map(button => button.textContent)") == ["Share kept", "Channels", "Parameters", "MACs"]
+    assert browser.run(f"{buttons}.map(button => button.textContent)") == [
+        "Share kept",
+        "Channels",
+        "Parameters",
+        "MACs",
+    ]
     assert browser.run("document.documentElement.scrollWidth") <= 390
     browser.run(f"{buttons}[3].click()")
     assert browser.run(f"{buttons}[3].getAttribute('aria-pressed')") == "true"

@@ -101,7 +101,9 @@ class TestNumbers:
         found = {name: (channels, kept) for name, channels, kept, *_ in run["layers"]}
         wanted = {name: shapes[f"{name}.weight"] for name in ("first", "last", "middle", "fc")}
         assert found == {name: (shape.before[0], shape.after[0]) for name, shape in wanted.items()}
-        coupled = {name for name, _, _, groups, *_ in run["layers"] if any(str(each) in run["coupled"] for each in groups)}
+        coupled = {
+            name for name, _, _, groups, *_ in run["layers"] if any(str(each) in run["coupled"] for each in groups)
+        }
         assert coupled == {"first", "last"}
 
     def test_the_same_from_the_recipe_alone(self, finished, tmp_path):

@@ -1,4 +1,4 @@
-"""What a page says of a run beside its charts: quality in its unit, uncertainty, warnings, budgets, files to take away."""
+"""What a page says of a run beside its charts: quality, uncertainty, warnings, budgets, files to take away."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class TestBudgets:
         settings, kept = {"budget": {"macs": 0.5, "params": 0.7}}, dict(zip(("macs", "params"), shares, strict=True))
         run = read_run(by_hand(tmp_path / "run", settings, shares=kept))
         assert binding(run) == hardest
-        assert [card.label for card in cards(run) if card.binding] == [{"macs": "MACs", "params": "Parameters"}[hardest]]
+        label = {"macs": "MACs", "params": "Parameters"}[hardest]
+        assert [card.label for card in cards(run) if card.binding] == [label]
         assert "was binding" in render([run])
 
     def test_one_alone_is_not(self, tmp_path):
@@ -163,14 +164,14 @@ class TestWarnings:
         with RunFolder.create(tmp_path / "run", {"settings": {}}) as folder:
             folder.append({"removal": 1, "units": {"a": [1]}})
             folder.write_json("structure.json", {"groups": [group], "shapes": {"a.weight": [2, 3]}})
-        assert list(warnings(read_run(tmp_path / "run"))) == ["One layer has one channel left: a."]
+        assert list(warnings(read_run(tmp_path / "run"))) == ["1 layer has one channel left: a."]
 
 
 class TestHidden:
     def test_the_flat_loss_of_a_one_shot_run(self, finished, tmp_path):
         prune(tmp_path / "run", schedule="one-shot")
-        charts = [page_of(folder).partition("<script")[0].count('data-chart="loss"') for folder in (tmp_path / "run", finished)]
-        assert charts == [0, 1]
+        one_shot, other = (page_of(folder).partition("<script")[0] for folder in (tmp_path / "run", finished))
+        assert ('data-chart="loss"' in one_shot, 'data-chart="loss"' in other) == (False, True)
 
     def test_reasons_that_surprise_nobody_are_folded(self, finished, tmp_path):
         assert "<summary>As expected: is an output of the model</summary>" in page_of(finished)
@@ -195,7 +196,8 @@ class TestFiles:
     def test_the_line_of_python_loads_the_network(self, tmp_path):
         batches = [(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]))]
         result = ifso.prune(
-            ifso.create_model("ifso:resnet8-digits"), batches, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            ifso.create_model("ifso:resnet8-digits"), batches,
+            lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
             budget=ifso.Budget(macs=0.8), example_inputs=batches[0][0], criterion="random", schedule="one-shot",
             recalibrate=0, about={"model": "ifso:resnet8-digits"}, out=tmp_path / "it's",
         )  # fmt: skip

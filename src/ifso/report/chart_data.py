@@ -6,7 +6,6 @@ import base64
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ifso.report.results import QUALITIES, STAGES, Quality, quality
@@ -50,8 +49,8 @@ def chart_data(run: RunRecord, name: str) -> dict[str, Any]:
 def _units(run: RunRecord) -> dict[str, Any]:
     """Groups: when each unit went, and its score, a byte each."""
     last = run.removals[-1].number if run.removals else 0
-    scores = run.scores
-    scale = None if scores is None else LogScale.over(value for part in scores.by_group.values() for value in part)
+    scores = run.scores.by_group if run.scores else {}
+    ends = log_range(value for part in scores.values() for value in part)
     groups = [
         {
             "name": group.name,
@@ -60,16 +59,14 @@ def _units(run: RunRecord) -> dict[str, Any]:
             "flags": list(group.flags),
             "members": _members(group),
             "when": packed(moments(group.gone, group.size, last)),
-            "scores": None
-            if scores is None or scale is None or group.name not in scores.by_group
-            else packed(map(scale.level, scores.by_group[group.name])),
+            "scores": packed(log_level(value, *ends) for value in scores[group.name])
+            if ends and group.name in scores
+            else None,
         }
         for group in run.structure.groups
     ]
-    about = None
-    if scale is not None and scores is not None:
-        about = {"low": short(scale.low), "high": short(scale.high), "first": scores.first}
-    return {"groups": groups, "scale": about}
+    scale = {"low": short(ends[0]), "high": short(ends[1]), "first": run.scores.first} if ends and run.scores else None
+    return {"groups": groups, "scale": scale}
 
 
 def _members(group: Group) -> list[str]:
@@ -142,8 +139,8 @@ def stage_losses(run: RunRecord) -> list[list[float | None]]:
 
 def _along(run: RunRecord, key: str) -> list[list[float | None]]:
     """[share of MACs, measure] after each stage that measured it, in that order."""
-    found = [(numbers(stage.get("shares")), numbers(stage.get("values"))) for stage in run.stages]
-    return [[short(shares["macs"]), short(values[key], 6)] for shares, values in found if "macs" in shares and key in values]
+    pairs = ((numbers(stage.get("shares")).get("macs"), numbers(stage.get("values")).get(key)) for stage in run.stages)
+    return [[short(macs), short(value, 6)] for macs, value in pairs if macs is not None and value is not None]
 
 
 def _compressed(recipe: bytes | None) -> str | None:
@@ -185,33 +182,21 @@ def level(value: float, low: float, high: float) -> int:
     return 1 + round((LEVELS - 1) * min(max((value - low) / (high - low), 0.0), 1.0))
 
 
-@dataclass(frozen=True)
-class LogScale:
-    """Powers of ten from ``low`` to ``high``: scores span many orders of magnitude."""
+def log_range(values: Iterable[float]) -> tuple[float, float] | None:
+    """The powers of ten between which all positive values are; None if there are none.
 
-    low: float
-    high: float
+    At most 12 orders of magnitude below the largest: what is smaller is zero but for rounding.
 
-    @classmethod
-    def over(cls, values: Iterable[float]) -> LogScale | None:
-        """One that all positive values fit on; None if there are none.
+    >>> log_range([0.0, 0.01, 100.0])
+    (-2.0, 2.0)
+    """
+    logs = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
+    return (max(min(logs), max(logs) - 12), max(logs)) if logs else None
 
-        At most 12 orders of magnitude below the largest: what is smaller is zero but for rounding.
 
-        >>> LogScale.over([0.0, 0.01, 100.0])
-        LogScale(low=-2.0, high=2.0)
-        """
-        logs = [math.log10(value) for value in values if value > 0 and math.isfinite(value)]
-        if not logs:
-            return None
-        high = max(logs)
-        return cls(max(min(logs), high - 12), high)
-
-    def level(self, value: float) -> int:
-        """1 … 250 for a positive number, 0 for any other."""
-        if not value > 0 or not math.isfinite(value):
-            return 0
-        return level(math.log10(value), self.low, self.high)
+def log_level(value: float, low: float, high: float) -> int:
+    """The step of a positive number between powers of ten, 0 for any other number."""
+    return level(math.log10(value), low, high) if value > 0 and math.isfinite(value) else 0
 
 
 def thinned(length: int, most: int = MOST_POINTS) -> list[int]:

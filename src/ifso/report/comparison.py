@@ -20,19 +20,10 @@ class Alike:
     values: dict[int, float]
 
     @property
-    def mean(self) -> float:
-        """Of the runs."""
-        return fmean(self.values.values())
-
-    @property
-    def deviation(self) -> float | None:
-        """The standard deviation over the runs, if there are several."""
-        return stdev(self.values.values()) if len(self.values) > 1 else None
-
-    @property
     def row(self) -> tuple[str, int, float, float | None]:
-        """Name, number of runs, mean and standard deviation."""
-        return self.name, len(self.values), self.mean, self.deviation
+        """Name, number of runs, mean, and standard deviation if there are several."""
+        values = list(self.values.values())
+        return self.name, len(values), fmean(values), stdev(values) if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -51,11 +42,6 @@ class Comparison:
     def label(self) -> str:
         """What was measured."""
         return " or ".join(dict.fromkeys(each.name for each in self.qualities if each.name)) or "accuracy"
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether there is anything to draw."""
-        return any(each.by_stage for each in self.qualities)
 
     @property
     def is_fair(self) -> bool:
@@ -98,5 +84,6 @@ class Comparison:
     def differing(self) -> list[tuple[Any, ...]]:
         """The settings in which the runs differ, with their values."""
         settings = [dict(flattened(run.settings)) for run in self.runs]
-        rows = [(name, *(each.get(name, "–") for each in settings)) for name in dict.fromkeys(n for s in settings for n in s)]
+        names = dict.fromkeys(name for each in settings for name in each)
+        rows = [(name, *(each.get(name, "–") for each in settings)) for name in names]
         return [row for row in rows if len(set(row[1:])) > 1]

@@ -15,8 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ifso._version import __version__
 from ifso.common.files import write_text
 from ifso.errors import RunError
-from ifso.report import chart_data, results, sections
-from ifso.report.commands import load_command
+from ifso.report import chart_data, commands, results, sections
 from ifso.report.comparison import Comparison
 from ifso.report.sections import LINKS
 from ifso.runs.reading import read_run
@@ -84,7 +83,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         together=together,
         data={
             "runs": [chart_data.chart_data(run, name) for run, name in zip(runs, names, strict=True)],
-            "groups": [[each.name, list(each.values.items()), each.mean, each.deviation] for each in groups],
+            "groups": [[each.name, list(each.values.items()), *each.row[2:]] for each in groups],
         },
     )
 
@@ -99,7 +98,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    found.globals.update(sections=sections, results=results, chart_data=chart_data, load_command=load_command)
+    found.globals.update(sections=sections, results=results, chart_data=chart_data, commands=commands)
     found.filters.update(percent=percent, written=written, cells=astuple, capital=results.capital)
     return found
 

@@ -17,8 +17,6 @@ QUALITIES = {"accuracy": ("accuracy", "top1"), "mAP": ("map",)}
 
 STAGES = ("unpruned", "pruned", "fine-tuned")
 
-NOT_MEASURED = "not measured: ifso eval RUN --out RUN/eval.json, then report again"
-
 
 @dataclass(frozen=True)
 class Quality:
@@ -133,7 +131,8 @@ def cards(run: RunRecord) -> list[Card]:
         "activations": _activations(run),
         "latency": _latency(run),
     }
-    return [*(replace(card, binding=kind == hardest) for kind, card in found.items()), _worth(run)]
+    known = {kind: card for kind, card in found.items() if kind == "latency" or card.after or card.share is not None}
+    return [*(replace(card, binding=kind == hardest) for kind, card in known.items()), _worth(run)]
 
 
 def binding(run: RunRecord) -> str | None:
@@ -145,7 +144,7 @@ def binding(run: RunRecord) -> str | None:
 def _cost(run: RunRecord, kind: str, label: str) -> Card:
     before, after, target = run.cost_before.get(kind), run.cost_after.get(kind), run.targets.get(kind)
     if before is None or after is None:
-        return Card(label, None, None, run.shares.get(kind), target, "not in the folder")
+        return Card(label, None, None, run.shares.get(kind), target)
     share = run.shares.get(kind, after / before if before else None)
     return Card(label, amount(before), amount(after), share, target)
 
@@ -176,7 +175,8 @@ def _latency(run: RunRecord) -> Card:
     unpruned, smaller = map(_timings, _networks(run))
     batch = next((batch for batch in unpruned if batch in smaller), None)
     if batch is None:
-        return Card("Latency", None, None, None, target, NOT_MEASURED)
+        how = "not measured: ifso eval RUN --out RUN/eval.json, then report again"
+        return Card("Latency", None, None, None, target, how)
     hardware = text(at(mapping(run.evaluation), "hardware", "device")) or "an unnamed machine"
     runs = f", middle half of {unpruned[batch][2]:g} runs" if unpruned[batch][2] else ""
     return _timed(unpruned[batch][:2], smaller[batch][:2], target, f"batch of {batch:g} on {hardware}{runs}")
@@ -240,7 +240,7 @@ def warnings(run: RunRecord) -> Iterator[str]:
         )
     single = [layer.name for layer in run.structure.layers if layer.kept == 1 < layer.channels]
     if single:
-        yield f"{'One layer has' if len(single) == 1 else f'{len(single)} layers have'} one channel left: {few(single)}."
+        yield f"{'1 layer has' if len(single) == 1 else f'{len(single)} layers have'} one channel left: {few(single)}."
     measured, target = number(at(mapping(run.summary), "latency", "share")), run.targets.get("latency")
     if measured is not None and target is not None and measured > target:
         yield (

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ifso.pruning.result import LABELS
-from ifso.report.commands import finetune_command, prune_command, resume_command
 from ifso.report.results import binding, costs_in_words, quality
 from ifso.runs.record import RunRecord
-from ifso.runs.values import at, mapping, number, numbers, percent, text, whole
+from ifso.runs.values import at, mapping, number, numbers, text, whole
 
 LINKS = {
     "summary": "Summary", "accuracy": "Accuracy", "layers": "Layers", "order": "Order", "scores": "Scores",
@@ -36,25 +35,9 @@ def status(run: RunRecord) -> str:
     return f"{state}, resumed {'once' if count == 1 else f'{count} times'}" if count else state
 
 
-def banners(run: RunRecord) -> Iterator[tuple[str, str | None]]:
-    """What must be known first; a sentence that ends with a command has it apart."""
-    if not run.config:
-        yield "This folder holds a pruned network, but not the run that made it: there is little to show.", None
-    elif not run.finished:
-        left = f", {percent(run.shares['macs'])} of the MACs left" if "macs" in run.shares else ""
-        count = f"{len(run.removals)} removal{'' if len(run.removals) == 1 else 's'} so far{left}"
-        yield f"This run is not finished: {count}. Go on with", resume_command(run) or "ifso.prune(…, resume=…)"
-    if run.resumes:
-        yield f"The pruning was interrupted and went on: {'; '.join(run.resumes)}.", None
-    if run.tuning is not None and run.tuning.summary is None:
-        planned = f" of {run.tuning.planned}" if run.tuning.planned else ""
-        yield f"The fine-tuning is not finished: {len(run.tuning.epochs)}{planned} epochs so far.", None
-    yield from ((problem, None) for problem in run.problems)
-
-
 def lead(run: RunRecord) -> str | None:
     """The result in a sentence or two."""
-    kept = {kind: run.shares[kind] for kind in ("macs", "params") if kind in run.shares}
+    kept = {kind: share for kind, share in run.shares.items() if kind in ("macs", "params")}
     if not kept:
         return None
     found, hardest = quality(run), binding(run)
@@ -101,16 +84,15 @@ def stages(run: RunRecord) -> Table:
     worth = [numbers(stage.get("values")) for stage in run.stages]
     names = list(dict.fromkeys(name for values in worth for name in values))
     columns = [
-        ("stage", "count"), *((f"{LABELS.get(cost, cost)} kept", "share") for cost in costs), ("units removed", "count"),
+        ("stage", "count"),
+        *((f"{LABELS.get(cost, cost)} kept", "share") for cost in costs), ("units removed", "count"),
         *((name.replace("_", " "), "number") for name in names), ("seconds", "number"), ("folder in networks/", "text"),
     ]  # fmt: skip
     rows = []
     for stage, values in zip(run.stages, worth, strict=True):
-        shares, plain = numbers(stage.get("shares")), [number(stage.get(name)) for name in ("stage", "units", "seconds")]
-        measured = (values.get(name) for name in names)
-        rows.append(
-            (plain[0], *map(shares.get, costs), plain[1], *measured, plain[2], text(stage.get("network")) or "")
-        )
+        kept = map(numbers(stage.get("shares")).get, costs)
+        which, units, seconds = (number(stage.get(name)) for name in ("stage", "units", "seconds"))
+        rows.append((which, *kept, units, *map(values.get, names), seconds, text(stage.get("network")) or ""))
     if not any(row[-1] for row in rows):
         return Table(columns[:-1], [row[:-1] for row in rows])
     return Table(columns, rows)
@@ -143,18 +125,12 @@ def flags(run: RunRecord) -> list[tuple[str, int, list[str]]]:
     return [(flag, len(names), names) for flag, names in sorted(by_flag.items())]
 
 
-def commands(run: RunRecord) -> dict[str, str | None]:
-    """The commands that made the run, by what they did; None for what Python began."""
-    pruning = {"pruning": prune_command(run)} if run.config else {}
-    return pruning | ({} if run.tuning is None else {"fine-tuning": finetune_command(run, run.tuning)})
-
-
 def settings(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
     """Versions, settings and machine, as tables of names and values."""
     tuning = mapping(run.tuning.config.get("settings")) if run.tuning else {}
     summary = mapping(run.tuning.summary) if run.tuning else {}
-    machine = {name: summary[name] for name in ("hardware", "torch", "ifso") if name in summary}
-    found = {
+    machine: dict[str, Any] = {name: summary[name] for name in ("hardware", "torch", "ifso") if name in summary}
+    found: dict[str, dict[str, Any]] = {
         "Versions": mapping(run.config.get("versions")), "Settings of the pruning": run.settings,
         "Settings of the fine-tuning": tuning, "Machine of the fine-tuning": machine,
     }  # fmt: skip

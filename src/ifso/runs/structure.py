@@ -128,7 +128,7 @@ def from_document(
         for each in objects(document.get("frozen"))
         if (parameter := text(each.get("parameter"))) is not None
     ]
-    macs = {name: found for name, each in mapping(document.get("macs")).items() if (found := whole(each)) is not None}
+    macs = {name: each for name, each in mapping(document.get("macs")).items() if whole(each) is not None}
     return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe, macs)), tuple(_reasons(frozen)))
 
 
@@ -208,9 +208,7 @@ def _layers(
             bias = f"{parameter.removesuffix('weight')}bias"
             params = (before + math.prod(shapes[bias]), left + math.prod(after[bias])) if bias in shapes else None
             work = (macs[parameter], macs[parameter] * left // before) if parameter in macs and before else None
-            yield Layer(
-                layer_of(parameter), size, after[parameter][dim], tuple(parts), params or (before, left), work
-            )
+            yield Layer(layer_of(parameter), size, after[parameter][dim], tuple(parts), params or (before, left), work)
 
 
 def _shapes_after(groups: Sequence[Group], shapes: Shapes, recipe: Recipe | None) -> dict[str, list[int]]:
