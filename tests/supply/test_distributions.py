@@ -19,7 +19,7 @@ import ifso
 ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_000
 WHEEL = re.compile(
-    r"ifso(?:_repro)?/[\w/]+\.py|ifso_repro/toml/[\w-]+\.toml|ifso/(?:py\.typed|report/assets/[\w-]+\.(?:js|css|html)"
+    r"ifso(?:_repro)?/[\w/]+\.py|ifso_repro/toml/[\w-]+\.toml|ifso/(?:py\.typed|report/assets/[\w-]+\.(?:js|css)|report/templates/[\w-]+\.html"
     r"|data/digits\.npz|data/LICENSE-digits\.txt)"
     r"|ifso-[\w.]+\.dist-info/(?:METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)"
 )
