@@ -17,7 +17,7 @@ def run(code):
     ["import ifso", "import ifso; dir(ifso)", "from ifso.cli.main import _parser; _parser().format_help()"],
 )
 def test_torch_and_rich_are_imported_only_when_needed(work):
-    done = run(f"{work}\nimport sys\nprint(sorted({{'torch', 'rich', 'numpy'}} & set(sys.modules)))")
+    done = run(f"{work}\nimport sys\nprint(sorted({{'torch', 'rich', 'numpy', 'jinja2'}} & set(sys.modules)))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

@@ -20,11 +20,13 @@ from ifso.cli.main import main
 from ifso.errors import RunError
 from ifso.report import write_report
 from ifso.report.commands import prune_command
-from ifso.report.facts import facts, worth
-from ifso.report.page import SECTIONS, render
+from ifso.report.page import render
+from ifso.report.results import cards, quality
+from ifso.report.sections import LINKS
 from ifso.runs.folder import RunFolder
 from ifso.runs.reading import read_run
 from ifso.runs.structure import from_document
+from ifso.runs.values import percent
 from ifso.surgery.store import read_recipe
 
 
@@ -77,7 +79,7 @@ def test_a_staged_run_shows_what_each_stage_left(tmp_path):
     assert "What each stage left" in text
     stages = json.loads((tmp_path / "staged" / "summary.json").read_text())["stages"]
     assert len(stages) == 10
-    assert all(f"{stage['shares']['macs']:.1%}" in text for stage in stages)
+    assert all(percent(stage["shares"]["macs"]) in text for stage in stages)
 
 
 class TestNumbers:
@@ -96,10 +98,12 @@ class TestNumbers:
 
     def test_layers_have_the_channels_that_the_recipe_has(self, finished):
         (run,), shapes = data_of(page_of(finished))["runs"], read_recipe(finished).shapes
-        found = {name: (channels, kept) for name, channels, kept, _ in run["layers"]}
+        found = {name: (channels, kept) for name, channels, kept, *_ in run["layers"]}
         wanted = {name: shapes[f"{name}.weight"] for name in ("first", "last", "middle", "fc")}
         assert found == {name: (shape.before[0], shape.after[0]) for name, shape in wanted.items()}
-        coupled = {name for name, _, _, groups in run["layers"] if any(str(each) in run["coupled"] for each in groups)}
+        coupled = {
+            name for name, _, _, groups, *_ in run["layers"] if any(str(each) in run["coupled"] for each in groups)
+        }
         assert coupled == {"first", "last"}
 
     def test_the_same_from_the_recipe_alone(self, finished, tmp_path):
@@ -107,7 +111,7 @@ class TestNumbers:
             (tmp_path / name).write_bytes((finished / name).read_bytes())
         old, new = data_of(page_of(tmp_path))["runs"][0], data_of(page_of(finished))["runs"][0]
         assert [group["when"] for group in old["groups"]] == [group["when"] for group in new["groups"]]
-        assert sorted(old["layers"]) == sorted(new["layers"])
+        assert sorted(each[:5] for each in old["layers"]) == sorted(each[:5] for each in new["layers"])
 
     def test_units_of_several_channels(self):
         weight = {"parameter": "heads.weight", "dim": 0, "role": "produces", "positions": 24}
@@ -133,11 +137,11 @@ class TestNumbers:
 
     def test_the_headline(self, finished):
         record, summary = read_run(finished), json.loads((finished / "summary.json").read_text())
-        cards = {fact.label: fact for fact in facts(record)}
-        assert cards["MACs"].share == summary["shares"]["macs"]
-        assert (cards["MACs"].target, cards["Latency"].after) == (0.5, None)
+        found = {card.label: card for card in cards(record)}
+        assert found["MACs"].share == summary["shares"]["macs"]
+        assert (found["MACs"].target, found["Latency"].after) == (0.5, None)
         measures = [one["accuracy"] for one in summary["measures"]]
-        assert worth(record).by_stage == {"unpruned": measures[0], "pruned": measures[-1], "fine-tuned": 93.0}
+        assert quality(record).by_stage == {"unpruned": measures[0], "pruned": measures[-1], "fine-tuned": 93.0}
         assert f"{measures[0]:.2f}\u00a0%" in page_of(finished)
 
     def test_what_ifso_eval_measured_comes_first(self, finished, tmp_path):
@@ -148,13 +152,14 @@ class TestNumbers:
         }
         (finished / "eval.json").write_text(json.dumps({"networks": networks, "split": "test"}))
         try:
-            cards = {fact.label: fact for fact in facts(read_run(finished))}
+            found = {card.label: card for card in cards(read_run(finished))}
         finally:
             (finished / "eval.json").unlink()
-        assert (cards["Latency"].before, cards["Latency"].after, cards["Latency"].share) == ("250 ms", "125 ms", 0.5)
-        assert (cards["Memory"].before, cards["Memory"].after) == ("4.00 kB", "1.00 kB")
-        assert (cards["Accuracy"].before, cards["Accuracy"].after) == ("70.00\u00a0%", "93.00\u00a0%")
-        assert cards["Accuracy"].note.startswith("60.00\u00a0% when pruned")
+        latency = found["Latency"]
+        assert (latency.before, latency.after, latency.share) == ("250\u00a0ms", "125\u00a0ms", 0.5)
+        assert (found["Activations"].before, found["Activations"].after) == ("4.00 kB", "1.00 kB")
+        assert (found["Accuracy"].before, found["Accuracy"].after) == ("70.00\u00a0%", "93.00\u00a0%")
+        assert found["Accuracy"].note.startswith("60.00\u00a0% when pruned")
 
     def test_the_command_that_repeats_a_run_parses_into_its_arguments(self, tmp_path):
         arguments = {
@@ -178,7 +183,7 @@ class TestPage:
         found = Elements(page)
         ids = [value for name, value in found.attributes if name == "id"]
         assert len(ids) == len(set(ids))
-        assert {f"{kind}-0" for kind in SECTIONS} <= set(ids)
+        assert {f"{kind}-0" for kind in LINKS} <= set(ids)
         links = [value or "" for name, value in found.attributes if name in ("href", "src")]
         assert all(link.startswith("#") or link == "data:," for link in links)
         assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
@@ -218,9 +223,10 @@ class TestPage:
         with RunFolder.create(tmp_path / "boxes", {"settings": {"criterion": {"name": "ifso"}}}) as run:
             run.finish({"measures": [{"stage": "pruned", "map": 20.0}], "shares": {"macs": 0.5}})
         page = page_of(finished, tmp_path / "boxes")
-        assert 'data-chart="worth"' not in page.partition("<body")[2].partition("<script")[0]
+        assert 'data-chart="dots"' not in page.partition("<body")[2].partition("<script")[0]
         assert "they are not drawn together" in Elements(page).text
-        assert 'data-chart="worth"' in page_of(finished).partition("<body")[2].partition("<script")[0]
+        both = page_of(finished, finished).partition("<body")[2].partition("<script")[0]
+        assert 'data-chart="dots"' in both
 
     def test_300_layers_take_little_room(self, tmp_path):
         write_many(tmp_path / "run", 300, units=128)
@@ -237,7 +243,7 @@ class TestPage:
         with RunFolder.create(tmp_path / "run" / "finetune", {"settings": {"training": {"epochs": 1}}}) as run:
             run.append({"epoch": 1, "loss": 1.0, "lr": 0.1, "seconds": 2.0, "map": 39.0, "eval_loss": 0.5})
             run.finish({"before": {"unpruned": 40.0, "pruned": 20.0}, "last_map": 39.0})
-        found = worth(read_run(tmp_path / "run"))
+        found = quality(read_run(tmp_path / "run"))
         assert (found.name, found.by_stage) == ("mAP", {"unpruned": 40.0, "pruned": 20.0, "fine-tuned": 39.0})
         page = page_of(tmp_path / "run")
         assert "mAP went from 40.00\u00a0% to 39.00\u00a0% after fine-tuning" in Elements(page).text
@@ -250,10 +256,10 @@ class TestPage:
             run.finish({"measures": measures, "shares": {"macs": 0.5}})
         page = page_of(tmp_path / "run")
         assert "dice went from 0.912 to 0.873" in Elements(page).text
-        assert "Dice against the share of the MACs" in Elements(page).text
-        points = data_of(page)["runs"][0]["points"]
+        assert "Dice against MACs" in Elements(page).text
+        points = data_of(page)["runs"][0]["quality"]
         assert (points["name"], points["percent"]) == ("dice", False)
-        assert [point["worth"] for point in points["points"]] == [0.912, 0.873]
+        assert [point["value"] for point in points["points"]] == [0.912, 0.873]
 
     def test_a_network_that_was_only_saved(self, finished, tmp_path):
         for name in ("recipe.json", "model.safetensors"):
@@ -261,8 +267,8 @@ class TestPage:
         page = page_of(tmp_path)
         assert "but not the run that made it" in Elements(page).text
         saved, whole = (data_of(each)["runs"][0] for each in (page, page_of(finished)))
-        assert sorted(saved["layers"]) == sorted(whole["layers"])
-        assert facts(read_run(tmp_path))[0].share == pytest.approx(facts(read_run(finished))[0].share)
+        assert sorted(each[:5] for each in saved["layers"]) == sorted(each[:5] for each in whole["layers"])
+        assert cards(read_run(tmp_path))[0].share == pytest.approx(cards(read_run(finished))[0].share)
 
 
 @pytest.mark.parametrize("name", ["structure.json", "summary.json", "eval.json"])
@@ -280,13 +286,14 @@ class TestUnfinished:
         text = Elements(page).text
         assert "This run is not finished: 2 removals so far" in text
         assert data_of(page)["runs"][0]["removals"] == 2
-        assert worth(read_run(begun)).by_stage.keys() == {"unpruned"}
+        assert quality(read_run(begun)).by_stage.keys() == {"unpruned"}
 
     def test_before_the_first_removal(self, tmp_path):
         RunFolder.create(tmp_path / "run", {"settings": {"criterion": {"name": "ifso"}}}).close()
-        text = Elements(page_of(tmp_path / "run")).text
-        assert "This run is not finished: 0 removals so far" in text
-        assert "There are no removals to show." in text
+        page = page_of(tmp_path / "run")
+        assert "This run is not finished: 0 removals so far" in Elements(page).text
+        assert re.findall(r'<section id="(\w+)-0"', page) == ["summary", "setup"]
+        assert re.findall(r'data-link="(\w+)"', page) == ["summary", "setup"]
 
     def test_a_resumed_run_says_so_and_ends_like_another(self, begun, finished):
         prune(begun, resume=begun)

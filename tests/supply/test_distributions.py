@@ -19,7 +19,7 @@ import ifso
 ROOT = Path(__file__).parents[2]
 EPOCH = 1_700_000_000
 WHEEL = re.compile(
-    r"ifso(?:_repro)?/[\w/]+\.py|ifso_repro/toml/[\w-]+\.toml|ifso/(?:py\.typed|report/assets/[\w-]+\.(?:js|css|html)"
+    r"ifso(?:_repro)?/[\w/]+\.py|ifso_repro/toml/[\w-]+\.toml|ifso/(?:py\.typed|report/assets/[\w-]+\.(?:js|css)|report/templates/[\w-]+\.html"
     r"|data/digits\.npz|data/LICENSE-digits\.txt)"
     r"|ifso-[\w.]+\.dist-info/(?:METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)"
 )
@@ -95,7 +95,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(source, built):
     files = {str(path.relative_to(source / "src")) for path in (source / "src").rglob("*") if path.is_file()}
     recipes = {f"ifso_repro/toml/{path.name}" for path in (source / "repro").glob("*.toml")}
     assert {name for name in names if ".dist-info/" not in name} == files | recipes
-    assert {"ifso/py.typed", "ifso/report/assets/page.html", "ifso/data/digits.npz"} <= files
+    assert {"ifso/py.typed", "ifso/report/templates/page.html", "ifso/data/digits.npz"} <= files
 
 
 def test_the_metadata_says_what_the_package_is(built):
@@ -104,7 +104,7 @@ def test_the_metadata_says_what_the_package_is(built):
         told = Parser().parsestr(archive.read(name).decode())
     assert (told["Name"], told["Version"], told["License-Expression"]) == ("ifso", ifso.__version__, "MIT")
     core = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
-    assert sorted(re.match(r"[\w-]+", line)[0] for line in core) == ["numpy", "rich", "safetensors", "torch"]
+    assert sorted(re.match(r"[\w-]+", line)[0] for line in core) == ["jinja2", "numpy", "rich", "safetensors", "torch"]
 
 
 def test_the_sdist_holds_what_is_meant(source, built):

@@ -1,4 +1,4 @@
-"""The command lines that repeat a run, or go on with it."""
+"""The command lines that repeat a run or go on with it, and the Python that loads what it left."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ def finetune_command(run: RunRecord, tuning: Tuning) -> str | None:
         return told
     out = [] if tuning.folder == run.folder / "finetune" else ["--out", str(tuning.folder)]
     return shlex.join(["ifso", "finetune", str(run.folder), *options(given, negatable=True), *out])
+
+
+def load_command(run: RunRecord) -> str | None:
+    """The Python that loads the network that was made last; None if there is none yet."""
+    tuned = run.tuning is not None and run.tuning.weights_bytes is not None and run.tuning.summary is not None
+    if not tuned and run.weights_bytes is None:
+        return None
+    folder = run.tuning.folder if tuned and run.tuning is not None else run.folder
+    name = text(run.arguments.get("model")) or text(at(run.config, "about", "model"))
+    if name is None:
+        name = f"{run.model}(...)" if run.model.isidentifier() else "build_it()"
+        return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {name})  # with the original, unpruned"
+    outputs = [layer.channels for layer in run.structure.layers if not layer.groups]
+    known = name.startswith(("ifso:", "timm:", "torchvision:")) and "num_classes" not in name and len(outputs) == 1
+    original = f"ifso.create_model({name!r}{f', num_classes={outputs[0]}' if known else ''})"
+    return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {original})"
 
 
 def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[str]:

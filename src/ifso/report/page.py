@@ -4,61 +4,47 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import astuple
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ifso._version import __version__
 from ifso.common.files import write_text
 from ifso.errors import RunError
-from ifso.report.charted import course, scores, structure, tuning, when
-from ifso.report.comparison import comparison
-from ifso.report.content import content, names_of
-from ifso.report.evidence import frozen, setup, trust
-from ifso.report.headline import headline
-from ifso.report.markup import Markup, element, embedded, joined
+from ifso.report import chart_data, commands, results, sections
+from ifso.report.comparison import Comparison
+from ifso.report.sections import LINKS
 from ifso.runs.reading import read_run
 from ifso.runs.record import RunRecord
+from ifso.runs.values import percent
 
 NAME = "report.html"
 SUFFIXES = (".html", ".htm")
-SCRIPTS = ("kit.js", "columns.js", "layers.js", "detail.js", "lines.js", "worth.js", "page.js")
-SECTIONS: dict[str, tuple[str, Callable[[RunRecord, int], Markup]]] = {
-    "headline": ("Summary", headline),
-    "structure": ("Structure", structure),
-    "scores": ("Scores", scores),
-    "when": ("When", when),
-    "course": ("Course", course),
-    "tuning": ("Fine-tuning", tuning),
-    "frozen": ("Frozen", frozen),
-    "trust": ("Checks", trust),
-    "setup": ("Setup", setup),
-}
-"""The kinds of sections about a run, in order: the words of the link to it, and what makes it."""
-
-ACCURACY_AFTER = 5
-"""After so many of them comes accuracy against MACs, if the page is about a single run."""
+SCRIPTS = ("kit.js", "columns.js", "layers.js", "detail.js", "lines.js", "quality.js", "files.js", "page.js")
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page about these run folders, and say where.
+    """Write the page about these run folders, and return where it is.
 
     ``out`` is the file; without it that of one run is ``report.html`` in its folder, that of several in the folder
     they all lie in.
     """
     records = [read_run(Path(folder)) for folder in runs]
-    place = out or default_place(
+    path = out or default_path(
         [_home(Path(folder), record.folder) for folder, record in zip(runs, records, strict=True)]
     )
-    if place.suffix.lower() not in SUFFIXES:
-        raise RunError(f"{place}: the report is a page; give a name that ends in .html")
+    if path.suffix.lower() not in SUFFIXES:
+        raise RunError(f"{path}: the report is a page; give a name that ends in .html")
     page = render(records)
     try:
-        write_text(place, page)
+        write_text(path, page)
     except OSError as error:
-        raise RunError(f"{place} cannot be written: {error.strerror or error}; give another --out") from error
-    return place
+        raise RunError(f"{path} cannot be written: {error.strerror or error}; give another --out") from error
+    return path
 
 
 def _home(given: Path, run: Path) -> Path:
@@ -66,7 +52,7 @@ def _home(given: Path, run: Path) -> Path:
     return run if run.resolve() in (given.resolve(), given.resolve().parent) else given
 
 
-def default_place(folders: Sequence[Path]) -> Path:
+def default_path(folders: Sequence[Path]) -> Path:
     """Where the page goes if nobody says so."""
     if len(folders) == 1:
         return folders[0] / NAME
@@ -78,52 +64,68 @@ def default_place(folders: Sequence[Path]) -> Path:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The HTML document."""
-    from ifso._version import __version__
-
-    names = names_of(runs)
-    title = f"{runs[0].model} pruned" if len(runs) == 1 else f"{len(runs)} pruning runs compared"
-    together = comparison(runs, names)
-    if len(runs) == 1:
-        body = _article(runs[0], 0, together)
-    else:
-        body = joined((together, *(_article(run, number) for number, run in enumerate(runs))))
+    templates, names = _templates(), names_of(runs)
+    draw = vars(templates.get_template("sections.html").module)
+    articles = [{kind: body for kind in LINKS if (body := draw[kind](run)).strip()} for run in runs]
+    together = Comparison(runs, names) if len(runs) > 1 else None
     script = "\n".join(["'use strict';(()=>{", *map(_asset, SCRIPTS), "})();"])
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    data = embedded({"runs": [content(run, name) for run, name in zip(runs, names, strict=True)]})
-    return Template(_asset("page.html")).substitute(
-        title=joined((title,)),
-        version=joined((__version__,)),
+    groups = together.groups if together and together.is_fair else []
+    return templates.get_template("page.html").render(
+        title=f"{len(runs)} pruning runs compared" if together else f"{runs[0].model} pruned",
+        version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         style=_asset("style.css"),
-        digest=digest,
-        chooser=_chooser(names),
-        links=_links(len(runs) > 1),
-        body=body,
-        data=data,
         script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        names=names,
+        links={kind: words for kind, words in LINKS.items() if any(kind in article for article in articles)},
+        articles=articles,
+        together=together,
+        data={
+            "runs": [chart_data.chart_data(run, name) for run, name in zip(runs, names, strict=True)],
+            "groups": [[each.name, list(each.values.items()), *each.row[2:]] for each in groups],
+        },
     )
 
 
-def _article(run: RunRecord, number: int, *between: Markup) -> Markup:
-    """Everything about one run."""
-    sections = [make(run, number) for _, make in SECTIONS.values()]
-    sections[ACCURACY_AFTER:ACCURACY_AFTER] = between
-    return element("article", *sections, id=f"run-{number}", class_="run", data_run=number)
+def _templates() -> Environment:
+    """Templates in which every text is escaped; a name that is not given is an error."""
+    found = Environment(
+        loader=PackageLoader("ifso.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    found.globals.update(sections=sections, results=results, chart_data=chart_data, commands=commands)
+    found.filters.update(percent=percent, written=written, cells=astuple, capital=results.capital)
+    return found
+
+
+def written(value: object, kind: str) -> str:
+    r"""A cell of a table: a ``count``, a ``share``, a ``number`` or a ``text``.
+
+    >>> written(1234, "count"), written(0.5, "share"), written(0.123456, "number"), written(None, "count")
+    ('1,234', '50.0\xa0%', '0.1235', '–')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, (int, float)):
+        forms = {"count": "{:,.0f}" if isinstance(value, float) else "{:,}", "number": "{:.4g}"}
+        return percent(value) if kind == "share" else forms.get(kind, "{}").format(value)
+    return str(value)
 
 
 def _asset(name: str) -> str:
     return files("ifso.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _chooser(names: Sequence[str]) -> Markup:
-    if len(names) == 1:
-        return Markup("")
-    choices = (element("option", name, value=number) for number, name in enumerate(names))
-    return element("label", "Run ", element("select", *choices, id="chooser"), class_="chooser")
-
-
-def _links(several: bool) -> Markup:
-    together = element("a", "Comparison" if several else "Accuracy", href="#comparison")
-    links = [element("a", words, href=f"#{kind}-0", data_link=kind) for kind, (words, _) in SECTIONS.items()]
-    links.insert(0 if several else ACCURACY_AFTER, together)
-    return joined(links)
+def names_of(runs: Sequence[RunRecord]) -> list[str]:
+    """A name for each run: its folder, with as many folders above it as it takes to tell them apart."""
+    paths = [run.folder.resolve() for run in runs]
+    for depth in (1, 2, 3):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number}: {path.name}" for number, path in enumerate(paths, 1)]

@@ -27,7 +27,7 @@ from ifso.runs.record import Removal, RunRecord, Scores, Tuning
 from ifso.runs.structure import Structure, from_document, from_recipe, gone_by_group
 from ifso.runs.values import at, mapping, number, numbers, text, whole, wholes
 from ifso.surgery.recipe import Recipe
-from ifso.surgery.store import RECIPE, read_recipe
+from ifso.surgery.store import RECIPE, WEIGHTS, read_recipe
 
 FINETUNE, EVALUATION = "finetune", "eval.json"
 """Where the fine-tuning of a run is, and what ``ifso eval`` measured, if it was written there."""
@@ -116,6 +116,8 @@ class _Reader:
             tuning=self._tuning(tuned),
             evaluation=self._json(folder / EVALUATION, "networks"),
             scores=self._scores(structure),
+            recipe=None if recipe is None else _bytes_of(folder / RECIPE),
+            weights_bytes=_size_of(folder / WEIGHTS),
             problems=tuple(self._problems),
         )
 
@@ -196,7 +198,7 @@ class _Reader:
         if config is None:
             return None
         epochs = map(numbers, self._lines(folder / METRICS, lambda line: "epoch" in numbers(line)))
-        return Tuning(folder, config, tuple(epochs), self._json(folder / SUMMARY))
+        return Tuning(folder, config, tuple(epochs), self._json(folder / SUMMARY), _size_of(folder / WEIGHTS))
 
     def _scores(self, structure: Structure) -> Scores | None:
         for name in (FIRST_SCORES, SCORES):
@@ -213,6 +215,18 @@ class _Reader:
             fitting = {key: values for key, values in found.items() if sizes.get(key) == len(values)}
             return Scores(fitting, first=name == FIRST_SCORES)
         return None
+
+
+def _size_of(path: Path) -> int | None:
+    with suppress(OSError):
+        return path.stat().st_size if path.is_file() else None
+    return None
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    with suppress(OSError):
+        return path.read_bytes()
+    return None
 
 
 def _removal(line: Mapping[str, Any]) -> Removal | None:

@@ -27,18 +27,24 @@ class Removal:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A fine-tuning: its epochs (numbers by name), and the summary if it has come to its end."""
+    """A fine-tuning: its epochs (numbers by name), the summary if it has come to its end, and bytes of its weights."""
 
     folder: Path
     config: Mapping[str, Any]
     epochs: tuple[Mapping[str, float], ...]
     summary: Mapping[str, Any] | None
+    weights_bytes: int | None = None
 
     @property
     def planned(self) -> int | None:
         """Epochs in all."""
         value = at(self.config, "settings", "training", "epochs")
         return value if isinstance(value, int) else None
+
+    @property
+    def seconds(self) -> float:
+        """How long its epochs took."""
+        return sum(epoch.get("seconds", 0.0) for epoch in self.epochs)
 
     @property
     def split(self) -> str:
@@ -55,10 +61,18 @@ class Scores:
     by_group: Mapping[str, list[float]]
     first: bool
 
+    @property
+    def are_positive(self) -> bool:
+        """Whether there is one that a logarithmic scale can show."""
+        return any(value > 0 for values in self.by_group.values() for value in values)
+
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run. ``state`` is what the newest checkpoint says of an unfinished one, ``problems`` what could not be read."""
+    """A run. ``state`` is what the newest checkpoint says of an unfinished one, ``problems`` what could not be read.
+
+    ``recipe`` is the file as it is, ``weights_bytes`` the size of the file with the pruned network.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -70,6 +84,8 @@ class RunRecord:
     tuning: Tuning | None = None
     evaluation: Mapping[str, Any] | None = None
     scores: Scores | None = None
+    recipe: bytes | None = None
+    weights_bytes: int | None = None
     problems: tuple[str, ...] = ()
 
     @property

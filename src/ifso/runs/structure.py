@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ifso.costs.cost import count
+from ifso.costs.cost import MAC_KINDS, count
 from ifso.graph import channel_graph
 from ifso.runs.values import listing, mapping, objects, text, whole, wholes
 from ifso.surgery.recipe import Recipe, Round
@@ -51,12 +52,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Layer:
-    """Output channels of a layer before and after, and the groups (by number) that they belong to."""
+    """Output channels of a layer before and after, and the groups (by number) that they belong to.
+
+    ``params`` are its parameters before and after, ``macs`` its multiply-adds, if the folder has them.
+    """
 
     name: str
     channels: int
     kept: int
     groups: tuple[int, ...]
+    params: tuple[int, int] = (0, 0)
+    macs: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,8 @@ def from_document(
         for each in objects(document.get("frozen"))
         if (parameter := text(each.get("parameter"))) is not None
     ]
-    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe)), tuple(_reasons(frozen)))
+    macs = {name: each for name, each in mapping(document.get("macs")).items() if whole(each) is not None}
+    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe, macs)), tuple(_reasons(frozen)))
 
 
 def from_recipe(recipe: Recipe, gone: Mapping[str, Mapping[int, int | None]]) -> Structure:
@@ -138,7 +145,7 @@ def from_recipe(recipe: Recipe, gone: Mapping[str, Mapping[int, int | None]]) ->
     frozen = [
         Axis(each.parameter, each.dim, each.reason, _size(shapes, each.parameter, each.dim)) for each in last.frozen
     ]
-    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe)), tuple(_reasons(frozen)))
+    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe, {})), tuple(_reasons(frozen)))
 
 
 def gone_by_group(recipe: Recipe) -> dict[str, set[int]]:
@@ -177,7 +184,13 @@ def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | No
     return Group(name, size, flags, members, lost)
 
 
-def _layers(groups: Sequence[Group], shapes: Shapes, frozen: Sequence[Axis], recipe: Recipe | None) -> Iterator[Layer]:
+def _layers(
+    groups: Sequence[Group],
+    shapes: Shapes,
+    frozen: Sequence[Axis],
+    recipe: Recipe | None,
+    macs: Mapping[str, int],
+) -> Iterator[Layer]:
     """Every weight of two axes or more that writes channels, in the order of the network."""
     writers: dict[str, dict[int, Member]] = {}
     for number, group in enumerate(groups):
@@ -185,15 +198,34 @@ def _layers(groups: Sequence[Group], shapes: Shapes, frozen: Sequence[Axis], rec
             if len(shapes.get(member.parameter, ())) >= 2 and _writes(member):
                 writers.setdefault(member.parameter, {})[number] = member
     fixed = {axis.parameter for axis in frozen if axis.dim == 0 and len(shapes.get(axis.parameter, ())) >= 2}
-    after = {} if recipe is None else {name: change.after for name, change in recipe.shapes.items()}
-    for parameter in shapes:
+    after = _shapes_after(groups, shapes, recipe)
+    for parameter, shape in shapes.items():
         parts = writers.get(parameter, {})
         dim = next((member.dim for member in parts.values()), 0)
         size = _size(shapes, parameter, dim)
         if size and (parts or parameter in fixed):
-            lost = sum(member.positions * len(groups[n].gone) / max(groups[n].size, 1) for n, member in parts.items())
-            kept = after[parameter][dim] if dim < len(after.get(parameter, ())) else size - round(lost)
-            yield Layer(layer_of(parameter), size, max(kept, 0), tuple(parts))
+            before, left = math.prod(shape), math.prod(after[parameter])
+            bias = f"{parameter.removesuffix('weight')}bias"
+            params = (before + math.prod(shapes[bias]), left + math.prod(after[bias])) if bias in shapes else None
+            work = (macs[parameter], macs[parameter] * left // before) if parameter in macs and before else None
+            yield Layer(layer_of(parameter), size, after[parameter][dim], tuple(parts), params or (before, left), work)
+
+
+def _shapes_after(groups: Sequence[Group], shapes: Shapes, recipe: Recipe | None) -> dict[str, list[int]]:
+    """Shapes of what is left: those of the recipe, else what follows from the units that went."""
+    lost: dict[tuple[str, int], float] = {}
+    for group in groups:
+        for member in group.members:
+            key = member.parameter, member.dim
+            lost[key] = lost.get(key, 0.0) + member.positions * len(group.gone) / max(group.size, 1)
+    changed = {} if recipe is None else {name: change.after for name, change in recipe.shapes.items()}
+    return {
+        name: [
+            max(changed[name][dim] if dim < len(changed.get(name, ())) else size - round(lost.get((name, dim), 0)), 0)
+            for dim, size in enumerate(shape)
+        ]
+        for name, shape in shapes.items()
+    }
 
 
 def _writes(member: Member) -> bool:
@@ -215,18 +247,34 @@ def _reasons(frozen: Sequence[Axis]) -> list[FrozenReason]:
 def structure_of(graph: channel_graph.ChannelGraph) -> dict[str, Any]:
     """Groups with their members, what is frozen and why, shapes and costs of the network before the run.
 
-    ``positions`` of a member are how many slices along its axis belong to the group.
+    ``positions`` of a member are how many slices along its axis belong to the group; ``macs`` are the multiply-adds of
+    the layers that make so many with each number of their weight.
     """
     frozen = [
         {"parameter": axis.parameter, "dim": axis.dim, "reason": axis.reason, "slices": len(axis.index)}
         for axis in graph.frozen
     ]
+    shapes = {name: list(layout.shape) for name, layout in graph.layouts.items()}
+    others = {term.where: list(term.shape) for term in graph.terms if term.kind == "parameter"}
     return {
         "groups": [_described(group) for group in graph.groups],
         "frozen": frozen,
-        "shapes": {name: list(layout.shape) for name, layout in graph.layouts.items()},
+        "shapes": shapes | {name: shape for name, shape in others.items() if name not in shapes},
+        "macs": _macs_of_weights(graph),
         "cost": count(graph, graph.kept(None)).as_dict(),
     }
+
+
+def _macs_of_weights(graph: channel_graph.ChannelGraph) -> dict[str, int]:
+    """Multiply-adds by the name of the weight, of layers that multiply with nothing else."""
+    terms = [term for term in graph.terms if term.kind in MAC_KINDS]
+    mixed = {term.where for term in terms if term.kind == "matmul"}
+    macs: dict[str, int] = {}
+    for term in terms:
+        name = f"{term.where}.weight" if term.where else "weight"
+        if term.where not in mixed and name in graph.layouts:
+            macs[name] = macs.get(name, 0) + math.prod(term.shape)
+    return {name: number for name, number in macs.items() if number % math.prod(graph.layouts[name].shape) == 0}
 
 
 def _described(group: channel_graph.Group) -> dict[str, Any]:

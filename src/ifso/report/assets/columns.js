@@ -1,8 +1,8 @@
-const AXIS = 46, TOP = 10, HEIGHT = 220, NAMES = 96, LEAST = 3.6, MOST = 118;
+const AXIS = 62, TOP = 10, HEIGHT = 220, NAMES = 96, LEAST = 3.6, MOST = 118;
 
 /* A picture with a column for each layer or group. It pans by itself where columns need more room than there is.
 
-   `options`: names, height, mark (room below the columns), axis ([y, words] …), words (for those who cannot see it),
+   `options`: names, height, mark (room below the columns), axis ([y, words] …) and its title, words (for those who cannot see it),
    tools, draw(plot, step), describe(place), groupsOf(place), placesOf(groups). */
 function columns(view, place, options) {
   const {names, height = HEIGHT, mark = 4} = options;
@@ -11,6 +11,7 @@ function columns(view, place, options) {
   const width = Math.max(Math.ceil(step * names.length), 60), foot = TOP + height + mark;
   const axis = svg('svg', {width: AXIS, height: foot + NAMES, class: 'axis', 'aria-hidden': 'true'});
   const plot = picture(width, foot + NAMES, options.words), lights = svg('g', {});
+  axis.append(sideways(options.title, 12, TOP + height / 2));
   for (const [y, words] of options.axis) {
     axis.append(label(words, AXIS - 6, TOP + y + 4, 'end'));
     plot.append(line(0, TOP + y, width, TOP + y, 'grid'));

@@ -5,15 +5,15 @@ function drawDetail(view) {
   place.replaceChildren();
   if (view.pinned === null) return;
   const group = view.run.groups[view.pinned], flags = group.flags.length ? `, flags: ${group.flags.join(', ')}` : '';
-  const words = `${kept(group.kept, group.size, 'units')}${flags}. Each square is a unit: blue stays, orange went; `
+  const words = `${kept(group.kept, group.size, 'units')}${flags}. Each square is a unit: blue is kept, orange was removed; `
     + 'the stronger the orange, the sooner.';
   const close = html('button', {type: 'button'}, 'Close');
   close.addEventListener('click', () => view.pin(null));
   place.append(
     html('h3', {}, `Group ${group.name}`),
-    html('p', {class: 'said'}, words),
+    html('p', {class: 'note'}, words),
     unitStrip(view.run, group, place.parentElement.clientWidth - 40),
-    ...scoreSpans(view.run, group).map(line => html('p', {class: 'said'}, capital(line))),
+    ...scoreSpans(view.run, group).map(line => html('p', {class: 'note'}, capital(line))),
     memberList(group),
     close,
   );

@@ -21,6 +21,7 @@ const in_percent = number => `${number}\u00a0%`;
 const capital = word => word.slice(1) === word.slice(1).toLowerCase() ? word[0].toUpperCase() + word.slice(1) : word;
 const colour = place => 1 + place % 7;
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+const count = number => Math.round(number).toLocaleString('en');
 const isPrinting = () => document.body.classList.contains('printing');
 
 function plain(number) {
@@ -28,6 +29,15 @@ function plain(number) {
   const size = Math.abs(number);
   return size >= 1e5 || (size && size < 1e-3) ? number.toExponential(2) : String(Number(number.toPrecision(4)));
 }
+
+/* A count with few letters. */
+function amount(number) {
+  const found = [[1e9, 'G'], [1e6, 'M'], [1e3, 'k']].find(([size]) => Math.abs(number) >= size);
+  return found ? `${Number((number / found[0]).toPrecision(3))} ${found[1]}` : plain(number);
+}
+
+/* The title of a vertical axis. */
+const sideways = (words, x, y) => label(words, x, y, 'middle', {transform: `rotate(-90 ${x} ${y})`});
 
 function linear(from, to, low, high) {
   const span = to - from || 1;
@@ -64,6 +74,8 @@ const tip = {
 const SHAPES = {
   box: name => rect(0, 0, 12, 12, name, {rx: 2}),
   line: name => line(0, 6, 12, 6, name, {'stroke-width': 3}),
+  error: name => line(6, 0, 6, 12, name),
+  tall: name => line(6, 0, 6, 12, name),
   ring: name => dot(6, 6, 4.5, name),
   diamond: name => svg('path', {d: 'M6 0L12 6L6 12L0 6Z', class: name}),
 };

@@ -3,21 +3,31 @@ const kept = (number, of, what) => `${number} of ${of} ${what} kept (${percent(n
 const ofGroups = {groupsOf: each => [each], placesOf: groups => groups};
 const SHADES = 5, SHADE = level => 0.25 + 0.75 * level / (SHADES - 1), LIMITS = [0.02, 0.05, 0.1, 0.2];
 
-/* Channels kept of each layer: Fig. 3 and 4 of the paper. */
-function drawStructure(view, place) {
+/* What each layer is measured by: its number before and after, and the numbers on the axis. */
+const MEASURES = [
+  {name: 'Share kept', of: layer => [1, layer[1] && layer[2] / layer[1]], format: value => percent(value, 0)},
+  {name: 'Channels', of: layer => [layer[1], layer[2]], format: String},
+  {name: 'Parameters', of: layer => layer[4], format: amount},
+  {name: 'MACs', of: layer => layer[5], format: amount},
+];
+
+/* What is left of each layer: Fig. 3 and 4 of the paper. */
+function drawLayers(view, place) {
   const run = view.run, layers = run.layers, couples = Object.keys(run.coupled).length > 0;
-  const most = view.shared ? 1 : Math.max(...layers.map(layer => layer[1]), 1), y = linear(0, most, HEIGHT, 0);
+  const known = MEASURES.filter(each => layers.some(each.of)), measure = known[view.measure];
+  const pairs = layers.map(layer => measure.of(layer) || [0, 0]);
+  const most = Math.max(...pairs.map(pair => pair[0])) || 1, y = linear(0, most, HEIGHT, 0);
   const legend = [['f-left', 'kept'], ['f-whole', 'removed']];
-  if (layers.some(layer => !layer[3].length)) legend.push(['f-frozen', 'frozen']);
+  if (layers.some(layer => !layer[3].length)) legend.push(['f-frozen', 'not prunable']);
   if (couples) legend.push(['f3', 'coupled: layers with the same number lose the same channels']);
   columns(view, place, {
-    names: layers.map(layer => layer[0]), mark: couples ? 20 : 4,
-    words: `Channels kept of ${layers.length} layers. Arrow keys move, Enter shows the units.`,
-    axis: ticks(0, most, 4).map(value => [y(value), view.shared ? percent(value, 0) : String(value)]),
-    draw: (plot, step) => layers.forEach((_, each) => plot.append(...layerBars(view, each, step, y))),
-    tools: [...keys(legend), choices(['Channels', 'Share kept'], Number(view.shared), which => {
-      view.shared = which === 1;
-      drawStructure(view, place);
+    names: layers.map(layer => layer[0]), mark: couples ? 20 : 4, title: measure.name,
+    words: `${measure.name} of ${layers.length} layers. Arrow keys move, Enter shows the units.`,
+    axis: ticks(0, most, 4).map(value => [y(value), measure.format(value)]),
+    draw: (plot, step) => pairs.forEach((pair, each) => plot.append(...layerBars(view, each, step, pair.map(y)))),
+    tools: [...keys(legend), choices(known.map(each => each.name), view.measure, which => {
+      view.measure = which;
+      drawLayers(view, place);
     })],
     describe: each => layerLines(run, each),
     groupsOf: each => layers[each][3],
@@ -25,11 +35,11 @@ function drawStructure(view, place) {
   });
 }
 
-function layerBars(view, each, step, y) {
-  const [, channels, left, groups] = view.run.layers[each], gap = step > 10 ? 2 : step > 5 ? 1 : 0.4;
-  const x = each * step + gap / 2, size = Math.max(step - gap, 0.5), whole = view.shared ? 1 : channels;
-  const bar = (value, name) => rect(x, TOP + y(value), size, Math.max(HEIGHT - y(value), 0), name);
-  const bars = [bar(whole, 'f-whole'), bar(whole * left / channels, groups.length ? 'f-left' : 'f-frozen')];
+function layerBars(view, each, step, [whole, left]) {
+  const groups = view.run.layers[each][3], gap = step > 10 ? 2 : step > 5 ? 1 : 0.4;
+  const x = each * step + gap / 2, size = Math.max(step - gap, 0.5);
+  const bar = (y, name) => rect(x, TOP + y, size, Math.max(HEIGHT - y, 0), name);
+  const bars = [bar(whole, 'f-whole'), bar(left, groups.length ? 'f-left' : 'f-frozen')];
   const number = groups.map(group => view.run.coupled[group]).find(found => found !== undefined);
   if (number === undefined) return bars;
   const mark = rect(x, TOP + HEIGHT + 4, size, 13, `f${colour(number - 1)}`, {rx: 2});
@@ -38,8 +48,12 @@ function layerBars(view, each, step, y) {
 }
 
 function layerLines(run, place) {
-  const [name, channels, left, groups] = run.layers[place], lines = [name, kept(left, channels, 'channels')];
-  if (!groups.length) return [...lines, 'frozen: see “What is frozen, and why”'];
+  const [name, channels, left, groups, params, macs] = run.layers[place];
+  const lines = [name, kept(left, channels, 'channels')];
+  const share = ([before, after]) => `${count(after)} of ${count(before)}${before ? ` (${percent(after / before)})` : ''}`;
+  lines.push(`parameters: ${share(params)}`);
+  if (macs) lines.push(`MACs: ${share(macs)}`);
+  if (!groups.length) return [...lines, 'not prunable: see “What cannot be pruned, and why”'];
   for (const each of groups) {
     const group = run.groups[each];
     const others = run.layers.filter(layer => layer[0] !== name && layer[3].includes(each)).map(layer => layer[0]);
@@ -60,6 +74,7 @@ function drawScores(view, place) {
   columns(view, place, {
     names: run.groups.map(group => group.name),
     words: `Scores of the units of ${run.groups.length} groups on a logarithmic scale.`,
+    title: 'Score',
     axis: powers.length ? powers.map(power => [y(power), `1e${power}`]) : ends,
     draw(plot, step) {
       const parts = run.groups.map((group, each) => scoreShapes(scoreCounts(group, bins, first), each, step));
@@ -67,7 +82,7 @@ function drawScores(view, place) {
         plot.append(svg('path', {d: parts.map(part => part[kind]).join(''), class: name}));
       }
     },
-    tools: keys([['f-left', 'still there'], ...(first ? [['f-gone', 'removed, sooner or later']] : [])]),
+    tools: keys([['f-left', 'kept'], ...(first ? [['f-gone', 'removed']] : [])]),
     describe: each => [...groupLines(run.groups[each]), ...scoreSpans(run, run.groups[each])],
     ...ofGroups,
   });
@@ -115,21 +130,22 @@ const removalAt = (run, moment) => Math.round(1 + (moment - 1) / 249 * (run.remo
 const moments = group => bytes(group.when).filter(moment => moment && moment < 255);
 
 /* A strip of heat for each group: when its units went. */
-function drawWhen(view, place) {
+function drawOrder(view, place) {
   const run = view.run, bins = clamp(run.removals, 1, 44), macs = run.curve.shares.macs;
   const lastBy = share => run.curve.removal.findLastIndex(each => each <= run.removals * share);
   const left = share => share ? macs[Math.max(lastBy(share), 0)] : 1;
   columns(view, place, {
     names: run.groups.map(group => group.name),
     words: `Removed units of ${run.groups.length} groups by time.`,
+    title: macs ? 'MACs left at that time' : 'Number of the removal',
     axis: [0, 0.25, 0.5, 0.75, 1].map(share =>
       [share * HEIGHT, macs ? percent(left(share), 0) : String(Math.round(share * run.removals))]),
     draw: (plot, step) => plot.append(...heat(run.groups, bins, step)),
-    tools: [html('span', {}, `On the left: ${macs ? 'MACs left at that time' : 'number of the removal'}.`), shades()],
+    tools: [shades()],
     describe(each) {
       const found = moments(run.groups[each]).sort(), [first, last] = [found[0], found[found.length - 1]];
       const words = `first near removal ${removalAt(run, first)}, last near ${removalAt(run, last)} of ${run.removals}`;
-      return [...groupLines(run.groups[each]), found.length ? words : 'nothing went'];
+      return [...groupLines(run.groups[each]), found.length ? words : 'no unit was removed'];
     },
     ...ofGroups,
   });
@@ -160,6 +176,7 @@ function drawSideBySide(view, place, runs) {
   const layers = runs[0].layers, row = 26;
   columns(view, place, {
     names: layers.map(layer => layer[0]), height: row * runs.length,
+    title: 'Run',
     words: `Share of channels kept in ${layers.length} layers by ${runs.length} runs.`,
     axis: runs.map((_, each) => [(each + 0.5) * row, String(each + 1)]),
     draw: (plot, step) => runs.forEach((run, each) => run.layers.forEach(([, channels, left, groups], layer) => {

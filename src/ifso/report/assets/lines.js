@@ -1,8 +1,8 @@
-const PLOT = {left: 52, right: 14, top: 10, bottom: 42};
+const PLOT = {left: 66, right: 14, top: 10, bottom: 42};
 const COSTS = {macs: 'MACs', params: 'parameters', activations: 'activations', latency: 'latency (model)'};
 
 /* Axes and scales of a picture: x and y are [low, high]. */
-function frame(place, {height, x, y, xName, xFormat, yFormat, words}) {
+function frame(place, {height, x, y, xName, yName, xFormat, yFormat, words}) {
   const {left, right, top, bottom} = PLOT, width = Math.max(place.clientWidth, 220), foot = height - bottom;
   const across = linear(x[0], x[1], left, width - right), up = linear(y[0], y[1], foot, top);
   const plot = picture(width, height, words);
@@ -14,7 +14,8 @@ function frame(place, {height, x, y, xName, xFormat, yFormat, words}) {
     const text = xFormat(value);
     if (text) plot.append(label(text, across(value), foot + 16));
   }
-  plot.append(line(left, foot, width - right, foot, 'base'), label(xName, (left + width - right) / 2, height - 6));
+  plot.append(line(left, foot, width - right, foot, 'base'), label(xName, (left + width - right) / 2, height - 6),
+    sideways(yName, 12, (top + foot) / 2));
   const level = (value, name, words_) => [
     line(left, up(value), width - right, up(value), name),
     label(words_, left + 4, up(value) + (up(value) + 18 > foot ? -5 : 13), 'start'),
@@ -30,13 +31,14 @@ function aired(values, air = 0.05) {
 
 /* Curves over a common x axis, with a cross hair that tells the numbers. */
 function curves(place, options) {
-  const {title, x, xName, format = plain, levels = []} = options;
+  const {title, x, xName, xFormat = value => Number.isInteger(value) ? plain(value) : '', format = plain, levels = []} = options;
+  const xWords = options.xWords || plain;
   const series = options.series.filter(each => each.values.some(value => value !== null));
-  if (!series.length) return place.replaceChildren(html('p', {class: 'said'}, `${title}: not recorded.`));
+  if (!series.length) return place.replaceChildren(html('p', {class: 'note'}, `${title}: not recorded.`));
   const numbers = [...series.flatMap(each => each.values), ...levels.map(each => each[1])].filter(each => each !== null);
   const {plot, across, up, foot, level} = frame(place, {
     height: 250, x: [x[0], x[x.length - 1]], y: options.range || aired(numbers), xName,
-    xFormat: value => Number.isInteger(value) ? plain(value) : '', yFormat: format,
+    xFormat, yFormat: format, yName: title,
     words: `${title}: ${series.map(each => each.name).join(', ')} over ${xName}`,
   });
   for (const [words, value] of levels) plot.append(...level(value, 'target', `${words} ${format(value)}`));
@@ -51,7 +53,7 @@ function curves(place, options) {
       cross.replaceChildren(line(places[point], PLOT.top, places[point], foot, 'cross'), ...dots);
       const also = options.also ? options.also(point) : [];
       const values = known.map(each => `${each.name}: ${format(each.values[point])}`);
-      tip.show([`${xName} ${plain(x[point])}`, ...values, ...also], px, py);
+      tip.show([`${xName} ${xWords(x[point])}`, ...values, ...also], px, py);
     },
     leave() { cross.replaceChildren(); tip.hide(); },
     where: point => places[point],
@@ -64,7 +66,8 @@ function curve(series, x, across, up) {
   const points = series.values.flatMap((value, each) => value === null ? [] : [[across(x[each]), up(value)]]);
   const d = points.map(([px, py], each) => `${each ? 'L' : 'M'}${px.toFixed(1)} ${py.toFixed(1)}`).join('');
   const path = svg('path', {d, class: `curve s${series.colour}`, 'stroke-dasharray': series.dash});
-  return points.length === 1 ? [dot(...points[0], 4, `f${series.colour}`)] : [path];
+  const dots = points.length === 1 || series.dots ? points.map(point => dot(...point, 3.5, `f${series.colour}`)) : [];
+  return points.length === 1 ? dots : [path, ...dots];
 }
 
 function nearest(things, distance) {
@@ -79,21 +82,21 @@ function drawCosts(view, place) {
   const series = kinds.map((kind, each) => ({name: COSTS[kind], values: shares[kind], colour: colour(each)}));
   const levels = asked.map(kind => [`${COSTS[kind]} asked:`, targets[kind]]);
   const format = share => percent(share, 0);
-  curves(place, {title: 'Costs left', x: removal, series, xName: 'removal', format, range: [0, 1], levels});
+  curves(place, {title: 'Share kept', x: removal, series, xName: 'Removal', format, range: [0, 1], levels});
 }
 
 function drawLoss(view, place) {
   const {removal, loss, seconds} = view.run.curve, series = [{name: 'loss', values: loss, colour: 2}];
   const also = point => seconds[point] === null ? [] : [`after ${plain(seconds[point])} s`];
-  curves(place, {title: 'Loss', x: removal, series, xName: 'removal', also});
+  curves(place, {title: 'Loss', x: removal, series, xName: 'Removal', also});
 }
 
-function drawQuality(view, place) {
+function drawEpochs(view, place) {
   const {epoch, quality, name, before} = view.run.tuning;
-  if (quality === null) return place.replaceChildren(html('p', {class: 'said'}, 'No accuracy was measured.'));
+  if (quality === null) return place.replaceChildren(html('p', {class: 'note'}, 'No accuracy was measured.'));
   const series = [{name, values: quality, colour: 1}], format = value => in_percent(plain(value));
   const levels = 'unpruned' in before ? [['unpruned', before.unpruned]] : [];
-  curves(place, {title: capital(name), x: epoch, series, xName: 'epoch', format, levels});
+  curves(place, {title: capital(name), x: epoch, series, xName: 'Epoch', format, levels});
 }
 
 function drawTraining(view, place) {
@@ -103,5 +106,12 @@ function drawTraining(view, place) {
     {name: 'evaluation', values: eval_loss, colour: 1, dash: '6 3'},
   ];
   const also = point => lr[point] === null ? [] : [`learning rate ${plain(lr[point])}`];
-  curves(place, {title: 'Loss', x: epoch, series, xName: 'epoch', also});
+  curves(place, {title: 'Loss', x: epoch, series, xName: 'Epoch', also});
+}
+
+/* The loss after each stage, against the MACs that it left. */
+function drawStages(view, place) {
+  const points = [...view.run.losses].sort((one, other) => one[0] - other[0]), wide = value => percent(value, 0);
+  curves(place, {title: 'Loss', x: points.map(point => point[0]), xName: 'MACs left', xFormat: wide, xWords: percent,
+    series: [{name: 'loss after a stage', values: points.map(point => point[1]), colour: 2, dots: true}]});
 }

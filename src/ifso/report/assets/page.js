@@ -1,6 +1,6 @@
 const CHARTS = {
-  structure: drawStructure, scores: drawScores, when: drawWhen, costs: drawCosts, loss: drawLoss,
-  quality: drawQuality, training: drawTraining,
+  layers: drawLayers, scores: drawScores, order: drawOrder, costs: drawCosts, loss: drawLoss, stages: drawStages,
+  epochs: drawEpochs, training: drawTraining, quality: (view, place) => drawQuality(place, [view.run]),
 };
 const THEMES = {auto: 'as the system has them', light: 'light', dark: 'dark'};
 
@@ -10,7 +10,7 @@ class RunView {
     this.article = article;
     this.run = DATA.runs[Number(article.dataset.run)];
     this.pinned = null;
-    this.shared = false;
+    this.measure = 0;
     this.lights = new Map();
   }
   light(groups) { for (const light of this.lights.values()) light(groups); }
@@ -34,10 +34,8 @@ let current = 0;
 
 function drawAll() {
   tip.hide();
-  const worth = document.querySelector('[data-chart="worth"]');
-  if (worth) drawWorth(worth, DATA.runs);
-  const rows = document.querySelector('[data-chart="sidebyside"]');
-  if (rows) drawSideBySide(together, rows, DATA.runs);
+  const all = {quality: drawQuality, dots: drawDots, sidebyside: (place, runs) => drawSideBySide(together, place, runs)};
+  for (const place of document.querySelectorAll('#comparison [data-chart]')) all[place.dataset.chart](place, DATA.runs);
   views[current].draw();
 }
 
@@ -45,7 +43,9 @@ function choose(number) {
   current = number;
   views.forEach((view, each) => { view.article.hidden = each !== number; });
   for (const link of document.querySelectorAll('[data-link]')) {
-    link.setAttribute('href', `#${link.dataset.link}-${number}`);
+    const target = `${link.dataset.link}-${number}`;
+    link.setAttribute('href', `#${target}`);
+    link.hidden = !document.getElementById(target);
   }
 }
 

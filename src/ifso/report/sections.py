@@ -1,0 +1,165 @@
+"""What the sections about a run say beside their templates: sentences, facts, and the rows of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ifso.pruning.result import LABELS
+from ifso.report.results import binding, costs_in_words, quality
+from ifso.runs.record import RunRecord
+from ifso.runs.values import at, mapping, number, numbers, text, whole
+
+LINKS = {
+    "summary": "Summary", "accuracy": "Accuracy", "layers": "Layers", "order": "Order", "scores": "Scores",
+    "progress": "Progress", "tuning": "Fine-tuning", "frozen": "Not prunable", "checks": "Checks", "setup": "Use",
+}  # fmt: skip
+"""The sections in order, each a macro of ``sections.html``, and the words of the links to them."""
+
+EXPECTED = ("is an output of the model", "ignored on request", "no layer of the model produces it as channels")
+"""Reasons not to prune an axis that surprise nobody."""
+
+
+class Table(NamedTuple):
+    """``columns`` are headings, each with how its values are written (:func:`ifso.report.page.written`)."""
+
+    columns: list[tuple[str, str]]
+    rows: list[tuple[Any, ...]]
+
+
+def status(run: RunRecord) -> str:
+    """How far a run has come, in a few words."""
+    if not run.config:
+        return "a saved network"
+    state, count = "finished" if run.finished else "not finished", len(run.resumes)
+    return f"{state}, resumed {'once' if count == 1 else f'{count} times'}" if count else state
+
+
+def lead(run: RunRecord) -> str | None:
+    """The result in a sentence or two."""
+    kept = {kind: share for kind, share in run.shares.items() if kind in ("macs", "params")}
+    if not kept:
+        return None
+    found, hardest = quality(run), binding(run)
+    before, after = found.by_stage.get("unpruned"), found.last
+    words = f"{costs_in_words(kept, 1)} {'are' if run.finished else 'are still'} left"
+    if before is not None and after is not None:
+        stage = "after fine-tuning" if "fine-tuned" in found.by_stage else "before any fine-tuning"
+        words += f"; {found.name} went from {found.number(before)} to {found.number(after)} {stage}"
+    return f"{words}.{f' Of the budgets, that of {LABELS.get(hardest, hardest)} was binding.' if hardest else ''}"
+
+
+def facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Times, machine, data and files, where the folder has them."""
+    if run.seconds is not None:
+        yield "Pruning took", duration(run.seconds)
+    if run.tuning is not None and run.tuning.epochs:
+        yield "Fine-tuning took", duration(run.tuning.seconds)
+    machines = (run.tuning.summary if run.tuning else None, run.evaluation)
+    devices = (*(text(at(mapping(each), "hardware", "device")) for each in machines), text(run.arguments.get("device")))
+    if any(devices):
+        yield "Device", next(filter(None, devices))
+    sizes = {
+        "test samples": max(quality(run).samples.values(), default=0),
+        "samples for scores": whole(run.settings.get("calibration")),
+    }
+    data = [*([run.data] if run.data else []), *(f"{count:,} {what}" for what, count in sizes.items() if count)]
+    if data:
+        yield "Data", ", ".join(data)
+    size = (run.tuning and run.tuning.weights_bytes) or run.weights_bytes
+    if size:
+        yield "File with the weights", f"{size:,} bytes"
+
+
+def measures(run: RunRecord) -> Table:
+    """What was measured between the stages."""
+    names = list(dict.fromkeys(name for _, values in run.measures for name in values))
+    rows = [(stage, *(values.get(name) for name in names)) for stage, values in run.measures]
+    return Table([("stage", "text"), *((name.replace("_", " "), "number") for name in names)], rows)
+
+
+def stages(run: RunRecord) -> Table:
+    """What each stage of a staged run left of the costs asked for, and of the measures."""
+    costs = list(mapping(mapping(run.summary).get("targets"))) or ["macs"]
+    worth = [numbers(stage.get("values")) for stage in run.stages]
+    names = list(dict.fromkeys(name for values in worth for name in values))
+    columns = [
+        ("stage", "count"),
+        *((f"{LABELS.get(cost, cost)} kept", "share") for cost in costs), ("units removed", "count"),
+        *((name.replace("_", " "), "number") for name in names), ("seconds", "number"), ("folder in networks/", "text"),
+    ]  # fmt: skip
+    rows = []
+    for stage, values in zip(run.stages, worth, strict=True):
+        kept = map(numbers(stage.get("shares")).get, costs)
+        which, units, seconds = (number(stage.get(name)) for name in ("stage", "units", "seconds"))
+        rows.append((which, *kept, units, *map(values.get, names), seconds, text(stage.get("network")) or ""))
+    if not any(row[-1] for row in rows):
+        return Table(columns[:-1], [row[:-1] for row in rows])
+    return Table(columns, rows)
+
+
+def layers(run: RunRecord) -> Table:
+    """Channels, parameters and MACs of the layers in the order of the network."""
+    found = run.structure
+    kinds = ["parameters", "MACs"] if any(layer.macs for layer in found.layers) else ["parameters"]
+    columns = [
+        ("layer", "text"), ("share kept", "share"), ("channels kept", "count"), ("of", "count"),
+        *((f"{kind} {when}", "count") for kind in kinds for when in ("before", "after")),
+        ("group", "text"), ("coupled", "text"),
+    ]  # fmt: skip
+    rows = []
+    for layer in found.layers:
+        work = (*layer.params, *(layer.macs or (None, None)))[: 2 * len(kinds)]
+        groups = ", ".join(found.groups[each].name for each in layer.groups) or "not prunable"
+        coupled = ", ".join(str(found.coupled[each]) for each in layer.groups if each in found.coupled)
+        rows.append((layer.name, layer.kept / layer.channels, layer.kept, layer.channels, *work, groups, coupled))
+    return Table(columns, rows)
+
+
+def flags(run: RunRecord) -> list[tuple[str, int, list[str]]]:
+    """Flags, how many groups have them, and their names."""
+    by_flag: dict[str, list[str]] = {}
+    for group in run.structure.groups:
+        for flag in group.flags:
+            by_flag.setdefault(flag, []).append(group.name)
+    return [(flag, len(names), names) for flag, names in sorted(by_flag.items())]
+
+
+def settings(run: RunRecord) -> dict[str, list[tuple[str, str]]]:
+    """Versions, settings and machine, as tables of names and values."""
+    tuning = mapping(run.tuning.config.get("settings")) if run.tuning else {}
+    summary = mapping(run.tuning.summary) if run.tuning else {}
+    machine: dict[str, Any] = {name: summary[name] for name in ("hardware", "torch", "ifso") if name in summary}
+    found: dict[str, dict[str, Any]] = {
+        "Versions": mapping(run.config.get("versions")), "Settings of the pruning": run.settings,
+        "Settings of the fine-tuning": tuning, "Machine of the fine-tuning": machine,
+    }  # fmt: skip
+    return {name: list(flattened(values)) for name, values in found.items() if values}
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings within settings, with dotted names.
+
+    >>> list(flattened({"budget": {"macs": 0.5}, "ignore": [], "round_to": None}))
+    [('budget.macs', '0.5'), ('ignore', '–'), ('round_to', '–')]
+    """
+    for name, value in values.items():
+        only = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(only, dict):
+            yield from flattened(only, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{name}", ", ".join(map(str, value)) or "–"
+        else:
+            yield f"{prefix}{name}", "–" if value is None else str(value)
+
+
+def duration(seconds: float) -> str:
+    """As people say it.
+
+    >>> duration(4.21), duration(200), duration(7400)
+    ('4.2 s', '3 min 20 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
