@@ -339,7 +339,7 @@ def test_products_that_are_not_finite_are_refused():
     with torch.no_grad():
         p.model.head.weight[0, 0] = float("inf")
     for ask in (p.objective.gradient, p.objective.loss, lambda: p.objective.hessian(p.vector())):
-        with pytest.raises(ScoreError, match=r"not finite|is (nan|inf)"):
+        with pytest.raises(ScoreError, match=r"not finite|loss must be finite"):
             ask()
 
 
@@ -360,7 +360,7 @@ def test_registry_names_its_solvers_and_options():
         create_solver("newton")
     with pytest.raises(ScoreError, match="'cg' has no option 'steps'; its options are damping, tolerance, iterations"):
         create_solver("cg", steps=3)
-    with pytest.raises(ScoreError, match="damping=-1 must"):
+    with pytest.raises(ScoreError, match="damping must be"):
         create_solver("cg", damping=-1)
     made = create_solver("cg", damping=0.5)
     assert create_solver(made) is made
