@@ -154,7 +154,7 @@ def test_a_group_without_filters_is_refused():
     assert makers
     bare = type(graph)(**{**vars_of(graph), "groups": (other, *graph.groups[1:])})
     for criterion in ("magnitude-average", "fpgm"):
-        with pytest.raises(ScoreError, match=r"'stem\.conv' has is made by no filters"):
+        with pytest.raises(ScoreError, match=r"'stem\.conv' is made by no filters"):
             score(CASES["plain"].model(), bare, None, None, criterion)
 
 
