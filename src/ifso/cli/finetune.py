@@ -16,6 +16,7 @@ from ifso.cli.console import chatter_to_stderr, complain, console, print_json
 from ifso.cli.distributed import Place, joined, leave
 from ifso.cli.eval_options import real, seed
 from ifso.cli.inspect import add_pretrained
+from ifso.cli.progress import training_progress
 from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
 from ifso.cli.teaching import Teachers, add_teacher, refuse_unclear_teacher
 from ifso.cli.train_options import (
@@ -30,7 +31,6 @@ from ifso.cli.train_options import (
     settings_of,
     tell_notes,
 )
-from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
 from ifso.runs.open import FINETUNE, OpenedRun, add_unverified, open_run
 

@@ -14,10 +14,10 @@ from ifso.cli.distributed import Place, joined, leave
 from ifso.cli.eval_options import seed
 from ifso.cli.finetune import table
 from ifso.cli.inspect import add_pretrained
+from ifso.cli.progress import training_progress
 from ifso.cli.prune import DATA
 from ifso.cli.prune_settings import _without_folders
 from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of, tell_notes
-from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
 from ifso.runs.open import PATHS, found_again
 
