@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ifso
-from ifso.cli import bench_trace, demo, inspect
+from ifso.cli import bench, demo, inspect
 from ifso.cli.demo_study import MODEL, Effort, Outcome, Row, _checks, _free, demonstrate
 from ifso.cli.main import main
 from ifso.data import open_data
@@ -421,7 +421,7 @@ class TestBench:
 
     def test_the_table_shows_growth_against_the_model(self, monkeypatch, capsys):
         numbers = {"units": 3, "cpu_s_first": 1.0, "cpu_s_again": 0.5, "model_bytes": 2**21, "peak_growth_bytes": 2**20}
-        monkeypatch.setattr(bench_trace, "_measure_apart", lambda name: {"model": name, **numbers})
+        monkeypatch.setattr(bench, "measure_apart", lambda _, names: {"model": names[0], **numbers})
         assert main(["bench", "trace", "--models", "a"]) == 0
         row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ a"))
         assert row.replace("│", "").split() == ["a", "3", "1.00", "0.50", "2", "1", "0.50"]

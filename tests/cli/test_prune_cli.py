@@ -90,7 +90,7 @@ def passed_on(monkeypatch):
         raise Nothing
 
     def call(argv):
-        monkeypatch.setattr(ifso, "prune", record, raising=False)
+        monkeypatch.setattr("ifso.pruning.prune.prune", record)
         with pytest.raises(Nothing):
             main(argv)
         return seen

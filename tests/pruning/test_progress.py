@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from ifso.cli.tensorboard import TensorBoardListener
+from ifso.cli.progress import TensorBoardListener
 from ifso.common import distributed as ranks
 from ifso.errors import IfsoError
 from ifso.pruning import progress as displays

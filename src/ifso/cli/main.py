@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from ifso._version import __version__
-from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
-from ifso.cli import eval as evaluate
+from ifso.cli import bench, demo, evaluate, export, finetune, inspect, prune, report, repro, train
 from ifso.cli.console import complain, give_up, steady_streams
 from ifso.cli.distributed import leave
 from ifso.cli.signals import stoppable
@@ -42,11 +41,11 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             give_up(sys.stdout)
             return UNREAD
         except OSError as error:
-            if sys.stdout.closed or _cannot_take(error):
+            if sys.stdout.closed or _is_stdout_failure(error):
                 give_up(sys.stdout)
                 complain(f"error: standard output cannot be written: {error.strerror}")
             else:
-                complain(f"error: {_told(error)}")
+                complain(f"error: {_describe(error)}")
             return leave(IfsoError.exit_status)
 
 
@@ -70,12 +69,12 @@ def _run(args: argparse.Namespace, *, debug: bool) -> int:
         return leave(INTERRUPTED)
 
 
-def _cannot_take(error: OSError) -> bool:
+def _is_stdout_failure(error: OSError) -> bool:
     """Is it standard output that failed? The system names the file where it was another."""
     return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
 
 
-def _told(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     """A file that could not be read or written, which nobody else has spoken of."""
     from ifso.common.files import explained
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, complain, console, print_json, say
-from ifso.cli.help import add_help
+from ifso.cli.options import add_help
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from ifso.common.loss_fn import LossFn
 from ifso.errors import IfsoError, ScoreError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
+    from ifso.common.loss_fn import LossFn
 
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 
