@@ -114,12 +114,38 @@ def test_reasons_that_differ_in_numbers_are_one_row(graph):
 
 
 class TestMain:
-    @pytest.mark.parametrize("argv", [[], ["unknown"], ["inspect"], ["bench", "nothing"], ["inspect", "m", "--inptu"]])
-    def test_wrong_usage_ends_with_2(self, argv, capsys):
+    @pytest.mark.parametrize(
+        ("line", "words", "command"),
+        [
+            ("unknown", "'unknown'", "ifso"),
+            ("inspect", "MODEL", "ifso inspect"),
+            ("bench nothing", "'nothing'", "ifso bench"),
+            ("bench", "WHAT", "ifso bench"),
+            ("inspect m --inptu", "--inptu", "ifso"),
+            ("prune --model m --macs 0.5", "--out", "ifso prune"),
+            ("train --out a --lr fast", "--lr", "ifso train"),
+            ("repro --seeds many", "--seeds", "ifso repro"),
+        ],
+    )
+    def test_wrong_usage_is_one_line_and_2(self, line, words, command, capsys):
         with pytest.raises(SystemExit) as caught:
-            main(argv)
+            main(line.split())
         assert caught.value.code == 2
-        assert "error: " in capsys.readouterr().err
+        captured = capsys.readouterr()
+        (said,) = captured.err.splitlines()
+        assert said.startswith("ifso: error: ")
+        assert said.endswith(f"; {command} --help shows what can be given")
+        assert words in said
+        assert captured.out == ""
+
+    def test_nothing_shows_the_help_and_ends_with_2(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main([])
+        assert caught.value.code == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("usage: ifso ")
+        assert all(command in captured.err for command in ("prune", "finetune", "repro"))
 
     def test_version(self, capsys):
         with pytest.raises(SystemExit) as caught:

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--calibration", type=int, default=1000, metavar="N", help="training images (%(default)s)")
     parser.add_argument("--measured", type=int, default=1000, metavar="N", help="test images (%(default)s)")
-    parser.add_argument("--batch", type=int, default=50, metavar="N", help="images in a batch (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=50, metavar="N", help="images in a batch (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's own choice)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")

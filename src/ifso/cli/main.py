@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ifso._version import __version__
 from ifso.cli import bench, demo, evaluate, export, finetune, inspect, prune, report, repro, train
@@ -31,10 +32,11 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """
     with steady_streams():
         try:
-            given = list(sys.argv[1:] if argv is None else argv)
-            status = _run(
-                (parser or _parser()).parse_args([word for word in given if word != DEBUG]), debug=DEBUG in given
-            )
+            given, parser = list(sys.argv[1:] if argv is None else argv), parser or _parser()
+            if not given:
+                parser.exit(2, parser.format_help())
+            args = parser.parse_args([word for word in given if word != DEBUG])
+            status = _run(args, debug=DEBUG in given)
             sys.stdout.flush()
             return status
         except BrokenPipeError:
@@ -82,8 +84,17 @@ def _describe(error: OSError) -> str:
     return f"{where}{explained(error)}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line; commands below it are parsed by the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the options are explained, and exit with status 2."""
+        complain(f"error: {message}; {self.prog} --help shows what can be given")
+        self.exit(2)
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="ifso",
         description="Structured pruning for any PyTorch network.",
         epilog="Exit status: 0 done, 2 bad input, 3 the budget cannot be met, 4 a check of the result failed.",
