@@ -13,9 +13,9 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ifso.cli.bench_options import measured_apart
+from ifso.cli.bench import measure_apart
 from ifso.cli.console import console, print_json, say
-from ifso.cli.eval_options import positive
+from ifso.cli.options import positive
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     record = {**_about(), "commands": _commands(args.repeats), "models": []}
     for name, size, batch in wanted:
         say(f"{name}, {size}×{size}, batch {batch}")
-        record["models"].append(measured_apart("everyday", [name, str(size), str(batch)]))
+        record["models"].append(measure_apart("benchmarks.everyday_worker", [name, str(size), str(batch)]))
     if args.json:
         print_json({"bench": "everyday", **record})
     else:

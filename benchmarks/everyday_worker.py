@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ifso.cli import trace_worker
+from ifso.bench import trace_worker
 
 
 def measure(name: str, size: int, batch: int) -> dict[str, Any]:

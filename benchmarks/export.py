@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ifso
-from ifso.cli.bench_options import take_threads
+from ifso.cli.bench import set_threads
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
-from ifso.cli.eval_options import positive
+from ifso.cli.options import positive
 from ifso.common.text import amount
 from ifso.common.timing import Ready, in_turns, make_ready, middle
 from ifso.errors import IfsoError
@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.weights and len(args.models) != 1:
         raise IfsoError("--weights are those of one network; give one --models with them")
-    take_threads(args)
+    set_threads(args)
     with chatter_to_stderr():
         results = [
             measure(

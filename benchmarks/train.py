@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ifso
-from ifso.cli.bench_options import add_machine, take_threads
+from ifso.cli.bench import add_machine, set_threads
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.common.devices import usable_device
 from ifso.common.timing import in_turns, make_ready, middle
@@ -324,7 +324,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.threads is not None and args.threads < 1:
         raise IfsoError(f"--threads {args.threads}: give 1 or more")
-    take_threads(args)
+    set_threads(args)
     usual = DEFAULTS["cuda" if args.device.startswith("cuda") else "cpu"]
     lists = {name: tuple(getattr(args, name)) for name in ("lanes", "shapes") if getattr(args, name) is not None}
     given = lists if args.steps is None else {**lists, "steps": args.steps}

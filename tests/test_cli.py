@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ifso
-from ifso.cli import bench_trace, demo, inspect
+from ifso.cli import bench, demo, inspect
 from ifso.cli.demo_study import MODEL, Effort, Outcome, Row, _checks, _free, demonstrate
 from ifso.cli.main import main
 from ifso.data import open_data
@@ -114,12 +114,38 @@ def test_reasons_that_differ_in_numbers_are_one_row(graph):
 
 
 class TestMain:
-    @pytest.mark.parametrize("argv", [[], ["unknown"], ["inspect"], ["bench", "nothing"], ["inspect", "m", "--inptu"]])
-    def test_wrong_usage_ends_with_2(self, argv, capsys):
+    @pytest.mark.parametrize(
+        ("line", "words", "command"),
+        [
+            ("unknown", "'unknown'", "ifso"),
+            ("inspect", "MODEL", "ifso inspect"),
+            ("bench nothing", "'nothing'", "ifso bench"),
+            ("bench", "WHAT", "ifso bench"),
+            ("inspect m --inptu", "--inptu", "ifso"),
+            ("prune --model m --macs 0.5", "--out", "ifso prune"),
+            ("train --out a --lr fast", "--lr", "ifso train"),
+            ("repro --seeds many", "--seeds", "ifso repro"),
+        ],
+    )
+    def test_wrong_usage_is_one_line_and_2(self, line, words, command, capsys):
         with pytest.raises(SystemExit) as caught:
-            main(argv)
+            main(line.split())
         assert caught.value.code == 2
-        assert "error: " in capsys.readouterr().err
+        captured = capsys.readouterr()
+        (said,) = captured.err.splitlines()
+        assert said.startswith("ifso: error: ")
+        assert said.endswith(f"; {command} --help shows what can be given")
+        assert words in said
+        assert captured.out == ""
+
+    def test_nothing_shows_the_help_and_ends_with_2(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main([])
+        assert caught.value.code == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("usage: ifso ")
+        assert all(command in captured.err for command in ("prune", "finetune", "repro"))
 
     def test_version(self, capsys):
         with pytest.raises(SystemExit) as caught:
@@ -421,7 +447,7 @@ class TestBench:
 
     def test_the_table_shows_growth_against_the_model(self, monkeypatch, capsys):
         numbers = {"units": 3, "cpu_s_first": 1.0, "cpu_s_again": 0.5, "model_bytes": 2**21, "peak_growth_bytes": 2**20}
-        monkeypatch.setattr(bench_trace, "_measure_apart", lambda name: {"model": name, **numbers})
+        monkeypatch.setattr(bench, "measure_apart", lambda _, names: {"model": names[0], **numbers})
         assert main(["bench", "trace", "--models", "a"]) == 0
         row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ a"))
         assert row.replace("│", "").split() == ["a", "3", "1.00", "0.50", "2", "1", "0.50"]

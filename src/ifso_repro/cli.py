@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ifso.cli.help import add_help
+from ifso.cli.options import add_help
 
 FIGURE1, RECIPE = "figure1", "recipe"
 COMMANDS = {

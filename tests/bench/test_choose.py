@@ -369,7 +369,6 @@ def test_the_figure(tmp_path, capsys):
         ("--calibration 0", "calibration=0 will not do"),
         ("--measured 9999", "--measured 9999: there are only 355 such images"),
         ("--calibration 9999", "--calibration 9999: there are only 1442 such images"),
-        ("--threads 0", "--threads takes a number from 1 up"),
         ("--device tpu9", "device 'tpu9' cannot be used"),
         ("--data nothing", "'nothing' is no data set"),
         ("--weights nothing.pth", "no weight file nothing.pth"),
@@ -417,3 +416,11 @@ def test_what_cannot_be_meant_together(tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert read_record(tmp_path / "a.json").has("default", 0.7)
     assert not read_record(tmp_path / "a.json").has("tp-hessian", 0.5)
+
+
+@pytest.mark.parametrize("option", ["--batch 0", "--threads 0", "--threads few"])
+def test_counts_are_whole_numbers(option, argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*argv, *option.split()])
+    assert caught.value.code == 2
+    assert f"argument {option.split()[0]}: must be a whole number from 1 up" in capsys.readouterr().err

@@ -112,9 +112,7 @@ class TestBenchScore:
             (["--methods", "guessing"], "guessing"),
             (["--models", "ifso:resnet21"], "resnet21"),
             (["--models", "torchvision:fasterrcnn_resnet50_fpn"], "image classifiers"),
-            (["--batch", "0"], "--batch"),
             (["--size", "0"], "--size"),
-            (["--threads", "0"], "--threads"),
             (["--device", "abacus"], "abacus"),
             (["--images", "missing.npz"], "missing.npz"),
         ],
@@ -122,6 +120,13 @@ class TestBenchScore:
     def test_bad_input_is_one_line(self, more, words, capsys):
         assert main(["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--repeats", "1", *more]) == 2
         assert words in capsys.readouterr().err
+
+    @pytest.mark.parametrize("option", ["--batch", "--repeats", "--threads"])
+    def test_counts_are_whole_numbers(self, option, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["bench", "score", option, "0"])
+        assert caught.value.code == 2
+        assert f"argument {option}: must be a whole number from 1 up" in capsys.readouterr().err
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
     def test_a_missing_gpu_is_said(self, capsys):

@@ -27,7 +27,7 @@ def quick(monkeypatch, record):
     about = {key: found[key] for key in ("cpu", "python", "torch")}
     monkeypatch.setattr(bench_everyday, "_about", lambda: about)
     sizes = {model["model"]: model for model in found["models"]}
-    monkeypatch.setattr(bench_everyday, "measured_apart", lambda worker, words: sizes[words[0]])
+    monkeypatch.setattr(bench_everyday, "measure_apart", lambda worker, words: sizes[words[0]])
     return found
 
 

@@ -1,6 +1,6 @@
 """Ctrl-C in the middle of a training, for the tests of ``ifso train`` and ``ifso finetune``."""
 
-from ifso.cli.train_progress import PlainProgress
+from ifso.cli.progress import PlainProgress
 from ifso.training import runs
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import ifso
 from ifso.cli.console import console
-from ifso.cli.eval_report import Report, shown
+from ifso.cli.evaluation_report import Report, report_parts
 from ifso.cli.main import main
 from ifso.costs.cost import Cost
 from ifso.costs.latency import Latency
@@ -310,7 +310,7 @@ def test_the_table_as_people_see_it(capsys):
         "unpruned": made_up(2_000_000, 93.5, 99.0, 0.25, 0.004),
         "pruned": made_up(1_000_000, 92.25, None, 0.5, 0.002),
     }
-    console().print(*shown(Report(networks, about, ("No more.",))), sep="\n")
+    console().print(*report_parts(Report(networks, about, ("No more.",))), sep="\n")
     assert capsys.readouterr().out == GOLDEN
 
 

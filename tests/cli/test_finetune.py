@@ -10,7 +10,7 @@ import torch
 from interrupting import interrupt_at
 from safetensors.torch import load_file, save_file
 
-from ifso.cli.finetune import table
+from ifso.cli.finetune import summary_table
 from ifso.cli.main import main
 from ifso.data import open_data
 from ifso.models import create_model
@@ -117,10 +117,11 @@ class TestFinetuned:
 
     def test_a_table_of_losses(self):
         summary = {"folder": "a", "split": "test", "before": {}, "last_top1": None, "best_top1": None, "epochs": 2}
-        found = table([{**summary, "seconds": 1.0, "last": {"eval_loss": 0.25}}])
+        found = summary_table([{**summary, "seconds": 1.0, "last": {"eval_loss": 0.25}}])
         assert found.title == "Loss on test images"
         assert [(column.header, *column.cells) for column in found.columns][1] == ("last epoch", "0.25")
-        assert [column.header for column in table([{**summary, "seconds": 1.0, "last": {}}]).columns][2] == "best epoch"
+        columns = summary_table([{**summary, "seconds": 1.0, "last": {}}]).columns
+        assert columns[2].header == "best epoch"
 
     def test_another_folder_is_measured_with_its_run(self, project, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(project)
@@ -204,7 +205,7 @@ class TestAnotherTeacher:
         fit(model, batches, settings, loss_fn=loss_fn)
         found = run.finetuned()
         assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
-        assert [column.header for column in table([summary]).columns][1:4] == ["unpruned", "teacher", "pruned"]
+        assert [column.header for column in summary_table([summary]).columns][1:4] == ["unpruned", "teacher", "pruned"]
         fixed = json.loads((run.folder / "finetune" / "config.json").read_text())["settings"]
         assert fixed["teacher_weights"] == digest_of(teacher)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ifso.criteria.authors import Authors
 
 import ifso
 from ifso.cli.main import main
 from ifso.common.serialization import read_tensor_file, write_tensor_file
-from ifso.criteria.finite_difference import Authors
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import names
 from ifso.criteria.true_loss import TrueLoss
@@ -90,7 +90,7 @@ def passed_on(monkeypatch):
         raise Nothing
 
     def call(argv):
-        monkeypatch.setattr(ifso, "prune", record, raising=False)
+        monkeypatch.setattr("ifso.pruning.prune.prune", record)
         with pytest.raises(Nothing):
             main(argv)
         return seen

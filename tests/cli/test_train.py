@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import ifso
 from ifso.cli import train_options
 from ifso.cli.main import main
+from ifso.cli.progress import PlainProgress, RichProgress
 from ifso.cli.train_options import FIELDS, gather, settings_of
-from ifso.cli.train_progress import PlainProgress, RichProgress
 from ifso.data import open_data
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import PRECISIONS

@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 
 import ifso
-from ifso.cli import eval as evaluation
-from ifso.cli import finetune, main, prune, train
+from ifso.cli import evaluate, finetune, main, prune, train
 from ifso.cli.distributed import joined, leave
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 
 WRITES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link"}
-MODULES = (main, prune, finetune, train, evaluation)
+MODULES = (main, prune, finetune, train, evaluate)
 
 
 class Watched:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ifso
-from ifso.cli.trace_worker import peak_growth
+from ifso.bench.trace_worker import peak_growth
 from ifso.common.timing import peak_bytes
 
 MIB = 2**20

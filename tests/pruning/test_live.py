@@ -8,9 +8,10 @@ import time
 import pytest
 from rich.console import Console
 
+from ifso.common.progress import PER_SECOND
 from ifso.pruning.events import Plan, Removal
-from ifso.pruning.live import Bar, Curve, Layers, lines, most_changed
-from ifso.pruning.progress import PER_SECOND, RichProgress
+from ifso.pruning.live import Bar, Layers, most_changed, sparkline
+from ifso.pruning.progress import RichProgress
 
 GROUPS = {"stem": (8, ["stem"]), "block.[red]a": (16, ["block.[red]a"]), "block.b": (4, ["block.b", "skip"])}
 
@@ -143,7 +144,7 @@ def test_a_structure_that_says_nothing_is_no_obstacle(tmp_path, found):
 
 
 def test_only_ascii_where_nothing_else_can_be_shown():
-    (line,) = lines([Bar("conv", 8, 4)], 60, plain=True)
+    line = Bar("conv", 8, 4).line(4, 30, plain=True)
     assert line.plain.isascii()
     assert line.plain.split()[1] == "#" * 15 + "." * 15
 
@@ -154,15 +155,21 @@ def test_most_changed_counts_shares_not_units():
     assert most_changed(bars, 0) == []
 
 
-def test_a_long_curve_is_halved_and_keeps_its_ends():
-    curve = Curve(8)
-    for value in [math.nan, *range(100)]:
-        curve.add(float(value))
-    assert 4 <= len(curve.values) < 8
-    assert curve.values == sorted(curve.values)
-    assert (curve.first, curve.last) == (0.0, 99.0)
-    assert (curve.drawn()[0], curve.drawn()[-1]) == ("▁", "█")
-    assert curve.drawn(plain=True) == ""
+def test_a_long_curve_shows_means_of_neighbours():
+    drawn = sparkline([float(value) for value in range(100)], 8)
+    assert 4 <= len(drawn) <= 8
+    assert drawn == "".join(sorted(drawn))
+    assert (drawn[0], drawn[-1]) == ("▁", "█")
+    assert sparkline([1.0, 2.0], 0) == sparkline([], 8) == ""
+
+
+def test_losses_that_are_no_numbers_leave_no_mark():
+    layers = Layers([Bar("conv", 8, 8)])
+    for number, loss in enumerate((math.nan, 2.0, math.inf, 1.0), 1):
+        layers.removed(removal(number, {"conv": (number,)}, 0.9, loss))
+    console = Console(record=True, width=60, file=io.StringIO(), color_system=None)
+    console.print(layers)
+    assert "loss 2 at first, 1 now █▁" in console.export_text()
 
 
 def test_drawing_takes_a_small_part_of_the_time(tmp_path):

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from ifso.cli.tensorboard import TensorBoardListener
+from ifso.cli.progress import TensorBoardListener
 from ifso.common import distributed as ranks
 from ifso.errors import IfsoError
 from ifso.pruning import progress as displays
@@ -332,7 +332,7 @@ class TestListenerFor:
         assert type(listener_for(None, None)) is PlainProgress
 
     def test_a_notebook(self, monkeypatch):
-        monkeypatch.setattr(displays, "_console", lambda: Console(force_jupyter=True))
+        monkeypatch.setattr(displays, "stderr_console", lambda: Console(force_jupyter=True))
         assert type(listener_for(None, None)) is NotebookProgress
 
     def test_nothing_without_standard_error(self, monkeypatch):

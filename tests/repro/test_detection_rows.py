@@ -11,7 +11,7 @@ from rich.console import Console
 from small_detectors import boxes, retina, write_coco
 
 from ifso.bench.score import Setup, Workbench, measure
-from ifso.cli.bench_score import size_of
+from ifso.cli.bench import size_of
 from ifso.cli.main import main
 from ifso.curvature.weight_space import weight_space
 from ifso.errors import DataError, IfsoError, RunError

@@ -11,7 +11,7 @@ from torch import nn
 
 import ifso
 from ifso.cli.main import main
-from ifso.cli.train_progress import PlainProgress
+from ifso.cli.progress import PlainProgress
 from ifso.common.module_state import named_tensors
 from ifso.data import open_data
 from ifso.errors import RecipeError

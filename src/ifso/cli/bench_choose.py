@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.bench_options import take_threads
-from ifso.cli.console import chatter_to_stderr, console, say
+from ifso.cli.console import chatter_to_stderr, console, say, table
+from ifso.cli.options import positive
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--calibration", type=int, default=1000, metavar="N", help="training images (%(default)s)")
     parser.add_argument("--measured", type=int, default=1000, metavar="N", help="test images (%(default)s)")
-    parser.add_argument("--batch", type=int, default=50, metavar="N", help="images in a batch (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=50, metavar="N", help="images in a batch (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's own choice)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's own choice)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row; an existing one is gone on")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.markdown:
         print("\n\n".join(map(markdown, records)))
     else:
-        console().print(*map(table, records), sep="\n")
+        console().print(*map(record_table, records), sep="\n")
     return 0
 
 
@@ -75,12 +75,13 @@ def _measured(args: argparse.Namespace) -> Record:
     missing = [f"--{name}" for name in ("model", "data") if getattr(args, name) is None]
     if missing:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
-    if args.threads is not None and args.threads < 1:
-        raise IfsoError("--threads takes a number from 1 up")
+    import torch
+
     from ifso.bench.choose import Setup, about, check, measure, settings
     from ifso.bench.choose_record import opened
 
-    take_threads(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     check(args.methods, args.macs)
     setup = Setup(
         model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
@@ -92,20 +93,12 @@ def _measured(args: argparse.Namespace) -> Record:
     return record
 
 
-def table(record: Record) -> Table:
+def record_table(record: Record) -> Table:
     """A line for each row."""
-    from rich.table import Table
-
-    found = Table(
-        title=f"ifso bench choose: {_title(record)}", caption="\n".join([CAPTION, *_reasons(record)]),
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
-    found.add_column("method")
-    for heading in ("asked", "MACs", "params", "top-1", "s"):
-        found.add_column(heading, justify="right")
-    for row in record.rows:
-        found.add_row(row["method"], f"{row['target']:.0%}", *_cells(row))
-    return found
+    rows = [(row["method"], f"{row['target']:.0%}", *_cells(row)) for row in record.rows]
+    headings = ("method", "asked", "MACs", "params", "top-1", "s")
+    caption = "\n".join([CAPTION, *_reasons(record)])
+    return table(headings, rows, title=f"ifso bench choose: {_title(record)}", caption=caption)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

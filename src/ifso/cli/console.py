@@ -6,14 +6,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
-
+    from rich.table import Table
 
 LONGEST = 2000
 """Letters of a line that says what went wrong; a hostile file may make it as long as it likes."""
@@ -26,6 +26,21 @@ def console() -> Console:
     from ifso.graph.printing import WIDTH
 
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", caption: str = "", left: int = 1
+) -> Table:
+    """A table of ``rows``, the first ``left`` columns aligned to the left and the others, numbers, to the right."""
+    from rich.table import Table
+
+    made = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left")
+    for number, heading in enumerate(headings):
+        justify: Literal["left", "right"] = "left" if number < left else "right"
+        made.add_column(heading, justify=justify, overflow="ellipsis" if number else "fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def print_json(document: Any) -> None:
@@ -121,6 +136,6 @@ def chatter_to_stderr() -> Iterator[None]:
         yield
 
 
-def place_of(path: Path, here: Path) -> Path:
-    """A path as the user wrote it; in full if a file of theirs went to another folder than ``here`` since."""
-    return path if Path.cwd() == here else path.absolute()
+def path_from(path: Path, start: Path) -> Path:
+    """A path as the user wrote it; in full if the working directory is no longer ``start``."""
+    return path if Path.cwd() == start else path.absolute()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ifso.cli.console import chatter_to_stderr, console, print_json, say
-from ifso.cli.eval_report import NOT_THERE, STAGES
-from ifso.cli.inspect import add_pretrained, images_of, refuse_large, shape, words_of
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
+from ifso.cli.evaluation_report import NOT_THERE, STAGES
+from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, shape, shapes_of
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.runs.open import OpenedRun, add_unverified, open_tuned
@@ -45,23 +45,23 @@ def add_parser(commands: Any) -> None:
     how.add_argument("--opset", type=int, metavar="N", help="of ONNX (PyTorch's choice)")
     how.add_argument("--input", type=shape, metavar="1,3,32,32", help="shape of the input (the run's, or the data's)")
     how.add_argument("--static", action="store_true", help="fix the batch, too; it may vary otherwise")
-    how.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(how)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Export, and show what became smaller."""
-    _settle(args)
+    _choose_format(args)
     with chatter_to_stderr():
         document = _export(args)
     if args.json:
         print_json(document)
     else:
-        console().print(_table(document), *_remarks(document), sep="\n")
+        console().print(_networks_table(document), *_remarks(document), sep="\n")
     return 0
 
 
-def _settle(args: argparse.Namespace) -> None:
+def _choose_format(args: argparse.Namespace) -> None:
     """Format and place; refuse what cannot be done before anything is opened."""
     if args.out is None and args.to is None:
         raise IfsoError("say with --to onnx or --to torch what to export to, or name a file with --out")
@@ -96,7 +96,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
         size = bytes_of(whole, example, args.to, opset=exported.opset, static=args.static)
         networks = {ORIGINAL: {**costs_of(whole, example, "float32")[0].as_dict(), "bytes": size}, **networks}
     return {
-        "run": str(run.folder), "network": stage, **exported.as_dict(), "counted_on": words_of(example),
+        "run": str(run.folder), "network": stage, **exported.as_dict(), "counted_on": shapes_of(example),
         "networks": networks, "notes": [*notes, *exported.notes], "torch": str(torch.__version__),
     }  # fmt: skip
 
@@ -128,8 +128,8 @@ def _example(args: argparse.Namespace, run: OpenedRun, data: Data, model: nn.Mod
     if sizes is None:
         return data.example_inputs()
     if is_detector(model):
-        return images_of(sizes)
-    refuse_large(sizes)
+        return detector_images(sizes)
+    check_size(sizes)
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
 
@@ -155,18 +155,11 @@ def _unpruned(args: argparse.Namespace, run: OpenedRun, data: Data, notes: list[
         return None
 
 
-def _table(document: dict[str, Any]) -> Table:
+def _networks_table(document: dict[str, Any]) -> Table:
     """One row for each number, one column for each network."""
-    from rich.table import Table
-
     networks = document["networks"]
-    found = Table(title=f"{document['run']}: {document['network']} network", title_justify="left")
-    found.add_column("")
-    for name in networks:
-        found.add_column(name, justify="right")
-    for key, label in ROWS.items():
-        found.add_row(label, *(_cell(network[key], networks, key) for network in networks.values()))
-    return found
+    rows = [(label, *(_cell(each[key], networks, key) for each in networks.values())) for key, label in ROWS.items()]
+    return table(("", *networks), rows, title=f"{document['run']}: {document['network']} network")
 
 
 def _cell(number: int, networks: dict[str, Any], key: str) -> str:

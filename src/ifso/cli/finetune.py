@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import chatter_to_stderr, complain, console, print_json
+from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import Place, joined, leave
-from ifso.cli.eval_options import real, seed
-from ifso.cli.inspect import add_pretrained
-from ifso.cli.prune_settings import _without_folders, refuse_others, stored_options
-from ifso.cli.teaching import Teachers, add_teacher, refuse_unclear_teacher
+from ifso.cli.options import add_pretrained, real, seed
+from ifso.cli.progress import training_progress
+from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
+from ifso.cli.teachers import Teachers, add_teacher, check_teacher_options
 from ifso.cli.train_options import (
     TEACHER,
     add_data,
     add_recipe,
     add_running,
+    common_option,
+    data_options,
     gather,
-    is_boxes,
-    one_of,
-    opening,
+    has_boxes,
+    report_notes,
     settings_of,
-    tell_notes,
 )
-from ifso.cli.train_progress import training_progress
 from ifso.errors import IfsoError
 from ifso.runs.open import FINETUNE, OpenedRun, add_unverified, open_run
 
@@ -112,12 +109,17 @@ class Plan:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, and print what came out."""
-    _refuse_unclear(args)
+    _check_arguments(args)
     plans = [_plan(args, folder) for folder in args.runs]
     options = [plan.options for plan in plans]
-    one_of(options, "precision", "float32")
-    with joined(one_of(options, "device", "cpu")) as place:
-        outcomes = _watched(args, plans, place)
+    common_option(options, "precision", "float32")
+    command = ["finetune", "--resume", *([] if args.out is None else ["--out", str(args.out)]), *map(str, args.runs)]
+    folders = [plan.folder for plan in plans]
+    with (
+        joined(common_option(options, "device", "cpu")) as place,
+        resumable(command, *folders, shown=place.speaks),
+    ):
+        outcomes = _finetune(args, plans, place)
     failures = {
         str(plan.folder): each for plan, each in zip(plans, outcomes, strict=True) if isinstance(each, IfsoError)
     }
@@ -128,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     return leave(max((failure.exit_status for failure in failures.values()), default=0))
 
 
-def _refuse_unclear(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise IfsoError("the same RUN is given twice; give each one once")
     if len(args.runs) > 1 and args.out is not None:
@@ -143,7 +145,7 @@ def _plan(args: argparse.Namespace, folder: Path) -> Plan:
     options = gather(_weighted(args, known), place, known, "ifso finetune", folder)
     options["padded"] = _padded(args, place, options)
     settings = settings_of(options)
-    refuse_unclear_teacher(options, settings, pretrained=args.pretrained)
+    check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
     return Plan(replace(run, arguments={**run.arguments, **told}), place, options, settings)
 
@@ -152,7 +154,7 @@ def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Na
     """The same with the usual weight of the teacher, if it is asked for without one."""
     if args.distill is not True:
         return args
-    usual = DISTILL_BOXES if is_boxes(args.data or known.get("data")) else DISTILL
+    usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
     return argparse.Namespace(**{**vars(args), "distill": usual})
 
 
@@ -163,23 +165,10 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
     """
     stored = stored_options(folder, ("padded",), "ifso finetune") if args.resume else {}
     if stored and args.padded is not None:
-        refuse_others({"padded": args.padded}, stored, folder)
+        check_same_options({"padded": args.padded}, stored, folder)
     on_gpu = options["device"].partition(":")[0] == "cuda"
-    default = not args.resume and on_gpu and not is_boxes(options.get("data"))
+    default = not args.resume and on_gpu and not has_boxes(options.get("data"))
     return stored.get("padded", default if args.padded is None else args.padded)
-
-
-def _watched(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
-    """What came out of each; after Ctrl-C the command that goes on is shown."""
-    try:
-        with chatter_to_stderr():
-            return _finetune(args, plans, place)
-    except KeyboardInterrupt:
-        if place.speaks and all((plan.folder / "config.json").is_file() for plan in plans):
-            out = [] if args.out is None else ["--out", str(args.out)]
-            command = ["ifso", "finetune", "--resume", *out, *map(str, args.runs)]
-            print(f"to go on: {shlex.join(command)}", file=sys.stderr)
-        raise
 
 
 def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
@@ -194,14 +183,14 @@ def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> 
                 remove_checkpoint(plan.folder)
     left = [number for number in range(len(plans)) if number not in done]
     with training_progress("finetune") if place.speaks else nullcontext(Silent()) as listener:
-        workshop = _Workshop(args, place, listener.said)
-        trainings = [workshop.training(plans[number]) for number in left]
+        preparation = _Preparation(args, place, listener.said)
+        trainings = [preparation.training(plans[number]) for number in left]
         found = train_side_by_side(trainings, listener, resume=args.resume, ranks=place.ranks)
     done.update(zip(left, found, strict=True))
     return [done[number] for number in range(len(plans))]
 
 
-class _Workshop:
+class _Preparation:
     """Opens data and teachers once for all runs that share them."""
 
     def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
@@ -219,7 +208,7 @@ class _Workshop:
         teaching = self._teachers.of(plan, data, model)
         fixed = {
             "weights": digest_of(model),
-            "data": _without_folders(data.name),
+            "data": without_folders(data.name),
             "validation": plan.options.get("validation", 0),
             **teaching.fixed,
         }
@@ -239,12 +228,12 @@ class _Workshop:
         return plan.run._network(data, None).to(self._place.device)
 
     def _opened(self, plan: Plan) -> Data:
-        options = opening(plan.options, plan.settings, self._place, download=self._args.download)
+        options = data_options(plan.options, plan.settings, self._place, download=self._args.download)
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:
             self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
-            tell_notes(self._data[key], self._say)
+            report_notes(self._data[key], self._say)
         return self._data[key]
 
 
@@ -253,29 +242,25 @@ def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failure
         words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
         print_json({"runs": list(summaries), "failures": words})
     elif summaries:
-        console().print(table(summaries))
+        console().print(summary_table(summaries))
     for folder, failure in failures.items():
         complain(f"error: {folder}: {failure}")
 
 
-def table(summaries: Sequence[Mapping[str, Any]]) -> Table:
+def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each network that was trained: accuracies, mAP, or losses where the data has a loss of its own."""
-    from rich.table import Table
-
     splits = sorted({summary["split"] for summary in summaries})
     kind = _kind(summaries)
     stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
-    found = Table(title=f"{TITLES[kind]} on {' and '.join(splits)} images", title_justify="left")
-    found.add_column("folder", overflow="fold")
-    best = () if kind == "eval_loss" else ("best epoch",)
-    for heading in (*stages, "last epoch", *best, "epochs", "seconds"):
-        found.add_column(heading, justify="right")
+    rows = []
     for summary in summaries:
         values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
         cells = ["–" if value is None else f"{value:.2f}" for value in values]
         cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
-        found.add_row(summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}")
-    return found
+        rows.append((summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}"))
+    best = () if kind == "eval_loss" else ("best epoch",)
+    headings = ("folder", *stages, "last epoch", *best, "epochs", "seconds")
+    return table(headings, rows, title=f"{TITLES[kind]} on {' and '.join(splits)} images")
 
 
 TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json
+from ifso.cli.options import MODEL, add_json, add_pretrained, check_size, detector_images, shape, shapes_of
 from ifso.common.text import amount
 from ifso.errors import TraceError
 
@@ -44,13 +43,13 @@ class Inspection:
     @property
     def input(self) -> str:
         """The shapes of the inputs that costs are counted on."""
-        return words_of(self.graph.inputs)
+        return shapes_of(self.graph.inputs)
 
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("inspect", help="show coupled channels, their costs, and what is frozen and why")
-    parser.add_argument("model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "--input",
         type=shape,
@@ -62,15 +61,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the tables into an SVG picture")
     parser.set_defaults(run=run)
-
-
-def add_pretrained(group: Any) -> None:
-    """Permission to load what a MODEL names."""
-    words = "let torchvision and timm load published weights, and download them if need be"
-    group.add_argument("--pretrained", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,72 +149,14 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
                 f"no example input is known for {args.model}; give its shape, for example --input 1,3,224,224"
             ) from None
     for sizes in args.input:
-        refuse_large(sizes)
+        check_size(sizes)
     try:
         if is_detector(model):
-            return images_of(*args.input)
+            return detector_images(*args.input)
         inputs = tuple(torch.randn(shape) for shape in args.input)
     except RuntimeError as error:
         raise TraceError(f"an input of that size cannot be made: {error}") from error
     return inputs[0] if len(inputs) == 1 else inputs
-
-
-def images_of(*shapes: Sequence[int], device: str = "cpu") -> Any:
-    """What a detector takes for these shapes [N, 3, H, W] or [3, H, W]: a list of images of all of them."""
-    from ifso.models.detectors import example_images
-
-    images = []
-    for sizes in shapes:
-        refuse_large(sizes)
-        if len(sizes) not in (3, 4) or sizes[-3] != 3:
-            raise TraceError(
-                f"--input {','.join(map(str, sizes))} is no shape of images for a detector; write N,3,H,W, "
-                "for example 1,3,480,640"
-            )
-        images += example_images(*(sizes[:1] if len(sizes) == 4 else (1,)), *sizes[-2:], device=device)[0]
-    return (images,)
-
-
-def words_of(inputs: Any) -> str:
-    """The shapes of all tensors in the inputs.
-
-    >>> import torch
-    >>> words_of(([torch.zeros(3, 48, 64), torch.zeros(3, 48, 64)],)), words_of(torch.zeros(1, 3, 32, 32))
-    ('3x48x64 + 3x48x64', '1x3x32x32')
-    """
-    from ifso.common.tensors import tensors_in
-
-    return " + ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors_in(inputs))
-
-
-def zeros_of(sizes: Sequence[int], device: str) -> Any:
-    """An input of that shape."""
-    import torch
-
-    refuse_large(sizes)
-    return torch.zeros(tuple(sizes), device=device)
-
-
-def refuse_large(sizes: Sequence[int]) -> None:
-    """IfsoError for an input that would fill the memory."""
-    from ifso.common.devices import refuse_too_large
-
-    refuse_too_large(math.prod(sizes), f"--input {','.join(map(str, sizes))}")
-
-
-def shape(text: str) -> tuple[int, ...]:
-    """A shape as it is written on the command line.
-
-    >>> shape("1,3,224,224")
-    (1, 3, 224, 224)
-    """
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1 or max(sizes) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write positive numbers, for example 1,3,224,224")
-    return sizes
 
 
 def _report(found: Inspection) -> list[RenderableType]:

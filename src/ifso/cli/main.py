@@ -8,10 +8,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ifso._version import __version__
-from ifso.cli import bench, demo, export, finetune, inspect, prune, report, repro, train
-from ifso.cli import eval as evaluate
+from ifso.cli import bench, demo, evaluate, export, finetune, inspect, prune, report, repro, train
 from ifso.cli.console import complain, give_up, steady_streams
 from ifso.cli.distributed import leave
 from ifso.cli.signals import stoppable
@@ -32,21 +32,22 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """
     with steady_streams():
         try:
-            given = list(sys.argv[1:] if argv is None else argv)
-            status = _run(
-                (parser or _parser()).parse_args([word for word in given if word != DEBUG]), debug=DEBUG in given
-            )
+            given, parser = list(sys.argv[1:] if argv is None else argv), parser or _parser()
+            if not given:
+                parser.exit(2, parser.format_help())
+            args = parser.parse_args([word for word in given if word != DEBUG])
+            status = _run(args, debug=DEBUG in given)
             sys.stdout.flush()
             return status
         except BrokenPipeError:
             give_up(sys.stdout)
             return UNREAD
         except OSError as error:
-            if sys.stdout.closed or _cannot_take(error):
+            if sys.stdout.closed or _is_stdout_failure(error):
                 give_up(sys.stdout)
                 complain(f"error: standard output cannot be written: {error.strerror}")
             else:
-                complain(f"error: {_told(error)}")
+                complain(f"error: {_describe(error)}")
             return leave(IfsoError.exit_status)
 
 
@@ -70,12 +71,12 @@ def _run(args: argparse.Namespace, *, debug: bool) -> int:
         return leave(INTERRUPTED)
 
 
-def _cannot_take(error: OSError) -> bool:
+def _is_stdout_failure(error: OSError) -> bool:
     """Is it standard output that failed? The system names the file where it was another."""
     return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
 
 
-def _told(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     """A file that could not be read or written, which nobody else has spoken of."""
     from ifso.common.files import explained
 
@@ -83,8 +84,17 @@ def _told(error: OSError) -> str:
     return f"{where}{explained(error)}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line; commands below it are parsed by the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where the options are explained, and exit with status 2."""
+        complain(f"error: {message}; {self.prog} --help shows what can be given")
+        self.exit(2)
+
+
+def _parser() -> Parser:
+    parser = Parser(
         prog="ifso",
         description="Structured pruning for any PyTorch network.",
         epilog="Exit status: 0 done, 2 bad input, 3 the budget cannot be met, 4 a check of the result failed.",

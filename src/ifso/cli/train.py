@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.console import chatter_to_stderr, console, place_of, print_json
+from ifso.cli.console import console, path_from, print_json
 from ifso.cli.distributed import Place, joined, leave
-from ifso.cli.eval_options import seed
-from ifso.cli.finetune import table
-from ifso.cli.inspect import add_pretrained
-from ifso.cli.prune import DATA
-from ifso.cli.prune_settings import _without_folders
-from ifso.cli.train_options import add_data, add_recipe, add_running, gather, opening, settings_of, tell_notes
-from ifso.cli.train_progress import training_progress
+from ifso.cli.finetune import summary_table
+from ifso.cli.options import DATA, MODEL, add_pretrained, seed
+from ifso.cli.progress import training_progress
+from ifso.cli.resume import resumable, without_folders
+from ifso.cli.train_options import add_data, add_recipe, add_running, data_options, gather, report_notes, settings_of
 from ifso.errors import IfsoError
 from ifso.runs.open import PATHS, found_again
 
@@ -31,7 +27,7 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("train", help="train a network to be pruned", description=DESCRIPTION)
     task = parser.add_argument_group("what is trained")
-    task.add_argument("--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory")
+    task.add_argument("--model", metavar="MODEL", help=MODEL)
     task.add_argument("--weights", metavar="FILE", help="to begin with (random ones otherwise)")
     add_pretrained(task)
     task.add_argument("--data", metavar="DATA", help=DATA)
@@ -46,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
-    here = Path.cwd()
+    start = Path.cwd()
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
     if args.resume:
         given = [name for name in PATHS if getattr(args, name) is not None]
@@ -54,25 +50,15 @@ def run(args: argparse.Namespace) -> int:
     for name in ("model", "data"):
         if name not in options:
             raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")
-    with joined(options["device"]) as place:
-        summary = _watched(args, options, place)
+    command = ["train", "--resume", "--out", str(args.out)]
+    with joined(options["device"]) as place, resumable(command, args.out, shown=place.speaks):
+        summary = _train(args, options, place)
     if place.speaks and args.json:
         print_json(summary)
     elif place.speaks:
-        console().print(table([summary]))
-        print(f"weights: {place_of(args.out, here) / 'model.safetensors'}")
+        console().print(summary_table([summary]))
+        print(f"weights: {path_from(args.out, start) / 'model.safetensors'}")
     return leave(0)
-
-
-def _watched(args: argparse.Namespace, options: dict[str, Any], place: Place) -> dict[str, Any]:
-    """The summary; after Ctrl-C the command that goes on is shown."""
-    try:
-        with chatter_to_stderr():
-            return _train(args, options, place)
-    except KeyboardInterrupt:
-        if place.speaks and (args.out / "config.json").is_file():
-            print(f"to go on: {shlex.join(['ifso', 'train', '--resume', '--out', str(args.out)])}", file=sys.stderr)
-        raise
 
 
 def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -90,8 +76,8 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
             remove_checkpoint(args.out)
         return summary
     with training_progress("train") if place.speaks else nullcontext(Silent()) as listener:
-        data = open_data(options["data"], **opening(options, settings, place, download=args.download))
-        tell_notes(data, listener.said)
+        data = open_data(options["data"], **data_options(options, settings, place, download=args.download))
+        report_notes(data, listener.said)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")
@@ -100,8 +86,8 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
             )
         validation, given = options.get("validation", 0), bool(weights or args.pretrained)
         fixed = {
-            "model": _without_folders(options["model"]),
-            "data": _without_folders(data.name),
+            "model": without_folders(options["model"]),
+            "data": without_folders(data.name),
             "validation": validation,
             **({"weights": digest_of(model)} if given else {}),
         }

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from ifso.pruning.events import Plan, Stage
 
-UNKNOWN = "-:--:--"
-
 TOGETHER = 0.01
 """Units that go within so many seconds of each other go in one round: the first of them has waited for the scores."""
 
@@ -118,30 +116,6 @@ class Course:
         return min(1.0, max(0.0, min(ways)))
 
 
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds.
-
-    >>> duration(3725.4), duration(None)
-    ('1:02:05', '-:--:--')
-    """
-    if seconds is None:
-        return UNKNOWN
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def roughly(seconds: float) -> str:
-    """A time as one would say it: seconds below two minutes, minutes below two hours, then hours too.
-
-    >>> roughly(0.2), roughly(45.3), roughly(754), roughly(9250)
-    ('1 s', '45 s', '13 min', '2 h 34 min')
-    """
-    if round(seconds) < 120:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def unit_words(units: Mapping[str, Sequence[int]]) -> str:
     """The first of the units by its group and place, and how many more there are.
 
@@ -150,12 +124,3 @@ def unit_words(units: Mapping[str, Sequence[int]]) -> str:
     """
     places = [f"{group}[{place}]" for group, group_places in units.items() for place in group_places]
     return (places[0] if places else "none") + (f" +{len(places) - 1}" if len(places) > 1 else "")
-
-
-def loss_words(loss: float) -> str:
-    """A loss with four digits; ``–`` where none was computed.
-
-    >>> loss_words(0.0213456), loss_words(float("nan"))
-    ('0.02135', '–')
-    """
-    return "–" if math.isnan(loss) else f"{loss:.4g}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ifso.common.progress import loss_words
 from ifso.common.serialization import parsed, read_lines
-from ifso.pruning.course import loss_words
 from ifso.pruning.events import Plan, Removal
 from ifso.runs.folder import METRICS, STRUCTURE
 
@@ -17,14 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-MOST = 24
-"""Bars at a time, however tall the terminal is."""
+MOST, AROUND = 24, 5
+"""Bars at a time, however tall the terminal is, and lines of it that are left to other things."""
 
-AROUND = 5
-"""Lines of the terminal that are left to other things."""
-
-BAR, NAME, NUMBERS = 30, 36, 17
-"""Characters of a bar and of a name, at most; characters of the numbers after them."""
+BAR, NAME, NUMBERS, CURVE = 30, 36, 17, 48
+"""Characters of a bar, a name and a curve, at most; characters of the numbers after a bar."""
 
 EIGHTHS, LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 
@@ -40,105 +38,78 @@ class Bar:
 
     @property
     def share(self) -> float:
-        """What is left of it."""
+        """The share of its channels that is left."""
         return self.kept / self.size
 
+    def line(self, label: int, length: int, *, plain: bool) -> Text:
+        """The end of its name, a bar of ``length``, channels left of how many, and how many layers share them."""
+        from rich.text import Text
 
-class Curve:
-    """A row of numbers with room for ``width``: when it is full, neighbours become their mean.
-
-    >>> curve = Curve(4)
-    >>> for value in (1.0, 3.0, 5.0, 7.0, 9.0):
-    ...     curve.add(value)
-    >>> curve.values, curve.first, curve.last
-    ([2.0, 6.0], 1.0, 9.0)
-    """
-
-    def __init__(self, width: int = 48) -> None:
-        self.values: list[float] = []
-        self.first = self.last = math.nan
-        self._width, self._each = width, 1
-        self._waiting: list[float] = []
-
-    def add(self, value: float) -> None:
-        """One more; what is no number leaves no mark."""
-        if not math.isfinite(value):
-            return
-        self.first = value if math.isnan(self.first) else self.first
-        self.last = value
-        self._waiting.append(value)
-        if len(self._waiting) < self._each:
-            return
-        self.values.append(sum(self._waiting) / len(self._waiting))
-        self._waiting = []
-        if len(self.values) >= self._width:
-            pairs = zip(self.values[::2], self.values[1::2], strict=False)
-            self.values, self._each = [(one + two) / 2 for one, two in pairs], 2 * self._each
-
-    def drawn(self, *, plain: bool = False) -> str:
-        """As characters, from the lowest to the highest value; none where only ASCII can be shown."""
-        values = tuple(self.values)
-        if plain or len(values) < 2:
-            return ""
-        low, high = min(values), max(values)
-        span = high - low or 1.0
-        return "".join(LEVELS[round((value - low) / span * (len(LEVELS) - 1))] for value in values)
+        name = self.name.ljust(label) if len(self.name) <= label else f"…{self.name[len(self.name) - label + 1 :]}"
+        if plain:
+            left, empty = "#" * round(self.share * length), "."
+        else:
+            full, part = divmod(round(self.share * length * 8), 8)
+            left, empty = "█" * full + (EIGHTHS[part] if part else ""), "·"
+        gone, coupled = empty * (length - len(left)), f"  as in {self.others} more" if self.others else ""
+        numbers = f" {self.kept:>5}/{self.size:<5}{self.share:>4.0%}"
+        parts = f"{name} ", (left, "cyan"), (gone, "dim"), numbers, (coupled, "dim")
+        return Text.assemble(*parts, no_wrap=True, overflow="crop")
 
 
 class Layers:
     """The bars, for a Rich console of any size."""
 
     def __init__(self, bars: Sequence[Bar]) -> None:
-        self._bars = {bar.name: bar for bar in bars}
-        self._loss = Curve()
+        self._bars, self._losses = {bar.name: bar for bar in bars}, list[float]()
 
     @classmethod
     def of(cls, plan: Plan) -> Layers | None:
-        """Of a run that begins or goes on; None if it has no folder that tells of its layers."""
+        """The layers of a run that begins or goes on; None if its folder does not describe them."""
         if plan.folder is None or not (Path(plan.folder) / STRUCTURE).is_file():
             return None
         from ifso.runs.structure import from_document
         from ifso.runs.values import mapping, number, wholes
 
-        document = parsed((Path(plan.folder) / STRUCTURE).read_bytes())
-        structure = from_document(document or {}, {})
-        writers = [number for layer in structure.layers for number in layer.groups]
-        bars = [
-            Bar(group.name, group.size, group.size, max(writers.count(place) - 1, 0))
-            for place, group in enumerate(structure.groups)
-        ]
-        layers = cls(bars)
+        structure = from_document(parsed((Path(plan.folder) / STRUCTURE).read_bytes()) or {}, {})
+        writers = [group for layer in structure.layers for group in layer.groups]
+        others = [max(writers.count(index) - 1, 0) for index in range(len(structure.groups))]
+        layers = cls(
+            [Bar(each.name, each.size, each.size, n) for each, n in zip(structure.groups, others, strict=True)]
+        )
         for line in read_lines(Path(plan.folder) / METRICS)[0][: plan.removals] if plan.removals else ():
-            units = {name: wholes(places) for name, places in mapping(line.get("units")).items()}
-            layers.count(units, number(line.get("loss")) or math.nan)
-        return layers if bars else None
+            units = {name: wholes(indices) for name, indices in mapping(line.get("units")).items()}
+            layers._count({name: len(indices) for name, indices in units.items()}, number(line.get("loss")) or math.nan)
+        return layers if structure.groups else None
 
     def removed(self, removal: Removal) -> None:
-        """Units went."""
-        self.count(removal.units, removal.loss)
+        """Shorten the bars of the units that went."""
+        self._count({name: len(indices) for name, indices in removal.units.items()}, removal.loss)
 
-    def count(self, units: Mapping[str, Sequence[int]], loss: float) -> None:
-        """So many units fewer in these groups, at that loss."""
-        for name, places in units.items():
-            if name in self._bars:
-                self._bars[name].kept -= len(places)
-        self._loss.add(loss)
+    def _count(self, gone: dict[str, int], loss: float) -> None:
+        for name in gone.keys() & self._bars.keys():
+            self._bars[name].kept -= gone[name]
+        self._losses += [loss] if math.isfinite(loss) else []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Most changed ones in the order of the network, then a line about the others, then the loss."""
-        room = min(MOST, (options.height or console.height) - AROUND)
-        bars = list(self._bars.values())
-        shown = most_changed(bars, room if len(bars) <= room else room - 1) if room > 1 else []
-        yield from lines(shown, options.max_width, plain=options.ascii_only)
-        hidden = [bar for bar in bars if not any(bar is other for other in shown)]
-        if hidden:
-            yield _text(_about(hidden, bool(shown)), "dim")
-        yield _text(self._loss_words(options))
+        from rich.text import Text
 
-    def _loss_words(self, options: ConsoleOptions) -> str:
-        numbers = f"loss {loss_words(self._loss.first)} at first, {loss_words(self._loss.last)} now"
-        room = options.max_width - len(numbers) - 1
-        return f"{numbers} {self._loss.drawn(plain=options.ascii_only)[-room:]}".rstrip() if room > 0 else numbers
+        width, plain = options.max_width, options.ascii_only
+        room, bars = min(MOST, (options.height or console.height) - AROUND), list(self._bars.values())
+        shown = most_changed(bars, room if len(bars) <= room else room - 1) if room > 1 else []
+        label = min(NAME, max((len(bar.name) for bar in shown), default=0), max(8, (width - NUMBERS) // 2))
+        for bar in shown:
+            yield bar.line(label, max(4, min(BAR, width - label - NUMBERS)), plain=plain)
+        names = {bar.name for bar in shown}
+        if hidden := [bar for bar in bars if bar.name not in names]:
+            share = sum(bar.kept for bar in hidden) / sum(bar.size for bar in hidden)
+            words = f"{len(hidden)} {'others, less changed' if shown else 'groups of layers'}"
+            yield Text(f"{words}: {share:.0%} of their channels left", "dim", no_wrap=True, overflow="ellipsis")
+        first, last = map(loss_words, (self._losses[0], self._losses[-1]) if self._losses else (math.nan, math.nan))
+        words = f"loss {first} at first, {last} now"
+        curve = "" if plain else sparkline(self._losses, min(CURVE, width - len(words) - 1))
+        yield Text(f"{words} {curve}".rstrip(), no_wrap=True, overflow="ellipsis")
 
 
 def most_changed(bars: Sequence[Bar], most: int) -> list[Bar]:
@@ -148,56 +119,18 @@ def most_changed(bars: Sequence[Bar], most: int) -> list[Bar]:
     >>> [bar.name for bar in most_changed(bars, 2)]
     ['b', 'c']
     """
-    chosen = sorted(range(len(bars)), key=lambda place: (bars[place].share, place))[: max(most, 0)]
-    return [bars[place] for place in sorted(chosen)]
+    chosen = sorted(range(len(bars)), key=lambda index: (bars[index].share, index))[: max(most, 0)]
+    return [bars[index] for index in sorted(chosen)]
 
 
-def lines(bars: Sequence[Bar], width: int, *, plain: bool) -> Iterable[Text]:
-    """A line for each: name, bar, channels left of how many, and in how many more layers the same ones go."""
-    from rich.text import Text
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most ``width`` means of neighbours as characters, from the lowest to the highest; none of a single value.
 
-    label = min(NAME, max((len(bar.name) for bar in bars), default=0), max(8, (width - NUMBERS) // 2))
-    length = max(4, min(BAR, width - label - NUMBERS))
-    for bar in bars:
-        left, gone = _blocks(bar.share, length, plain=plain)
-        numbers = f" {bar.kept:>5}/{bar.size:<5}{bar.share:>4.0%}"
-        coupled = f"  as in {bar.others} more" if bar.others else ""
-        yield Text.assemble(
-            f"{_fitted(bar.name, label)} ", (left, "cyan"), (gone, "dim"), numbers, (coupled, "dim"), no_wrap=True,
-            overflow="crop",
-        )  # fmt: skip
-
-
-def _about(hidden: Sequence[Bar], some: bool) -> str:
-    share = sum(bar.kept for bar in hidden) / sum(bar.size for bar in hidden)
-    words = "others, less changed" if some else "groups of layers"
-    return f"{len(hidden)} {words}: {share:.0%} of their channels left"
-
-
-def _fitted(name: str, width: int) -> str:
-    """The end of a name tells more than its beginning.
-
-    >>> _fitted("layer4.2.conv1", 9), _fitted("fc", 4)
-    ('….2.conv1', 'fc  ')
+    >>> sparkline([1.0, 2.0, 3.0, 8.0], 4), sparkline([1.0, 2.0, 3.0, 9.0], 2), sparkline([1.0], 4)
+    ('▁▂▃█', '▁█', '')
     """
-    return name.ljust(width) if len(name) <= width else "…" + name[len(name) - width + 1 :]
-
-
-def _blocks(share: float, length: int, *, plain: bool) -> tuple[str, str]:
-    """What is left and what is gone, as characters.
-
-    >>> _blocks(0.5, 5, plain=False), _blocks(0.5, 4, plain=True)
-    (('██▌', '··'), ('##', '..'))
-    """
-    if plain:
-        full = round(share * length)
-        return "#" * full, "." * (length - full)
-    full, part = divmod(round(share * length * 8), 8)
-    solid = "█" * full + (EIGHTHS[part] if part else "")
-    return solid, "·" * (length - len(solid))
-
-
-def _text(words: str, style: str = "") -> Text:
-    from rich.text import Text
-
-    return Text(words, style=style, no_wrap=True, overflow="ellipsis")
+    size = math.ceil(len(values) / width) if width > 0 else 0
+    means = [fmean(values[start : start + size]) for start in range(0, len(values), size)] if size else []
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0) or 1.0
+    levels = [LEVELS[round((mean - low) / span * (len(LEVELS) - 1))] for mean in means]
+    return "".join(levels) if len(levels) > 1 else ""

@@ -6,127 +6,107 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from ifso.common.progress import (
+    EVERY,
+    PER_SECOND,
+    BarDisplay,
+    Clock,
+    PlainDisplay,
+    duration,
+    loss_words,
+    roughly,
+    shows_bars,
+    stderr_console,
+)
 from ifso.errors import BudgetError
-from ifso.pruning.course import Course, duration, loss_words, roughly, unit_words
+from ifso.pruning.course import Course, unit_words
 from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
-
-Clock = Callable[[], float]
-
-EVERY = 5.0
-"""Seconds between plain lines."""
-
-PER_SECOND = 4
-"""How often a terminal is drawn anew."""
-
-NARROW = 56
-"""Characters of a terminal that has no room for a bar beside the words."""
+    from rich.progress import Progress
 
 LABELS = {"macs": "MACs", "conv_macs": "conv MACs", "params": "parameters"}
+REQUIRED = ("started", "removed", "said", "finished")
+"""Methods that every listener must have."""
 
 
-class PlainProgress:
+class PlainProgress(PlainDisplay):
     """Lines of ``key=value``: one at the first removal, one at the last, between them one every few seconds.
 
     A staged run has one line for each stage instead, and after the first an estimate of the time left.
     """
 
     def __init__(self, file: TextIO | None = None, clock: Clock = time.monotonic) -> None:
-        self._file = sys.stderr if file is None else file
-        self._clock = clock
-        self._plan: Plan | None = None
+        super().__init__("prune", file, clock)
         self._due = 0.0
-        self._unsaid: Removal | None = None
+        self._pending: Removal | None = None
 
     def started(self, plan: Plan) -> None:
-        """One line with the model, its units and where the costs are to go."""
-        self._plan, self._course = plan, Course(plan, self._clock())
-        self._due = self._clock()
-        folder = [] if plan.folder is None else [f"folder={plan.folder}"]
-        stages = [f"stages={plan.stages}"] if plan.stages else []
-        again = [f"resumed_at={plan.removals}"] if plan.removals else []
-        about = [f"model={plan.model}", f"units={plan.units}", *self._costs(plan.shares)]
-        self._print("start", *about, *stages, *again, *folder)
+        """Print the model, its units and the target costs."""
+        self._targets, self._course, self._due = plan.targets, Course(plan, self._clock()), self._clock()
+        words = ["start", f"model={plan.model}", f"units={plan.units}", *self._costs(plan.shares)]
+        words += [f"stages={plan.stages}"] if plan.stages else []
+        words += [f"resumed_at={plan.removals}"] if plan.removals else []
+        self._print(*words, *([] if plan.folder is None else [f"folder={plan.folder}"]))
 
     def removed(self, removal: Removal) -> None:
-        """A line if the last one is a while ago; none in a staged run."""
+        """Print a line if the last one is a while ago; none in a staged run."""
         now = self._clock()
         self._course.moved(removal.shares, now)
         if self._course.in_stages:
             return
-        self._unsaid = removal
+        self._pending = removal
         if now >= self._due or self._course.done >= 1:
             self._due = now + EVERY
-            self._tell()
+            self._print_pending()
 
     def staged(self, stage: Stage) -> None:
-        """A line with what is left, what went and what was measured."""
-        now, self._unsaid = self._clock(), None
+        """Print what is left, what went and what was measured."""
+        now, self._pending = self._clock(), None
         self._course.staged(stage, now)
+        values = [f"{name}={value:.4g}" for name, value in stage.values.items()]
+        number = f"stage={stage.number}/{stage.stages}"
+        self._print(number, *self._costs(stage.shares), f"units={stage.units}", *values, *self._times(now))
         left = self._course.left(now)
-        self._print(
-            f"stage={stage.number}/{stage.stages}",
-            *self._costs(stage.shares),
-            f"units={stage.units}",
-            *(f"{name}={value:.4g}" for name, value in stage.values.items()),
-            f"elapsed={duration(self._course.elapsed(now))}",
-            f"left={duration(left)}",
-        )
         if self._course.first_stage and left:
             self._print(f"about {roughly(left)} left")
 
-    def said(self, line: str) -> None:
-        """The line itself."""
-        self._print(line)
-
     def finished(self) -> None:
-        """The last removal, if its line was left out."""
-        self._tell()
+        """Print the last removal, if its line was left out."""
+        self._print_pending()
 
-    def _tell(self) -> None:
-        removal, self._unsaid = self._unsaid, None
-        if removal is None:
-            return
-        now = self._clock()
-        self._print(
-            f"done={self._course.percent}%",
-            f"removals={removal.removal}",
-            *self._costs(removal.shares),
-            f"loss={loss_words(removal.loss)}",
-            f"unit={unit_words(removal.units)}",
-            f"elapsed={duration(self._course.elapsed(now))}",
-            f"left={duration(self._course.left(now))}",
-        )
+    def _print_pending(self) -> None:
+        removal, self._pending = self._pending, None
+        if removal is not None:
+            self._print(
+                f"done={self._course.percent}%",
+                f"removals={removal.removal}",
+                *self._costs(removal.shares),
+                f"loss={loss_words(removal.loss)}",
+                f"unit={unit_words(removal.units)}",
+                *self._times(self._clock()),
+            )
 
     def _costs(self, shares: Mapping[str, float]) -> list[str]:
-        assert self._plan is not None
-        return [f"{kind}={shares[kind]:.4f}/{target:g}" for kind, target in self._plan.targets.items()]
+        return [f"{kind}={shares[kind]:.4f}/{target:g}" for kind, target in self._targets.items()]
 
-    def _print(self, *words: str) -> None:
-        self._file.write(" ".join(("prune:", *words)) + "\n")
-        self._file.flush()
+    def _times(self, now: float) -> tuple[str, str]:
+        return f"elapsed={duration(self._course.elapsed(now))}", f"left={duration(self._course.left(now))}"
 
 
-class RichProgress:
+class RichProgress(BarDisplay):
     """A line with a bar, what is left of each target, times, the loss and the last unit, cut off where it ends.
 
     A staged run shows the stage under way and what was measured last instead of the loss and the unit.
     Below it, for a run that writes a folder, what is left of every layer (:class:`ifso.pruning.live.Layers`).
     """
 
-    def __init__(self, console: Console | None = None, clock: Clock = time.monotonic, refresh: bool = True) -> None:
-        self._console = console or _console()
-        self._clock, self._refresh = clock, refresh
-        self._progress: Progress | None = None
-
     def started(self, plan: Plan) -> None:
-        """The bar appears."""
+        """Show the bar."""
         from ifso.pruning.live import Layers
 
         self._targets, self._shares = plan.targets, plan.shares
@@ -134,80 +114,45 @@ class RichProgress:
         self._values: Mapping[str, float] = {}
         self._layers = Layers.of(plan)
         self._course = Course(plan, self._clock())
-        self._progress = self._drawn()
-        self._task = self._progress.add_task("prune", total=1.0)
-        self._progress.update(self._task, completed=self._course.done)
-        self._show(self._progress)
+        progress = self._create(self._words, self._layers)
+        self._task = progress.add_task("prune", total=1.0)
+        progress.update(self._task, completed=self._course.done)
+        self._show(progress)
 
     def removed(self, removal: Removal) -> None:
-        """The bar moves."""
-        assert self._progress is not None
+        """Move the bar."""
         self._course.moved(removal.shares, self._clock())
         self._shares, self._loss, self._unit = removal.shares, removal.loss, unit_words(removal.units)
         if self._layers is not None:
             self._layers.removed(removal)
-        self._progress.update(self._task, completed=self._course.done)
+        self._move()
 
     def staged(self, stage: Stage) -> None:
-        """The bar shows what was measured."""
-        assert self._progress is not None
+        """Move the bar, and show what was measured."""
         self._course.staged(stage, self._clock())
         self._shares, self._values = stage.shares, stage.values or self._values
+        self._move()
+
+    def _move(self) -> None:
+        assert self._progress is not None
         self._progress.update(self._task, completed=self._course.done)
 
-    def said(self, line: str) -> None:
-        """The line above the bar."""
-        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    def _show(self, progress: Progress) -> None:
+        progress.start()
 
-    def finished(self) -> None:
-        """The bar stays as it is, and the cursor is shown again, even if Ctrl-C came while the bar was being set up."""
-        bar, self._progress = self._progress, None
-        if bar is not None:
-            self._leave(bar)
-
-    def _show(self, bar: Progress) -> None:
-        bar.start()
-
-    def _leave(self, bar: Progress) -> None:
-        with suppress(IndexError):
-            bar.stop()
-        self._console.show_cursor()
-
-    def _drawn(self) -> Progress:
-        """The line, and the layers below it; on a narrow terminal words come before the bar."""
-        from rich.console import RenderableType
-        from rich.progress import BarColumn, Progress
-        from rich.table import Column
-
-        layers, width = self._layers, self._console.width
-        length = 20 if width >= 100 else 8
-        bar = BarColumn(length, complete_style="cyan", finished_style="green", table_column=Column(no_wrap=True))
-
-        class WithLayers(Progress):
-            def get_renderables(self) -> Iterator[RenderableType]:
-                yield from super().get_renderables()
-                if layers is not None:
-                    yield layers
-
-        columns = [*([bar] if width >= NARROW else []), _words_column(self._words)]
-        return WithLayers(
-            *columns, console=self._console, auto_refresh=self._refresh, refresh_per_second=PER_SECOND,
-            get_time=self._clock,
-        )  # fmt: skip
-
-    def _words(self) -> str:
-        now = self._clock()
+    def _words(self, _: str) -> str:
+        now, course = self._clock(), self._course
         costs = [
             f"{LABELS.get(kind, kind)} {self._shares[kind]:.1%} → {target:.1%}"
             for kind, target in self._targets.items()
         ]
-        left, so_far = duration(self._course.left(now)), duration(self._course.elapsed(now))
-        if self._course.in_stages:
+        left, elapsed = f"left {duration(course.left(now))}", f"so far {duration(course.elapsed(now))}"
+        if course.in_stages:
             values = [f"{name} {value:.4g}" for name, value in self._values.items()]
-            words = [self._course.stage_words, *costs, f"left {left}", *values, f"so far {so_far}"]
+            words = [course.stage_words, *costs, left, *values, elapsed]
         else:
-            words = [*costs, f"left {left}", f"loss {loss_words(self._loss)}", f"so far {so_far}", self._unit]
-        return " ".join([f"{self._course.percent:3}%", *filter(None, words)])
+            words = [*costs, left, f"loss {loss_words(self._loss)}", elapsed, self._unit]
+        return " ".join([f"{course.percent:3}%", *filter(None, words)])
 
 
 class NotebookProgress(RichProgress):
@@ -219,93 +164,59 @@ class NotebookProgress(RichProgress):
         self._due = 0.0
 
     def removed(self, removal: Removal) -> None:
-        """The bar moves, a few times per second at most."""
+        """Move the bar, a few times per second at most."""
         super().removed(removal)
         if self._clock() >= self._due:
             self._redraw()
 
     def staged(self, stage: Stage) -> None:
-        """The bar shows what was measured."""
+        """Move the bar, and show what was measured."""
         super().staged(stage)
         self._redraw()
 
-    def _show(self, bar: Progress) -> None:
+    def _show(self, progress: Progress) -> None:
         from IPython.display import display
 
-        self._handle = display(bar, display_id=True)
+        self._handle = display(progress, display_id=True)
         self._due = self._clock() + 1 / PER_SECOND
 
     def _redraw(self) -> None:
         self._handle.update(self._progress)
         self._due = self._clock() + 1 / PER_SECOND
 
-    def _leave(self, bar: Progress) -> None:
+    def _leave(self, progress: Progress) -> None:
         if self._handle is not None:
-            self._handle.update(bar)
-
-
-def _words_column(words: Callable[[], str]) -> ProgressColumn:
-    """Words that are asked for whenever the bar is drawn, and never read as markup: names come from models."""
-    from rich.progress import ProgressColumn, Task
-    from rich.text import Text
-
-    class Words(ProgressColumn):
-        def render(self, _: Task) -> Text:
-            return Text(words(), no_wrap=True, overflow="ellipsis")
-
-    return Words()
+            self._handle.update(progress)
 
 
 class _Several:
-    """Tells all of them."""
+    """Passes every event on to all of its listeners, even if one of them fails."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = tuple(listeners)
 
-    def started(self, plan: Plan) -> None:
-        """To each in turn."""
-        for listener in self._listeners:
-            listener.started(plan)
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        def notify(*facts: Plan | Removal | Stage | str) -> None:
+            with ExitStack() as stack:
+                for listener in reversed(self._listeners):
+                    stack.callback(getattr(listener, event), *facts)
 
-    def removed(self, removal: Removal) -> None:
-        """To each in turn."""
-        for listener in self._listeners:
-            listener.removed(removal)
-
-    def staged(self, stage: Stage) -> None:
-        """To each in turn."""
-        for listener in self._listeners:
-            listener.staged(stage)
-
-    def said(self, line: str) -> None:
-        """To each in turn."""
-        for listener in self._listeners:
-            listener.said(line)
-
-    def finished(self) -> None:
-        """To each, the last first, even if one of them fails."""
-        with ExitStack() as stack:
-            for listener in self._listeners:
-                stack.callback(listener.finished)
+        return notify
 
 
 def several(listeners: Sequence[Listener]) -> Listener:
-    """One listener that tells all of ``listeners``, in their order."""
-    return listeners[0] if len(listeners) == 1 else _Several(listeners)
+    """One listener that passes everything on to all of ``listeners``, in their order."""
+    return listeners[0] if len(listeners) == 1 else cast("Listener", _Several(listeners))
 
 
 @contextmanager
 def progress(*others: Listener) -> Iterator[Listener]:
-    """What fits where the run is watched (see :func:`display`), and ``others``; all are told of the end in any case."""
+    """The display that fits (see :func:`display`) and ``others`` as one listener, finished at the end in any case."""
     listener = several([display(), *others])
     try:
         yield listener
     finally:
         listener.finished()
-
-
-LISTENS = ("started", "removed", "said", "finished")
-"""What every listener hears."""
 
 
 def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
@@ -316,10 +227,10 @@ def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
     """
     from ifso.common.distributed import rank
 
-    missing = [name for name in LISTENS if listener is not None and not callable(getattr(listener, name, None))]
+    missing = [name for name in REQUIRED if listener is not None and not callable(getattr(listener, name, None))]
     if missing:
         raise BudgetError(
-            f"listener must have {', '.join(LISTENS)}, got {type(listener).__name__} without {missing[0]}"
+            f"listener must have {', '.join(REQUIRED)}, got {type(listener).__name__} without {missing[0]}"
         )
     shown = listener is None if progress is None else progress
     listeners = [*([display()] if shown and rank() == 0 else []), *([] if listener is None else [listener])]
@@ -330,14 +241,7 @@ def display() -> Listener:
     """A bar if standard error is a terminal or this is a notebook, lines otherwise; nothing without standard error."""
     if sys.stderr is None:
         return Silent()
-    console = _console()
+    console = stderr_console()
     if console.is_jupyter:
         return NotebookProgress(console)
-    terminal = sys.stderr.isatty() and not console.is_dumb_terminal
-    return RichProgress(console) if terminal else PlainProgress()
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return RichProgress(console) if shows_bars(console) else PlainProgress()

@@ -1,17 +1,17 @@
-"""One measurement of ``ifso bench trace``, in its own process: ``python -m ifso.cli.trace_worker MODEL``."""
+"""One measurement of ``ifso bench trace``, in its own process: ``python -m ifso.bench.trace_worker MODEL``."""
 
 from __future__ import annotations
 
 import gc
+import json
 import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.console import chatter_to_stderr, print_json
 from ifso.errors import IfsoError
 
 
@@ -73,11 +73,11 @@ def _peak_bytes() -> int:
 def answer(function: Callable[[], dict[str, Any]]) -> None:
     """Print what ``function`` finds, or the error it ends with, for the process that asked."""
     try:
-        with chatter_to_stderr():
+        with redirect_stdout(sys.stderr):
             result = function()
     except IfsoError as error:
         result = {"error": str(error)}
-    print_json(result)
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

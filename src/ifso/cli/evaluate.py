@@ -5,15 +5,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.cli.distributed import Place, joined, leave
-from ifso.cli.eval_options import BOXES, USUAL, add_measuring, add_task
-from ifso.cli.eval_report import STAGES, Report, shown, write
-from ifso.cli.inspect import images_of, words_of, zeros_of
+from ifso.cli.evaluation_report import STAGES, Report, report_parts, write
+from ifso.cli.options import (
+    MODEL,
+    add_download,
+    add_json,
+    add_pretrained,
+    detector_images,
+    positive,
+    seed,
+    shape,
+    shapes_of,
+    share,
+    zeros,
+)
+from ifso.cli.train_options import report_notes
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, open_tuned
+from ifso.runs.open import OpenedRun, add_unverified, open_tuned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,19 +37,68 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Measure the networks of a run (unpruned, pruned, fine-tuned), or one network with --model and --data."
 ALONE = "network"
+BATCHES: Mapping[str, Any] = {"batch": 500, "train_batch": 128, "latency_batch": (1, 128)}
+BOXES_BATCHES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch": (1, 8)}
+"""Sizes of batches that are not given, and for data with boxes."""
 
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("eval", help="measure accuracy, costs, speed and memory", description=DESCRIPTION)
-    add_task(parser.add_argument_group("what is measured"))
-    add_measuring(parser.add_argument_group("where and how"))
+    _add_task(parser.add_argument_group("what is measured"))
+    _add_measuring(parser.add_argument_group("where and how"))
     parser.set_defaults(run=run)
+
+
+def _add_task(group: Any) -> None:
+    group.add_argument(
+        "folder", nargs="?", type=Path, metavar="RUN", help="a folder that ifso prune --out or ifso finetune --out made"
+    )
+    group.add_argument("--model", metavar="MODEL", help=MODEL)
+    group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
+    add_pretrained(group)
+    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
+    add_download(group)
+    group.add_argument(
+        "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
+    )
+    add_unverified(group)
+    group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
+    group.add_argument(
+        "--validation", type=share, metavar="SHARE", help="of the training set, or number of images, set apart"
+    )
+    group.add_argument("--seed", type=seed, metavar="N", help="that these were drawn with (that of the run)")
+
+
+def _add_measuring(group: Any) -> None:
+    usual = {name: f"{BATCHES[name]}; {BOXES_BATCHES[name]} with boxes" for name in BATCHES}
+    group.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (cpu)")
+    group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
+    group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
+    group.add_argument("--batch", type=positive, metavar="N", help=f"images at a time ({usual['batch']})")
+    group.add_argument(
+        "--latency-batch", action="append", type=positive, metavar="N",
+        help="images to time; repeat it (1 and 128; 1 and 8 with boxes)",
+    )  # fmt: skip
+    group.add_argument(
+        "--input",
+        type=shape,
+        metavar="1,3,32,32",
+        help="that costs and time are measured on (the run's, or the data's)",
+    )
+    group.add_argument("--repeats", type=positive, default=15, metavar="N", help="timed runs of each (15)")
+    group.add_argument(
+        "--train-batch", type=positive, metavar="N",
+        help=f"of the training step ({usual['train_batch']})",
+    )  # fmt: skip
+    group.add_argument("--threads", type=positive, metavar="N", help="of the CPU (as many as torch takes)")
+    add_json(group)
+    group.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document into a file, too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    _refuse_unclear(args)
+    _check_arguments(args)
     with chatter_to_stderr(), _threads(args.threads), joined(args.device) as place:
         report = _measure(args, place)
     if report is not None:
@@ -45,11 +107,11 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(report.as_json())
         else:
-            console().print(*shown(report), sep="\n")
+            console().print(*report_parts(report), sep="\n")
     return leave(0)
 
 
-def _refuse_unclear(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
     from ifso.training.precision import check_precision
 
     if args.folder is None and (args.model is None or args.data is None):
@@ -78,38 +140,39 @@ def _threads(count: int | None) -> Iterator[None]:
 def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     """Every rank evaluates its part of the images; the first one does the rest, and gives the report."""
     from ifso.common.batches import of_batch, size_of
+    from ifso.data.base import detects
     from ifso.data.compatibility import check_fits
     from ifso.training.evaluation import quality
     from ifso.training.profiling import in_memory_format
 
-    tell = say if place.speaks else _silent
+    progress = say if place.speaks else lambda _: None
     run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
     data = _data(args, run, place)
     given = args.train_batch is not None
-    _settle(args, data)
-    for note in getattr(data, "notes", ()):
-        tell(note)
+    for name, size in (BOXES_BATCHES if detects(data) else BATCHES).items():
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+    report_notes(data, progress)
     models, notes = _networks(args, run, data, place.device)
-    batch = in_memory_format(_learned_from(data, args.train_batch, given), channels_last=args.channels_last)
+    batch = in_memory_format(_train_batch(data, args.train_batch, given), channels_last=args.channels_last)
     qualities = {}
     for name, model in models.items():
-        tell(f"evaluating {f'the {name} network' if run else args.model} on {args.split} images of {data.name}")
+        progress(f"evaluating {f'the {name} network' if run else args.model} on {args.split} images of {data.name}")
         check_fits(model, data)
-        batches = _batches(args, data)
-        qualities[name] = quality(model, data, batches, args.precision, over_ranks=True)
+        qualities[name] = quality(model, data, _batches(args, data), args.precision, over_ranks=True)
     if not place.speaks:
         return None
-    tell("counting costs, measuring time and memory")
+    progress("counting costs, measuring time and memory")
     example = in_memory_format(_example(args, run, data, place.device), channels_last=args.channels_last)
     about = {
-        **_about(args, run, data, place.device),
-        "counted_on": words_of(of_batch(example, 1)),
+        **_about(args, run, data, place),
+        "counted_on": shapes_of(of_batch(example, 1)),
         "train_batch": size_of(batch),
     }
     return Report(_measured(args, models, data, qualities, (example, batch)), about, tuple(notes))
 
 
-def _learned_from(data: Data, size: int, given: bool) -> Any:
+def _train_batch(data: Data, size: int, given: bool) -> Any:
     """A batch for training, to measure memory with; a smaller one than usual of data that has fewer images."""
     while True:
         try:
@@ -120,25 +183,12 @@ def _learned_from(data: Data, size: int, given: bool) -> Any:
             size //= 2
 
 
-def _settle(args: argparse.Namespace, data: Data) -> None:
-    """Sizes of batches that were not given, as the data has them."""
-    from ifso.data.base import detects
-
-    for name, size in (BOXES if detects(data) else USUAL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, size)
-
-
-def _silent(line: str) -> None:
-    """What other ranks say."""
-
-
 def _data(args: argparse.Namespace, run: OpenedRun | None, place: Place) -> Data:
     from ifso.data import open_data
 
     options: dict[str, Any] = {"device": place.device, "validation": args.validation or 0, "download": args.download}
-    if _ranks() > 1:
-        options.update(rank=place.rank, ranks=_ranks())
+    if place.ranks > 1:
+        options.update(rank=place.rank, ranks=place.ranks)
     if run is None:
         return open_data(args.data, seed=args.seed or 0, **options)
     seed = args.seed
@@ -161,15 +211,6 @@ def _as_tuned(args: argparse.Namespace, run: OpenedRun) -> dict[str, Any]:
     return given
 
 
-def _ranks() -> int:
-    """How many processes evaluate together."""
-    import torch.distributed as dist
-
-    from ifso.common.distributed import several
-
-    return dist.get_world_size() if several() else 1
-
-
 def _batches(args: argparse.Namespace, data: Data) -> Any:
     from ifso.data.from_file import FileData
 
@@ -187,31 +228,29 @@ def _networks(
     """Those that there are, and notes on those that there are not."""
     import torch
 
-    from ifso.models.registry import network_for
+    from ifso.models.registry import is_program, network_for
 
+    networks: dict[str, nn.Module] = {}
+    notes = []
     if run is None:
         torch.manual_seed(args.seed or 0)
-        own = args.model.rpartition(":")[0].endswith(".py")
-        model = network_for(
+        networks[ALONE] = network_for(
             args.model, data.num_classes, weights=args.weights, pretrained=args.pretrained, device=device
         )
-        notes = (
-            []
-            if args.weights or args.pretrained or own
-            else ["The weights are random: none were given with --weights."]
-        )
-        return {ALONE: _laid(model, args)}, notes
-    found: dict[str, nn.Module] = {}
-    notes = []
-    for name, open_network in _stages(args, run, data, device).items():
-        opened, why = open_network()
-        if opened is not None:
-            found[name] = _laid(opened, args)
-        elif args.only:
-            raise IfsoError(f"--only {name}: {why}")
-        else:
-            notes.append(f"No {name} network: {why}.")
-    return found, notes
+        if not (args.weights or args.pretrained or is_program(args.model)):
+            notes.append("The weights are random: none were given with --weights.")
+    else:
+        for name, open_network in _stages(args, run, data, device).items():
+            opened, why = open_network()
+            if opened is not None:
+                networks[name] = opened
+            elif args.only:
+                raise IfsoError(f"--only {name}: {why}")
+            else:
+                notes.append(f"No {name} network: {why}.")
+    if args.channels_last:
+        networks = {name: model.to(memory_format=torch.channels_last) for name, model in networks.items()}
+    return networks, notes
 
 
 def _stages(
@@ -237,12 +276,6 @@ def _stages(
     return {name: way for name, way in zip(STAGES, ways, strict=True) if not args.only or name in args.only}
 
 
-def _laid(model: nn.Module, args: argparse.Namespace) -> nn.Module:
-    import torch
-
-    return model.to(memory_format=torch.channels_last) if args.channels_last else model
-
-
 def _measured(
     args: argparse.Namespace,
     models: Mapping[str, nn.Module],
@@ -261,7 +294,7 @@ def _measured(
         name: Profile(
             qualities[name],
             *costs_of(model, example, args.precision),
-            tuple(found[name] for found in timings),
+            tuple(timing[name] for timing in timings),
             training_peak(model, train_batch, data.loss_fn, args.precision),
         )
         for name, model in models.items()
@@ -275,10 +308,10 @@ def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device
     sizes = args.input or (None if run is None else run.arguments.get("input"))
     if sizes is None:
         return data.example_inputs()
-    return images_of(sizes, device=device) if detects(data) else zeros_of(sizes, device)
+    return detector_images(sizes, device=device) if detects(data) else zeros(sizes, device)
 
 
-def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> dict[str, Any]:
+def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, place: Place) -> dict[str, Any]:
     """On what and how it was measured."""
     import torch
 
@@ -292,8 +325,8 @@ def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: 
         "split": args.split,
         "precision": args.precision,
         "channels_last": args.channels_last,
-        "ranks": _ranks(),
-        "hardware": hardware(device),
+        "ranks": place.ranks,
+        "hardware": hardware(place.device),
         "torch": str(torch.__version__),
         "ifso": __version__,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli.console import table
 from ifso.common.text import amount
 from ifso.errors import IfsoError
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import RenderableType
-    from rich.table import Table
 
     from ifso.training.evaluation import Quality
     from ifso.training.profiling import Profile, Timing
@@ -56,24 +56,12 @@ class Report:
         return {f"{kind}_share": getattr(found.cost, kind) / max(getattr(whole.cost, kind), 1) for kind in SHARES}
 
 
-def shown(report: Report) -> list[RenderableType]:
-    """What is printed."""
+def report_parts(report: Report) -> list[RenderableType]:
+    """What is printed: a title, a table with one row for each number, and remarks."""
     about, some = report.about, next(iter(report.measured.values()))
     title = f"{about['model']} on {some.quality.samples:,} {about['split']} images of {about['data']}"
-    return [title, _table(report), *_remarks(report)]
-
-
-def _table(report: Report) -> Table:
-    """One row for each number, one column for each network."""
-    from rich.table import Table
-
-    found = Table()
-    found.add_column("")
-    for name in report.measured:
-        found.add_column(name, justify="right")
-    for label, cells in _rows(report):
-        found.add_row(label, *cells)
-    return found
+    rows = [(label, *cells) for label, cells in _rows(report)]
+    return [title, table(("", *report.measured), rows), *_remarks(report)]
 
 
 def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:

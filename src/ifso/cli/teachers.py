@@ -27,7 +27,7 @@ def add_teacher(group: Any) -> None:
     group.add_argument("--teacher-weights", metavar="FILE", help="its weights, safetensors or .pth")
 
 
-def refuse_unclear_teacher(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
+def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
     """One line where a teacher has no weights, no name, or nothing to say."""
     from ifso.models.registry import is_program
 
@@ -104,7 +104,7 @@ class Teachers:
         from ifso.common.distributed import together
         from ifso.training.teachers import check_teacher
 
-        name, weights = (self._told(plan, option) for option in TEACHER)
+        name, weights = (self._option(plan, option) for option in TEACHER)
         key = name, weights, id(data)
         made = partial(self._made, str(name), weights, plan, data)
         model = self._known[key][0] if key in self._known else together(made)
@@ -113,7 +113,7 @@ class Teachers:
             self._known[key] = self._judged(model, plan, data)
         return self._known[key]
 
-    def _told(self, plan: Plan, option: str) -> str | None:
+    def _option(self, plan: Plan, option: str) -> str | None:
         given: str | None = getattr(self._args, option)
         return plan.run.there(option) if given is None and option in plan.options else given
 

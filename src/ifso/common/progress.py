@@ -1,0 +1,148 @@
+"""Progress displays: what bars on a terminal and lines in a file have in common, and times and losses in words."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
+
+Clock = Callable[[], float]
+
+EVERY = 5.0
+"""Seconds between plain lines."""
+
+PER_SECOND = 4
+"""How often a terminal is drawn anew."""
+
+NARROW = 56
+"""Characters of a terminal that has no room for a bar beside the words."""
+
+
+class PlainDisplay:
+    """Lines of words after the name of a command, on standard error if ``file`` is None."""
+
+    def __init__(self, command: str, file: TextIO | None, clock: Clock) -> None:
+        self._command, self._file, self._clock = command, sys.stderr if file is None else file, clock
+
+    def said(self, line: str) -> None:
+        """Print the line itself."""
+        self._print(line)
+
+    def finished(self) -> None:
+        """Do nothing: every line is complete."""
+
+    def _print(self, *words: str) -> None:
+        self._file.write(" ".join((f"{self._command}:", *words)) + "\n")
+        self._file.flush()
+
+
+class BarDisplay:
+    """Bars on a terminal, each with words after it that are cut off where the line ends."""
+
+    def __init__(self, console: Console | None = None, clock: Clock = time.monotonic, refresh: bool = True) -> None:
+        self._console = console or stderr_console()
+        self._clock, self._refresh = clock, refresh
+        self._progress: Progress | None = None
+
+    def said(self, line: str) -> None:
+        """Print the line above the bars."""
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def finished(self) -> None:
+        """Leave the bars as they are and show the cursor again, even after Ctrl-C while they were being set up."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            self._leave(progress)
+
+    def _leave(self, progress: Progress) -> None:
+        with suppress(IndexError):
+            progress.stop()
+        self._console.show_cursor()
+
+    def _create(self, words: Callable[[str], str], below: RenderableType | None = None) -> Progress:
+        """A display without bars: ``words`` gives those after the bar of a task, by its description.
+
+        They are never read as markup, since they hold names of models and folders. ``below`` is drawn under the bars.
+        """
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task
+        from rich.table import Column
+        from rich.text import Text
+
+        class Words(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                return Text(words(task.description), no_wrap=True, overflow="ellipsis")
+
+        class WithMoreBelow(Progress):
+            def get_renderables(self) -> Iterator[RenderableType]:
+                yield from super().get_renderables()
+                if below is not None:
+                    yield below
+
+        width = self._console.width
+        bar = BarColumn(
+            20 if width >= 100 else 8,
+            complete_style="cyan",
+            finished_style="green",
+            table_column=Column(no_wrap=True),
+        )
+        columns = [*([bar] if width >= NARROW else []), Words()]
+        self._progress = WithMoreBelow(
+            *columns,
+            console=self._console,
+            auto_refresh=self._refresh,
+            refresh_per_second=PER_SECOND,
+            get_time=self._clock,
+        )
+        return self._progress
+
+
+def stderr_console() -> Console:
+    """A console on standard error that reads no markup in names."""
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def shows_bars(console: Console) -> bool:
+    """Whether standard error is a terminal that can redraw lines."""
+    return sys.stderr.isatty() and not console.is_dumb_terminal
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(3725.4), duration(None)
+    ('1:02:05', '-:--:--')
+    """
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def roughly(seconds: float) -> str:
+    """A time as one would say it: seconds below two minutes, minutes below two hours, then hours too.
+
+    >>> roughly(0.2), roughly(45.3), roughly(754), roughly(9250)
+    ('1 s', '45 s', '13 min', '2 h 34 min')
+    """
+    if round(seconds) < 120:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def loss_words(loss: float) -> str:
+    """A loss with four digits; ``–`` where none was computed.
+
+    >>> loss_words(0.0213456), loss_words(float("nan"))
+    ('0.02135', '–')
+    """
+    return "–" if math.isnan(loss) else f"{loss:.4g}"
