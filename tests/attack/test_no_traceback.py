@@ -50,8 +50,8 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("option", "value", "words"),
         [
-            ("--seed", "1180591620717411303424", "give a whole number from 0 to 9223372036854775807"),
-            ("--seed", "-1", "give a whole number from 0"),
+            ("--seed", "1180591620717411303424", "must be a whole number from 0 to 9223372036854775807"),
+            ("--seed", "-1", "must be a whole number from 0"),
             ("--input", f"1,{2**63}", "is no shape"),
             ("--lr", "inf", "'inf' is no finite number"),
         ],

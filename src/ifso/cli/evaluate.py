@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_json
 from ifso.cli.distributed import Place, joined, leave
-from ifso.cli.evaluation_report import STAGES, Report, report_parts, write
+from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.options import (
     MODEL,
     add_download,
     add_json,
     add_pretrained,
+    compute_threads,
     detector_images,
     positive,
     seed,
@@ -99,11 +99,11 @@ def _add_measuring(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     _check_arguments(args)
-    with chatter_to_stderr(), _threads(args.threads), joined(args.device) as place:
+    with chatter_to_stderr(), compute_threads(args.threads), joined(args.device) as place:
         report = _measure(args, place)
     if report is not None:
         if args.out is not None:
-            write(args.out, report.as_json())
+            write_json(args.out, report.as_json())
         if args.json:
             print_json(report.as_json())
         else:
@@ -123,18 +123,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.out is not None and not args.out.parent.is_dir():
         raise IfsoError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or give another file")
     check_precision(args.precision)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _measure(args: argparse.Namespace, place: Place) -> Report | None:

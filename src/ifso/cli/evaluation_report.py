@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import table
 from ifso.common.text import amount
-from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,17 +109,6 @@ def _remarks(report: Report) -> list[str]:
         f"Peak of a training step: {GPU_PEAK if on_gpu else CPU_PEAK}.",
         *report.notes,
     ]
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """The JSON document as a file, as a whole or not at all."""
-    from ifso.common.files import delivering
-
-    try:
-        with delivering(path) as new:
-            new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {error.strerror or error}; give another --out") from error
 
 
 def _percent(share: float | None) -> str:
