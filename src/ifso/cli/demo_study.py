@@ -190,8 +190,8 @@ class Study:
         times = timed(models, example, 1, precision)
         networks = {}
         for name, model in models.items():
-            found, peak = self._accuracy(model), training_peak(model, batch, self.data.loss_fn, precision)
-            quality = Quality(found.loss, found.samples, found.top1, found.top5)
+            accuracy, peak = self._accuracy(model), training_peak(model, batch, self.data.loss_fn, precision)
+            quality = Quality(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
             networks[name] = Measured(quality, *counted(model, example, precision), (times[name],), peak).as_dict()
         about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
         write_json(path, {**about, "train_batch": self._settings.batch, "networks": networks})
