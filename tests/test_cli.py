@@ -15,7 +15,7 @@ import torch
 
 import ifso
 from ifso.cli import bench, demo, inspect
-from ifso.cli.demo_study import MODEL, Effort, Outcome, Row, _checks, _free, demonstrate
+from ifso.cli.demo_study import MODEL, Effort, Outcome, Row, check, demonstrate, free_folder
 from ifso.cli.main import main
 from ifso.data import open_data
 from ifso.errors import IfsoError
@@ -242,9 +242,7 @@ class TestInspect:
     def test_svg_that_cannot_be_written(self, net, tmp_path, capsys):
         file = tmp_path / "no" / "net.svg"
         assert main(["inspect", net, "--input", "1,3,8,8", "--svg", str(file)]) == 2
-        assert (
-            capsys.readouterr().err.splitlines()[-1].startswith(f"ifso: error: the picture cannot be written to {file}")
-        )
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"ifso: error: {file} cannot be written: ")
 
     def test_json_is_all_that_is_printed(self, net, capsys):
         assert main(["inspect", net, "--input", "1,3,8,8", "--json"]) == 0
@@ -350,12 +348,12 @@ class TestDemo:
     def test_a_folder_that_is_taken_is_left_alone(self, tmp_path):
         names = []
         for _ in range(3):
-            folder = _free(tmp_path / "run")
+            folder = free_folder(tmp_path / "run")
             (folder / "file").write_text("")
             names.append(folder.name)
         assert names == ["run", "run-2", "run-3"]
         (tmp_path / "empty").mkdir()
-        assert _free(tmp_path / "empty") == tmp_path / "empty"
+        assert free_folder(tmp_path / "empty") == tmp_path / "empty"
 
     def test_a_folder_that_cannot_be_made(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
@@ -369,7 +367,7 @@ class TestDemo:
         with pytest.raises(SystemExit) as caught:
             main(["demo", f"--seed={seed}"])
         assert caught.value.code == 2
-        assert f"{seed!r} is no seed" in capsys.readouterr().err
+        assert f"must be a whole number from 0 to 9223372036854775807, got {seed!r}" in capsys.readouterr().err
 
     def test_the_table(self, monkeypatch, capsys):
         monkeypatch.setattr(demo, "_demonstrate", lambda *_: outcome())
@@ -431,7 +429,7 @@ def outcome(after=98.5, macs=0.499, same_again=True):
         Row("true-loss", macs, 0.4, 97.0, after, 0.03, seconds=20.0, finetune_seconds=2.0),
         Row("random", 0.5, 0.4, 90.0, 98.0, 0.04, seconds=3.0, finetune_seconds=2.0, runs=3),
     )
-    return Outcome(rows, Path("some/where"), 60.0, 400, _checks(rows, same_again))
+    return Outcome(rows, Path("some/where"), 60.0, 400, check(rows, same_again=same_again))
 
 
 class TestBench:

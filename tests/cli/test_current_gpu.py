@@ -14,12 +14,12 @@ def test_the_gpu_that_is_named_becomes_the_current_one(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", said.append)
-    with joined(device) as place:
-        assert (place.device, place.speaks) == (device, True)
+    with joined(device) as world:
+        assert (world.device, world.is_first) == (device, True)
     assert said == chosen
 
 
 @pytest.mark.parametrize("device", ["cuda:77", "cuda:x"])
 def test_one_that_there_is_not_is_refused_later(device: str) -> None:
-    with joined(device) as place:
-        assert place.device == device
+    with joined(device) as world:
+        assert world.device == device

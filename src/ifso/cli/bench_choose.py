@@ -117,8 +117,8 @@ def markdown(record: Record) -> str:
         f"|---|{'---:|' * len(targets)}",
     ]
     for method in dict.fromkeys(row["method"] for row in record.rows):
-        found = [(cells.get((method, target)), best.get(target)) for target in targets]
-        lines.append(f"| {method} | {' | '.join(_bold(value, top) for value, top in found)} |")
+        pairs = [(cells.get((method, target)), best.get(target)) for target in targets]
+        lines.append(f"| {method} | {' | '.join(_bold(value, top) for value, top in pairs)} |")
     return "\n".join([*lines, "", f"{_title(record)}.", *_reasons(record)])
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
+from ifso.errors import IfsoError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -46,6 +48,22 @@ def table(
 def print_json(document: Any) -> None:
     """Print ``document`` as the one JSON document of a command."""
     print(json.dumps(document, indent=2))
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write ``document`` as a JSON file, as a whole or not at all."""
+    write_text(path, json.dumps(document, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all."""
+    from ifso.common.files import delivering
+
+    try:
+        with delivering(path) as new:
+            new.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise IfsoError(f"{path} cannot be written: {error.strerror or error}; give another file") from error
 
 
 def say(line: str) -> None:

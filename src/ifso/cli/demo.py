@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import complain, console, print_json
+from ifso.cli.console import complain, console, print_json, table
+from ifso.cli.options import add_json, seed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,10 +16,9 @@ if TYPE_CHECKING:
     from ifso.cli.demo_study import Outcome
 
 CHECK_FAILED = 4
-COLUMNS = (
+HEADINGS = (
     "criterion", "MACs kept", "parameters kept", "accuracy", "after fine-tuning", "test loss", "seconds", "fine-tuning",
 )  # fmt: skip
-
 SAME = (
     "The first accuracy is measured right after pruning, before any training. Only the criterion differs between the "
     "runs: each removes units in stages and fits the remaining weights in closed form."
@@ -31,15 +31,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("ifso-demo"), metavar="DIR", help="where to save; if taken, DIR-2, DIR-3, …"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and data (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights and data (default: 0)")
+    add_json(parser)
     parser.set_defaults(run=run)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or not text.isascii():
-        raise argparse.ArgumentTypeError(f"{text!r} is no seed; give a whole number from 0 up")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,12 +42,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(outcome.as_json())
     else:
-        console().print(table(outcome), *_remarks(outcome), sep="\n")
-    if outcome.passed:
-        return 0
+        console().print(outcome_table(outcome), *_remarks(outcome), sep="\n")
     failed = "; ".join(what for what, passed in outcome.checks if not passed)
-    complain(f"error: a check of the result failed: {failed}")
-    return CHECK_FAILED
+    if failed:
+        complain(f"error: a check of the result failed: {failed}")
+    return CHECK_FAILED if failed else 0
 
 
 def _demonstrate(out: Path, seed: int) -> Outcome:
@@ -64,38 +57,31 @@ def _demonstrate(out: Path, seed: int) -> Outcome:
         return demonstrate(out, seed, _say, listener)
 
 
-def table(outcome: Outcome) -> Table:
-    """Accuracies in percent, one row for each network."""
-    from rich.table import Table
+def _say(line: str) -> None:
+    print(f"demo: {line}", file=sys.stderr, flush=True)
 
+
+def outcome_table(outcome: Outcome) -> Table:
+    """Accuracies in percent, one row for each network."""
     from ifso.cli.demo_study import DATA, KEPT, MODEL
 
-    found = Table(title=f"{MODEL} on {DATA}, pruned to {KEPT:.0%} of its MACs", title_justify="left")
-    for heading in COLUMNS:
-        found.add_column(heading, justify="left" if heading == "criterion" else "right")
+    rows = []
     for row in outcome.rows:
         name = row.name if row.runs == 1 else f"{row.name}, mean of {row.runs}"
-        shares = f"{row.macs:.1%}", f"{row.params:.1%}"
-        accuracies = f"{row.before:.2f} %", f"{row.after:.2f} %"
-        finetuning = f"{row.finetune_seconds:.1f}" if row.finetune_seconds else ""
-        found.add_row(name, *shares, *accuracies, f"{row.loss:.4f}", f"{row.seconds:.1f}", finetuning)
-    return found
+        values = f"{row.macs:.1%}", f"{row.params:.1%}", f"{row.before:.2f} %", f"{row.after:.2f} %", f"{row.loss:.4f}"
+        rows.append((name, *values, f"{row.seconds:.1f}", f"{row.finetune_seconds:.1f}" * (row.finetune_seconds > 0)))
+    return table(HEADINGS, rows, title=f"{MODEL} on {DATA}, pruned to {KEPT:.0%} of its MACs")
 
 
 def _remarks(outcome: Outcome) -> list[str]:
     from ifso.cli.demo_study import CRITERIA, FINAL, REPORT, SUMMARY
 
     runs = ", ".join(name if count == 1 else f"{name}-1 to {name}-{count}" for name, count in CRITERIA.items())
-    checks = [f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks]
     return [
         SAME,
         f"One of the {outcome.test_images} test images is {100 / outcome.test_images:.2f} points of accuracy.",
-        *checks,
+        *(f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks),
         f"run folder: {outcome.folder} (runs {runs}; the fine-tuned network in {FINAL}, the numbers in {SUMMARY})",
         f"to look at: {outcome.folder / REPORT}",
         f"{outcome.seconds:.0f} s in all",
     ]
-
-
-def _say(line: str) -> None:
-    print(f"demo: {line}", file=sys.stderr, flush=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.common.files import replacing
-from ifso.criteria.base import Criterion
+from ifso.cli.console import write_json
+from ifso.cli.options import compute_threads
 from ifso.criteria.registry import create
-from ifso.data.registry import open_data
+from ifso.data import open_data
 from ifso.errors import IfsoError, RunError
 from ifso.models import create_model
 from ifso.pruning.budget import Budget
@@ -28,24 +26,25 @@ from ifso.pruning.prune import prune
 from ifso.report import write_report
 from ifso.runs.reading import EVALUATION, FINETUNE
 from ifso.surgery.store import load, save
-from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import Accuracy, Quality, evaluate
 from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak
 from ifso.training.runs import Silent, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Epoch, TrainerHooks, fit
 
-MODEL, DATA = "ifso:resnet8-digits", "digits"
-
-KEPT = 0.5
-
+MODEL, DATA, KEPT = "ifso:resnet8-digits", "digits", 0.5
 OURS = "true-loss"
-
 CRITERIA = {OURS: 1, "magnitude": 1, "random": 3}
 """What is compared, and how often it is done: chance deserves more than one try.
 
 All else is the default of ``ifso.prune`` for each of them: stages without training, weights fitted in closed form.
 """
+POINTS = 1.0
+"""By so many points of accuracy the fine-tuned network may stay behind the unpruned one."""
+SUMMARY, FINAL, REPORT = "demo.json", "finetuned", "report.html"
+
+Checks = tuple[tuple[str, bool], ...]
+"""What was checked, in words, and whether it is so."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,7 @@ class Effort:
     """How long things are done. Pruning looks at ``calibration`` training images in each of its stages."""
 
     train_epochs: int = 20
-    train_rate: float = 0.1
     finetune_epochs: int = 10
-    finetune_rate: float = 0.05
-    batch_size: int = 64
     calibration: int = 1024
 
 
@@ -79,155 +75,6 @@ class Row:
     runs: int = 1
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """A JSON file, as a whole or not at all."""
-    try:
-        with replacing(path) as new:
-            new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-class _Told(Silent):
-    """Says a line after every fifth epoch."""
-
-    def __init__(self, say: Callable[[str], None], epochs: int) -> None:
-        self._say, self._epochs = say, epochs
-
-    def tell(self, epoch: Epoch) -> None:
-        """One epoch is over."""
-        if epoch.number % 5 == 0:
-            self._say(f"epoch {epoch.number} of {self._epochs}, loss {epoch.loss:.4f}")
-
-    def ended(self, name: str, epoch: Epoch) -> None:  # noqa: ARG002 there is one training only
-        """The same of a training in a folder."""
-        self.tell(epoch)
-
-
-class Study:
-    """Data and training, the same for all networks."""
-
-    def __init__(self, seed: int, say: Callable[[str], None], effort: Effort) -> None:
-        self._seed, self._say, self._effort = seed, say, effort
-        self._data = open_data(DATA, seed=seed)
-        self.test_images = sum(len(labels) for _, labels in self._data.test_batches())
-
-    def trained(self) -> tuple[nn.Module, Row]:
-        """The network before pruning."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
-            model = create_model(MODEL)
-        effort = self._effort
-        self._say(f"training {MODEL} on {DATA}, {effort.train_epochs} epochs")
-        seconds = self._fit(model, effort.train_epochs, effort.train_rate, "one-cycle")
-        found = self._tested(model)
-        self._say(f"accuracy {found.top1:.2f} %")
-        return model, Row("unpruned", 1.0, 1.0, found.top1, found.top1, found.loss, seconds, 0.0)
-
-    def pruned(
-        self, unpruned: nn.Module, name: str, number: int, folder: Path, listener: Listener
-    ) -> tuple[nn.Module, Row]:
-        """A copy of the network, pruned with a criterion and fine-tuned. ``number`` tells its runs apart, from 1."""
-        which = f", {number} of {CRITERIA[name]}" if CRITERIA[name] > 1 else ""
-        self._say(f"removing half of the MACs with {name}{which}")
-        model, effort = copy.deepcopy(unpruned), self._effort
-        result = prune(
-            model,
-            self._data.train_batches(effort.batch_size),
-            cross_entropy,
-            budget=Budget(macs=KEPT),
-            example_inputs=self._data.example_inputs(),
-            criterion=self._criterion(name, number),
-            calibration=effort.calibration,
-            seed=self._seed,
-            listener=listener,
-            evaluate=self._accuracy,
-            about=self._about,
-            out=folder,
-        )
-        pruned, before = copy.deepcopy(model), self._tested(model).top1
-        self._say(f"fine-tuning for {effort.finetune_epochs} epochs")
-        seconds = self._finetune(model, folder / FINETUNE)
-        after = self._tested(model)
-        self._measure(folder / EVALUATION, {"unpruned": unpruned, "pruned": pruned, "fine-tuned": model})
-        self._say(f"accuracy {before:.2f} %, after fine-tuning {after.top1:.2f} %")
-        macs, params = (getattr(result.after, kind) / getattr(result.before, kind) for kind in ("macs", "params"))
-        return model, Row(name, macs, params, before, after.top1, after.loss, result.seconds, seconds)
-
-    def same_again(self, model: nn.Module, folder: Path) -> bool:
-        """Does the network in ``folder``, loaded into a fresh one, compute the same?"""
-        (images, _), loaded = next(iter(self._data.test_batches())), load(folder, create_model(MODEL))
-        with torch.no_grad():
-            return torch.equal(loaded.eval()(images), model.eval()(images))
-
-    def _criterion(self, name: str, number: int) -> Criterion:
-        if name != "random":
-            return create(name)
-        return create(name, seed=self._seed * CRITERIA[name] + number)
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        """What the run folders tell of the task."""
-        return {"model": MODEL, "data": DATA, "command": f"ifso demo --seed {self._seed}"}
-
-    def _fit(self, model: nn.Module, epochs: int, lr: float, schedule: str) -> float:
-        """Train; the seconds it took."""
-        begun, settings = time.perf_counter(), self._settings(epochs, lr, schedule)
-        hooks = TrainerHooks(on_epoch=_Told(self._say, epochs).tell)
-        fit(model, self._data.train_batches(settings.batch), settings, hooks=hooks)
-        return time.perf_counter() - begun
-
-    def _finetune(self, model: nn.Module, folder: Path) -> float:
-        """Train in a folder of its own; the seconds it took."""
-        begun, effort = time.perf_counter(), self._effort
-        settings = self._settings(effort.finetune_epochs, effort.finetune_rate, "cosine")
-        training = Training("fine-tuning", folder, model, self._data, settings, about=self._about, start="pruned")
-        (outcome,) = train_side_by_side([training], _Told(self._say, settings.epochs))
-        if isinstance(outcome, IfsoError):
-            raise outcome
-        return time.perf_counter() - begun
-
-    def _settings(self, epochs: int, lr: float, schedule: str) -> TrainSettings:
-        return TrainSettings(
-            epochs=epochs,
-            batch=self._effort.batch_size,
-            lr=lr,
-            schedule=schedule,
-            nesterov=True,
-            weight_decay=5e-4,
-            seed=self._seed,
-        )
-
-    def _accuracy(self, model: nn.Module) -> dict[str, float]:
-        found = self._tested(model)
-        return {"accuracy": found.top1, "test_loss": found.loss}
-
-    def _tested(self, model: nn.Module) -> Accuracy:
-        return evaluate(model, self._data.test_batches())
-
-    def _measure(self, path: Path, models: dict[str, nn.Module]) -> None:
-        """What ``ifso eval`` would measure of these networks."""
-        example, precision = self._data.example_inputs(), "float32"
-        batch = next(iter(self._data.train_batches(self._effort.batch_size)))
-        times = time_forward(models, example, 1, precision)
-        networks = {}
-        for name, model in models.items():
-            found, peak = self._tested(model), training_peak(model, batch, cross_entropy, precision)
-            worth = Quality(found.loss, found.samples, found.top1, found.top5)
-            networks[name] = Profile(worth, *costs_of(model, example, precision), (times[name],), peak).as_dict()
-        about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
-        write_json(path, {**about, "train_batch": self._effort.batch_size, "networks": networks})
-
-
-POINTS = 1.0
-"""By so many points of accuracy the fine-tuned network may stay behind the unpruned one."""
-
-Checks = tuple[tuple[str, bool], ...]
-"""What was checked, in words, and whether it is so."""
-
-SUMMARY, FINAL, REPORT = "demo.json", "finetuned", "report.html"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The table, the folder with everything, and what was checked."""
@@ -238,87 +85,165 @@ class Outcome:
     test_images: int
     checks: Checks
 
-    @property
-    def passed(self) -> bool:
-        """Is everything as it should be?"""
-        return all(passed for _, passed in self.checks)
-
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
         checks = [{"what": what, "passed": passed} for what, passed in self.checks]
-        rows = [asdict(row) for row in self.rows]
         return {
             "model": MODEL, "data": DATA, "kept": KEPT, "folder": str(self.folder), "seconds": self.seconds,
-            "test_images": self.test_images, "rows": rows, "checks": checks,
+            "test_images": self.test_images, "rows": [asdict(row) for row in self.rows], "checks": checks,
         }  # fmt: skip
 
 
+class EveryFifthEpoch(Silent):
+    """Reports every fifth epoch."""
+
+    def __init__(self, say: Callable[[str], None], epochs: int) -> None:
+        self._say, self._epochs = say, epochs
+
+    def ended(self, name: str, epoch: Epoch) -> None:  # noqa: ARG002 there is one training only
+        """Print one line."""
+        if epoch.number % 5 == 0:
+            self._say(f"epoch {epoch.number} of {self._epochs}, loss {epoch.loss:.4f}")
+
+
+class Study:
+    """Data and training, the same for all networks."""
+
+    def __init__(self, seed: int, say: Callable[[str], None], listener: Listener, effort: Effort) -> None:
+        self._seed, self._say, self._listener, self._effort = seed, say, listener, effort
+        self._about = {"model": MODEL, "data": DATA, "command": f"ifso demo --seed {seed}"}
+        self._settings = TrainSettings(
+            effort.train_epochs, batch=64, schedule="one-cycle", nesterov=True, weight_decay=5e-4, seed=seed
+        )
+        self.data = open_data(DATA, seed=seed)
+
+    def trained(self) -> tuple[nn.Module, Row]:
+        """The network before pruning."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            model = create_model(MODEL)
+        settings, started = self._settings, time.perf_counter()
+        self._say(f"training {MODEL} on {DATA}, {settings.epochs} epochs")
+        watcher = EveryFifthEpoch(self._say, settings.epochs)
+        watch = TrainerHooks(on_epoch=lambda epoch: watcher.ended(MODEL, epoch))
+        fit(model, self.data.train_batches(settings.batch), settings, hooks=watch)
+        seconds, accuracy = time.perf_counter() - started, self._accuracy(model)
+        self._say(f"accuracy {accuracy.top1:.2f} %")
+        return model, Row("unpruned", 1.0, 1.0, accuracy.top1, accuracy.top1, accuracy.loss, seconds, 0.0)
+
+    def pruned(self, unpruned: nn.Module, name: str, number: int, folder: Path) -> tuple[nn.Module, Row]:
+        """A copy of the network, pruned with a criterion and fine-tuned. ``number`` tells its runs apart, from 1."""
+        which = f", {number} of {CRITERIA[name]}" if CRITERIA[name] > 1 else ""
+        self._say(f"removing half of the MACs with {name}{which}")
+        seed = {"seed": self._seed * CRITERIA[name] + number} if name == "random" else {}
+        model = copy.deepcopy(unpruned)
+        result = prune(
+            model,
+            self.data.train_batches(self._settings.batch),
+            self.data.loss_fn,
+            budget=Budget(macs=KEPT),
+            example_inputs=self.data.example_inputs(),
+            criterion=create(name, **seed),
+            calibration=self._effort.calibration,
+            seed=self._seed,
+            listener=self._listener,
+            evaluate=self._measures,
+            about=self._about,
+            out=folder,
+        )
+        pruned, before = copy.deepcopy(model), self._accuracy(model).top1
+        seconds = self._finetune(model, folder / FINETUNE)
+        after = self._accuracy(model)
+        self._profile(folder / EVALUATION, {"unpruned": unpruned, "pruned": pruned, "fine-tuned": model})
+        self._say(f"accuracy {before:.2f} %, after fine-tuning {after.top1:.2f} %")
+        macs, params = (getattr(result.after, kind) / getattr(result.before, kind) for kind in ("macs", "params"))
+        return model, Row(name, macs, params, before, after.top1, after.loss, result.seconds, seconds)
+
+    def same_again(self, model: nn.Module, folder: Path) -> bool:
+        """Whether the network in ``folder``, loaded into a fresh one, computes the same."""
+        (images, _), loaded = next(iter(self.data.test_batches())), load(folder, create_model(MODEL))
+        with torch.no_grad():
+            return torch.equal(loaded.eval()(images), model.eval()(images))
+
+    def _finetune(self, model: nn.Module, folder: Path) -> float:
+        """Train in a folder of its own; the seconds it took."""
+        epochs, started = self._effort.finetune_epochs, time.perf_counter()
+        self._say(f"fine-tuning for {epochs} epochs")
+        settings = replace(self._settings, epochs=epochs, lr=0.05, schedule="cosine")
+        training = Training("fine-tuning", folder, model, self.data, settings, about=self._about, start="pruned")
+        (outcome,) = train_side_by_side([training], EveryFifthEpoch(self._say, epochs))
+        if isinstance(outcome, IfsoError):
+            raise outcome
+        return time.perf_counter() - started
+
+    def _accuracy(self, model: nn.Module) -> Accuracy:
+        return evaluate(model, self.data.test_batches())
+
+    def _measures(self, model: nn.Module) -> dict[str, float]:
+        accuracy = self._accuracy(model)
+        return {"accuracy": accuracy.top1, "test_loss": accuracy.loss}
+
+    def _profile(self, path: Path, models: dict[str, nn.Module]) -> None:
+        """Write what ``ifso eval`` would measure of these networks."""
+        example, precision = self.data.example_inputs(), "float32"
+        batch = next(iter(self.data.train_batches(self._settings.batch)))
+        times = time_forward(models, example, 1, precision)
+        networks = {}
+        for name, model in models.items():
+            accuracy, peak = self._accuracy(model), training_peak(model, batch, self.data.loss_fn, precision)
+            quality = Quality(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
+            networks[name] = Profile(quality, *costs_of(model, example, precision), (times[name],), peak).as_dict()
+        about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
+        write_json(path, {**about, "train_batch": self._settings.batch, "networks": networks})
+
+
 def demonstrate(
-    out: Path,
-    seed: int,
-    say: Callable[[str], None],
-    listener: Listener,
-    effort: Effort = Effort(),
+    out: Path, seed: int, say: Callable[[str], None], listener: Listener, effort: Effort = Effort()
 ) -> Outcome:
     """Train, prune, fine-tune and compare; everything is written into ``out``, or a numbered folder beside it.
 
     One thread does it all: more are no quicker with layers this small, and far slower where other work is going on.
     """
-    begun, folder = time.perf_counter(), _free(out)
-    with _one_thread():
-        study = Study(seed, say, effort)
-        rows, checks = _compare(folder, study, listener)
-    outcome = Outcome(tuple(rows), folder, time.perf_counter() - begun, study.test_images, checks)
+    started, folder = time.perf_counter(), free_folder(out)
+    with compute_threads(1):
+        study = Study(seed, say, listener, effort)
+        unpruned, row = study.trained()
+        rows, models = [row], {}
+        for name in CRITERIA:
+            runs = [study.pruned(unpruned, name, n, folder / run) for n, run in enumerate(run_names(name), 1)]
+            models[name] = runs[0][0]
+            rows.append(mean_row([row for _, row in runs]))
+        save(models[OURS], folder / FINAL)
+        checks = check(rows, same_again=study.same_again(models[OURS], folder / FINAL))
+        images = sum(len(labels) for _, labels in study.data.test_batches())
+    outcome = Outcome(tuple(rows), folder, time.perf_counter() - started, images, checks)
     write_json(folder / SUMMARY, outcome.as_json())
-    write_report([folder / name for name in run_names()], folder / REPORT)
+    write_report([folder / run for name in CRITERIA for run in run_names(name)], folder / REPORT)
     return outcome
 
 
-def _compare(folder: Path, study: Study, listener: Listener) -> tuple[list[Row], Checks]:
-    unpruned, row = study.trained()
-    rows, models = [row], {}
-    for name, runs in CRITERIA.items():
-        places = {number: folder / _run_name(name, number) for number in range(1, runs + 1)}
-        found = [study.pruned(unpruned, name, number, place, listener) for number, place in places.items()]
-        rows.append(_mean([row for _, row in found]))
-        models[name] = found[0][0]
-    save(models[OURS], folder / FINAL)
-    return rows, _checks(rows, study.same_again(models[OURS], folder / FINAL))
+def run_names(name: str) -> list[str]:
+    """The folders of the prunings with a criterion.
+
+    >>> run_names("random"), run_names("magnitude")
+    (['random-1', 'random-2', 'random-3'], ['magnitude'])
+    """
+    return [name] if CRITERIA[name] == 1 else [f"{name}-{number}" for number in range(1, CRITERIA[name] + 1)]
 
 
-def run_names() -> list[str]:
-    """The folders of all prunings."""
-    return [_run_name(name, number) for name, runs in CRITERIA.items() for number in range(1, runs + 1)]
-
-
-def _run_name(name: str, number: int) -> str:
-    return name if CRITERIA[name] == 1 else f"{name}-{number}"
-
-
-def _mean(rows: Sequence[Row]) -> Row:
+def mean_row(rows: Sequence[Row]) -> Row:
     """One row for all runs of a criterion.
 
     >>> a, b = Row("random", 0.5, 0.4, 90.0, 98.0, 0.1, 3.0, 2.0), Row("random", 0.5, 0.3, 80.0, 99.0, 0.3, 5.0, 2.0)
-    >>> mean = _mean([a, b])
+    >>> mean = mean_row([a, b])
     >>> mean.before, mean.after, mean.seconds, mean.runs
     (85.0, 98.5, 4.0, 2)
     """
     numbers = ("macs", "params", "before", "after", "loss", "seconds", "finetune_seconds")
-    means = {name: fmean(getattr(row, name) for row in rows) for name in numbers}
-    return Row(rows[0].name, **means, runs=len(rows))
+    return Row(rows[0].name, **{name: fmean(getattr(row, name) for row in rows) for name in numbers}, runs=len(rows))
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _free(out: Path) -> Path:
+def free_folder(out: Path) -> Path:
     """``out`` if nothing is there yet, else the first of ``out-2``, ``out-3``, … that is free."""
     names = itertools.chain([out], (out.with_name(f"{out.name}-{number}") for number in itertools.count(2)))
     try:
@@ -329,7 +254,8 @@ def _free(out: Path) -> Path:
     return folder
 
 
-def _checks(rows: Sequence[Row], same_again: bool) -> Checks:
+def check(rows: Sequence[Row], *, same_again: bool) -> Checks:
+    """What must be so: the budget is met, fine-tuning restores the accuracy, the saved network is the same."""
     unpruned, ours = rows[0], rows[1]
     least = unpruned.after - POINTS
     return (

@@ -21,21 +21,21 @@ MOST = 400
 
 
 @dataclass(frozen=True)
-class Place:
-    """The number of this process out of ``ranks``, and where it computes."""
+class World:
+    """The rank of this process out of ``ranks``, and the device it computes on."""
 
     rank: int
     device: str
     ranks: int = 1
 
     @property
-    def speaks(self) -> bool:
-        """Is it the one that shows progress and prints?"""
+    def is_first(self) -> bool:
+        """Whether this is the process that shows progress and prints."""
         return self.rank == 0
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Place]:
+def joined(device: str) -> Iterator[World]:
     """Alone, or with the other processes that ``torchrun`` started; each has a GPU of its own if ``device`` is cuda.
 
     Whatever is raised because another rank failed becomes a RankError that says which one, and why. A process that is
@@ -43,29 +43,29 @@ def joined(device: str) -> Iterator[Place]:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         _make_current(device)
-        yield Place(0, device)
+        yield World(0, device)
         return
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        yield Place(dist.get_rank(), device, dist.get_world_size())
+        yield World(dist.get_rank(), device, dist.get_world_size())
         return
     on_gpus = device.partition(":")[0] == "cuda"
     if on_gpus:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    place = Place(dist.get_rank(), device, dist.get_world_size())
-    roll_call = RollCall(place.rank, place.ranks, meeting_point())
+    world = World(dist.get_rank(), device, dist.get_world_size())
+    roll_call = RollCall(world.rank, world.ranks, meeting_point())
     _interrupt_when_terminated()
     try:
         dist.barrier()
         roll_call.start()
-        yield place
+        yield world
         dist.barrier()  # nobody leaves while another still needs the group
     except BaseException as error:
-        _stop(roll_call, place, error)
+        _stop(roll_call, world, error)
     roll_call.leave()
 
 
@@ -87,7 +87,7 @@ def leave(status: int) -> int:
     return status
 
 
-def _stop(roll_call: RollCall, place: Place, error: BaseException) -> NoReturn:
+def _stop(roll_call: RollCall, world: World, error: BaseException) -> NoReturn:
     """Tell the others, or find out which of them is to blame."""
     from ifso.common.distributed import of_another_rank
 
@@ -103,7 +103,7 @@ def _stop(roll_call: RollCall, place: Place, error: BaseException) -> NoReturn:
     if word is None and interrupted:
         raise error
     word = word or "another rank cannot be reached any more"
-    raise RankError(f"rank {place.rank} stopped, because {word}; {AGAIN}") from error
+    raise RankError(f"rank {world.rank} stopped, because {word}; {AGAIN}") from error
 
 
 def _words(error: BaseException) -> str:

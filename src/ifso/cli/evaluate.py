@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import chatter_to_stderr, console, print_json, say
-from ifso.cli.distributed import Place, joined, leave
-from ifso.cli.evaluation_report import STAGES, Report, report_parts, write
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_json
+from ifso.cli.distributed import World, joined, leave
+from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.options import (
     MODEL,
     add_download,
     add_json,
     add_pretrained,
+    compute_threads,
     detector_images,
     positive,
     seed,
@@ -99,11 +99,11 @@ def _add_measuring(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     _check_arguments(args)
-    with chatter_to_stderr(), _threads(args.threads), joined(args.device) as place:
-        report = _measure(args, place)
+    with chatter_to_stderr(), compute_threads(args.threads), joined(args.device) as world:
+        report = _measure(args, world)
     if report is not None:
         if args.out is not None:
-            write(args.out, report.as_json())
+            write_json(args.out, report.as_json())
         if args.json:
             print_json(report.as_json())
         else:
@@ -125,19 +125,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_precision(args.precision)
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _measure(args: argparse.Namespace, place: Place) -> Report | None:
+def _measure(args: argparse.Namespace, world: World) -> Report | None:
     """Every rank evaluates its part of the images; the first one does the rest, and gives the report."""
     from ifso.common.batches import of_batch, size_of
     from ifso.data.base import detects
@@ -145,27 +133,27 @@ def _measure(args: argparse.Namespace, place: Place) -> Report | None:
     from ifso.training.evaluation import quality
     from ifso.training.profiling import in_memory_format
 
-    progress = say if place.speaks else lambda _: None
+    progress = say if world.is_first else lambda _: None
     run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
-    data = _data(args, run, place)
+    data = _data(args, run, world)
     given = args.train_batch is not None
     for name, size in (BOXES_BATCHES if detects(data) else BATCHES).items():
         if getattr(args, name) is None:
             setattr(args, name, size)
     report_notes(data, progress)
-    models, notes = _networks(args, run, data, place.device)
+    models, notes = _networks(args, run, data, world.device)
     batch = in_memory_format(_train_batch(data, args.train_batch, given), channels_last=args.channels_last)
     qualities = {}
     for name, model in models.items():
         progress(f"evaluating {f'the {name} network' if run else args.model} on {args.split} images of {data.name}")
         check_fits(model, data)
         qualities[name] = quality(model, data, _batches(args, data), args.precision, over_ranks=True)
-    if not place.speaks:
+    if not world.is_first:
         return None
     progress("counting costs, measuring time and memory")
-    example = in_memory_format(_example(args, run, data, place.device), channels_last=args.channels_last)
+    example = in_memory_format(_example(args, run, data, world.device), channels_last=args.channels_last)
     about = {
-        **_about(args, run, data, place),
+        **_about(args, run, data, world),
         "counted_on": shapes_of(of_batch(example, 1)),
         "train_batch": size_of(batch),
     }
@@ -183,12 +171,12 @@ def _train_batch(data: Data, size: int, given: bool) -> Any:
             size //= 2
 
 
-def _data(args: argparse.Namespace, run: OpenedRun | None, place: Place) -> Data:
+def _data(args: argparse.Namespace, run: OpenedRun | None, world: World) -> Data:
     from ifso.data import open_data
 
-    options: dict[str, Any] = {"device": place.device, "validation": args.validation or 0, "download": args.download}
-    if place.ranks > 1:
-        options.update(rank=place.rank, ranks=place.ranks)
+    options: dict[str, Any] = {"device": world.device, "validation": args.validation or 0, "download": args.download}
+    if world.ranks > 1:
+        options.update(rank=world.rank, ranks=world.ranks)
     if run is None:
         return open_data(args.data, seed=args.seed or 0, **options)
     seed = args.seed
@@ -311,7 +299,7 @@ def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device
     return detector_images(sizes, device=device) if detects(data) else zeros(sizes, device)
 
 
-def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, place: Place) -> dict[str, Any]:
+def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, world: World) -> dict[str, Any]:
     """On what and how it was measured."""
     import torch
 
@@ -325,8 +313,8 @@ def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, place: P
         "split": args.split,
         "precision": args.precision,
         "channels_last": args.channels_last,
-        "ranks": place.ranks,
-        "hardware": hardware(place.device),
+        "ranks": world.ranks,
+        "hardware": hardware(world.device),
         "torch": str(torch.__version__),
         "ifso": __version__,
     }

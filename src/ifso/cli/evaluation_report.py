@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import table
 from ifso.common.text import amount
-from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,15 +42,15 @@ class Report:
         """As plain values."""
         from ifso.common.serialization import finite
 
-        networks = {name: {**found.as_dict(), **self.shares(found)} for name, found in self.measured.items()}
+        networks = {name: {**network.as_dict(), **self.shares(network)} for name, network in self.measured.items()}
         return finite({**self.about, "networks": networks, "notes": list(self.notes)})
 
-    def shares(self, found: Profile) -> dict[str, float]:
+    def shares(self, network: Profile) -> dict[str, float]:
         """What is left of the costs of the unpruned network, if that was measured."""
         whole = self.measured.get(STAGES[0])
         if whole is None:
             return {}
-        return {f"{kind}_share": getattr(found.cost, kind) / max(getattr(whole.cost, kind), 1) for kind in SHARES}
+        return {f"{kind}_share": getattr(network.cost, kind) / max(getattr(whole.cost, kind), 1) for kind in SHARES}
 
 
 def report_parts(report: Report) -> list[RenderableType]:
@@ -66,28 +63,28 @@ def report_parts(report: Report) -> list[RenderableType]:
 
 def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     networks = list(report.measured.values())
-    yield from _qualities([found.quality for found in networks])
+    yield from _qualities([network.quality for network in networks])
     for kind, label in COSTS.items():
-        yield label, [amount(getattr(found.cost, kind)) + _share(report, found, kind) for found in networks]
-    memory = [_bytes(found.activation_bytes) + _share(report, found, "activations") for found in networks]
+        yield label, [amount(getattr(network.cost, kind)) + _share(report, network, kind) for network in networks]
+    memory = [_bytes(network.activation_bytes) + _share(report, network, "activations") for network in networks]
     yield "activations of one image", memory
-    for place, timing in enumerate(networks[0].timings):
-        timings = [found.timings[place] for found in networks]
+    for index, timing in enumerate(networks[0].timings):
+        timings = [network.timings[index] for network in networks]
         yield f"latency, batch {timing.batch}", [_latency(timing) for timing in timings]
         if timing.batch > 1:
             speeds = [_speed(timing.throughput) for timing in timings]
             yield f"throughput, batch {timing.batch}", speeds
     label = f"peak of a training step, batch {report.about['train_batch']}"
-    yield label, [_bytes(found.training_peak) for found in networks]
+    yield label, [_bytes(network.training_peak) for network in networks]
 
 
-def _qualities(found: list[Quality]) -> Iterator[tuple[str, list[str]]]:
+def _qualities(qualities: list[Quality]) -> Iterator[tuple[str, list[str]]]:
     """Accuracies and losses of classifiers; of detectors average precision, whole, by area and by category."""
-    detected = [quality.detection for quality in found if quality.detection is not None]
+    detected = [quality.detection for quality in qualities if quality.detection is not None]
     if not detected:
-        yield "top-1", [_percent(quality.top1) for quality in found]
-        yield "top-5", [_percent(quality.top5) for quality in found]
-        yield "loss", [NOT_THERE if quality.loss is None else f"{quality.loss:.4f}" for quality in found]
+        yield "top-1", [_percent(quality.top1) for quality in qualities]
+        yield "top-5", [_percent(quality.top5) for quality in qualities]
+        yield "loss", [NOT_THERE if quality.loss is None else f"{quality.loss:.4f}" for quality in qualities]
         return
     for name, label in AVERAGES.items():
         yield label, [_percent(getattr(each, name)) for each in detected]
@@ -103,7 +100,7 @@ def _remarks(report: Report) -> list[str]:
     on_gpu = hardware["device"] != hardware["cpu"]
     threads = "" if on_gpu else f", {hardware['threads']} thread{'' if hardware['threads'] == 1 else 's'}"
     layout = ", channels-last" if about["channels_last"] else ""
-    counts = sorted({len(timing.latency.samples) for found in report.measured.values() for timing in found.timings})
+    counts = sorted({len(timing.latency.samples) for network in report.measured.values() for timing in network.timings})
     runs = " or ".join(map(str, counts))
     return [
         f"Measured on {hardware['device']}{threads}, with torch {about['torch']}, {about['precision']}{layout}.",
@@ -114,23 +111,12 @@ def _remarks(report: Report) -> list[str]:
     ]
 
 
-def write(path: Path, document: dict[str, Any]) -> None:
-    """The JSON document as a file, as a whole or not at all."""
-    from ifso.common.files import delivering
-
-    try:
-        with delivering(path) as new:
-            new.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {error.strerror or error}; give another --out") from error
-
-
 def _percent(share: float | None) -> str:
     return NOT_THERE if share is None else f"{share:.2f} %"
 
 
-def _share(report: Report, found: Profile, kind: str) -> str:
-    shares = report.shares(found)
+def _share(report: Report, network: Profile, kind: str) -> str:
+    shares = report.shares(network)
     return f" ({shares[f'{kind}_share']:.1%})" if shares and len(report.measured) > 1 else ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
-from ifso.cli.distributed import Place, joined, leave
+from ifso.cli.distributed import World, joined, leave
 from ifso.cli.options import add_pretrained, real, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
@@ -116,16 +116,16 @@ def run(args: argparse.Namespace) -> int:
     command = ["finetune", "--resume", *([] if args.out is None else ["--out", str(args.out)]), *map(str, args.runs)]
     folders = [plan.folder for plan in plans]
     with (
-        joined(common_option(options, "device", "cpu")) as place,
-        resumable(command, *folders, shown=place.speaks),
+        joined(common_option(options, "device", "cpu")) as world,
+        resumable(command, *folders, shown=world.is_first),
     ):
-        outcomes = _finetune(args, plans, place)
+        outcomes = _finetune(args, plans, world)
     failures = {
         str(plan.folder): each for plan, each in zip(plans, outcomes, strict=True) if isinstance(each, IfsoError)
     }
     if failures and len(outcomes) == 1:
         raise next(iter(failures.values()))
-    if place.speaks:
+    if world.is_first:
         _show(args, [each for each in outcomes if isinstance(each, dict)], failures)
     return leave(max((failure.exit_status for failure in failures.values()), default=0))
 
@@ -140,14 +140,15 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, folder: Path) -> Plan:
-    run, place = open_run(folder, model=args.model, unverified=args.unverified), args.out or folder / FINETUNE
+    run = open_run(folder, model=args.model, unverified=args.unverified)
+    target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
-    options = gather(_weighted(args, known), place, known, "ifso finetune", folder)
-    options["padded"] = _padded(args, place, options)
+    options = gather(_weighted(args, known), target, known, "ifso finetune", folder)
+    options["padded"] = _padded(args, target, options)
     settings = settings_of(options)
     check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
-    return Plan(replace(run, arguments={**run.arguments, **told}), place, options, settings)
+    return Plan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
 
 
 def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Namespace:
@@ -171,7 +172,7 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
     return stored.get("padded", default if args.padded is None else args.padded)
 
 
-def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> list[Outcome]:
+def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> list[Outcome]:
     from ifso.training.runs import Silent, finished_summary, remove_checkpoint, train_side_by_side
 
     done: dict[int, Outcome] = {}
@@ -179,24 +180,24 @@ def _finetune(args: argparse.Namespace, plans: Sequence[Plan], place: Place) -> 
         summary = finished_summary(plan.folder) if args.resume else None
         if summary is not None:
             done[number] = summary
-            if place.speaks:
+            if world.is_first:
                 remove_checkpoint(plan.folder)
     left = [number for number in range(len(plans)) if number not in done]
-    with training_progress("finetune") if place.speaks else nullcontext(Silent()) as listener:
-        preparation = _Preparation(args, place, listener.said)
+    with training_progress("finetune") if world.is_first else nullcontext(Silent()) as listener:
+        preparation = _Preparation(args, world, listener.said)
         trainings = [preparation.training(plans[number]) for number in left]
-        found = train_side_by_side(trainings, listener, resume=args.resume, ranks=place.ranks)
-    done.update(zip(left, found, strict=True))
+        outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
+    done.update(zip(left, outcomes, strict=True))
     return [done[number] for number in range(len(plans))]
 
 
 class _Preparation:
     """Opens data and teachers once for all runs that share them."""
 
-    def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
-        self._args, self._place, self._say = args, place, say
+    def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
+        self._args, self._world, self._say = args, world, say
         self._data: dict[Any, Data] = {}
-        self._teachers = Teachers(args, place, say)
+        self._teachers = Teachers(args, world, say)
 
     def training(self, plan: Plan) -> Training:
         """All that it takes to fine-tune the network of a run."""
@@ -204,7 +205,7 @@ class _Preparation:
         from ifso.training.runs import Training
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
-        model = plan.run.pruned(self._place.device, data=data)
+        model = plan.run.pruned(self._world.device, data=data)
         teaching = self._teachers.of(plan, data, model)
         fixed = {
             "weights": digest_of(model),
@@ -225,10 +226,10 @@ class _Preparation:
 
         if not plan.options["padded"] or (detects(data) and not self._args.padded):
             return None
-        return plan.run._network(data, None).to(self._place.device)
+        return plan.run._network(data, None).to(self._world.device)
 
     def _opened(self, plan: Plan) -> Data:
-        options = data_options(plan.options, plan.settings, self._place, download=self._args.download)
+        options = data_options(plan.options, plan.settings, self._world, download=self._args.download)
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:

@@ -32,7 +32,7 @@ COUNTED = "everything torch.utils.flop_counter counts, halved"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found: the graph, the model's cost, and per group the MACs and parameters its units hold."""
+    """The graph, the model's cost, and per group the MACs and parameters its units hold."""
 
     name: str
     graph: ChannelGraph
@@ -67,17 +67,17 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace the model and print what was found."""
+    """Trace the model and print the tables."""
     with chatter_to_stderr():
-        found = _inspect(args)
+        inspection = _inspect(args)
     if args.json:
-        print_json(_document(found))
+        print_json(_document(inspection))
     else:
-        console().print(*_report(found), sep="\n")
+        console().print(*_report(inspection), sep="\n")
     if args.svg is not None:
         from ifso.cli.svg import write_svg
 
-        write_svg(args.svg, f"ifso inspect {found.name}", _report(found))
+        write_svg(args.svg, f"ifso inspect {inspection.name}", _report(inspection))
     return 0
 
 
@@ -159,51 +159,51 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
 
 
-def _report(found: Inspection) -> list[RenderableType]:
+def _report(inspection: Inspection) -> list[RenderableType]:
     """The tables and lines that are printed."""
     from ifso.graph.printing import details, groups_table
 
-    groups = groups_table(found.graph, _columns(found), CAPTION) if found.graph.groups else NOTHING
-    return [groups, *details(found.graph), _totals(found)]
+    groups = groups_table(inspection.graph, _columns(inspection), CAPTION) if inspection.graph.groups else NOTHING
+    return [groups, *details(inspection.graph), _totals(inspection)]
 
 
-def _columns(found: Inspection) -> list[Column]:
+def _columns(inspection: Inspection) -> list[Column]:
     from ifso.graph.printing import Column
 
-    macs, params = max(found.cost.macs, 1), max(found.cost.params, 1)
+    macs, params = max(inspection.cost.macs, 1), max(inspection.cost.params, 1)
     return [
-        Column("MACs", lambda group: f"{found.macs[group.name] / macs:.1%}"),
-        Column("params", lambda group: f"{found.params[group.name] / params:.1%}"),
+        Column("MACs", lambda group: f"{inspection.macs[group.name] / macs:.1%}"),
+        Column("params", lambda group: f"{inspection.params[group.name] / params:.1%}"),
     ]
 
 
-def _totals(found: Inspection) -> str:
-    cost = found.cost
+def _totals(inspection: Inspection) -> str:
+    cost = inspection.cost
     return (
-        f"{found.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs, {amount(cost.activations)} "
-        f"activations (numbers that convolutions and matrix products write) on an input of {found.input}\n"
+        f"{inspection.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs, {amount(cost.activations)} "
+        f"activations (numbers that convolutions and matrix products write) on an input of {inspection.input}\n"
         f"MACs: {amount(cost.conv_macs)} in convolutions, {amount(cost.linear_macs)} in linear layers, "
         f"{amount(cost.matmul_macs)} in other matrix products; {COUNTED}"
     )
 
 
-def _document(found: Inspection) -> dict[str, Any]:
+def _document(inspection: Inspection) -> dict[str, Any]:
     return {
-        "model": found.name,
-        "input": found.input,
-        "cost": found.cost.as_dict(),
+        "model": inspection.name,
+        "input": inspection.input,
+        "cost": inspection.cost.as_dict(),
         "counted": COUNTED,
-        "units": found.graph.num_units,
-        "groups": [_group_entry(group, found) for group in found.graph.groups],
+        "units": inspection.graph.num_units,
+        "groups": [_group_entry(group, inspection) for group in inspection.graph.groups],
         "frozen": [
             {"parameter": axis.parameter, "dim": axis.dim, "channels": len(axis.index), "reason": axis.reason}
-            for axis in found.graph.frozen
+            for axis in inspection.graph.frozen
         ],
-        "notes": list(found.graph.notes),
+        "notes": list(inspection.graph.notes),
     }
 
 
-def _group_entry(group: Group, found: Inspection) -> dict[str, Any]:
+def _group_entry(group: Group, inspection: Inspection) -> dict[str, Any]:
     return {
         "name": group.name,
         "units": group.size,
@@ -211,8 +211,8 @@ def _group_entry(group: Group, found: Inspection) -> dict[str, Any]:
         "members": [
             {"parameter": member.parameter, "dim": member.dim, "role": member.role} for member in group.members
         ],
-        "macs": found.macs[group.name],
-        "params": found.params[group.name],
-        "macs_share": found.macs[group.name] / max(found.cost.macs, 1),
-        "params_share": found.params[group.name] / max(found.cost.params, 1),
+        "macs": inspection.macs[group.name],
+        "params": inspection.params[group.name],
+        "macs_share": inspection.macs[group.name] / max(inspection.cost.macs, 1),
+        "params_share": inspection.params[group.name] / max(inspection.cost.params, 1),
     }

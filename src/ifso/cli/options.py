@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ifso.errors import IfsoError, TraceError
@@ -134,6 +135,19 @@ def shape(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1 or max(sizes) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write positive numbers, for example 1,3,224,224")
     return sizes
+
+
+@contextmanager
+def compute_threads(count: int | None) -> Iterator[None]:
+    """Compute on so many threads for a while; None leaves their number as it is."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def zeros(sizes: Sequence[int], device: str) -> Any:

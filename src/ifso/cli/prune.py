@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import console, path_from, print_json, table
-from ifso.cli.distributed import Place, joined, leave
+from ifso.cli.distributed import World, joined, leave
 from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
     COSTS,
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
         args.resume = holds_run(args.out)
     settings, start = gather(args), Path.cwd()
     command = ["prune", "--resume", "--out", str(args.out)]
-    with joined(settings.get("device", "cpu")) as place, resumable(command, args.out, shown=place.speaks):
-        result = _prune(settings, args, place)
-    if place.speaks and args.json:
+    with joined(settings.get("device", "cpu")) as world, resumable(command, args.out, shown=world.is_first):
+        result = _prune(settings, args, world)
+    if world.is_first and args.json:
         print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})
-    elif place.speaks:
+    elif world.is_first:
         print(result)
         if any(isinstance(settings.get(cost), list) for cost in COSTS):
             console().print("", path_table(path_of(result)), sep="\n")
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return leave(0)
 
 
-def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> PruneResult:
+def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> PruneResult:
     """Open the data, make the model and prune it. Every rank has the same model, and its part of the joint batches."""
     import torch
 
@@ -100,16 +100,16 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
 
     budget = Budget(**{cost: settings[cost] for cost in COSTS if cost in settings})
     arguments = prune_arguments(settings)
-    others = [TensorBoardListener(args.out / "tensorboard")] if args.tensorboard and place.speaks else []
+    others = [TensorBoardListener(args.out / "tensorboard")] if args.tensorboard and world.is_first else []
     seed, precision = settings.get("seed", 0), settings.get("precision", "float32")
     torch.manual_seed(seed)
-    with tensor_cores(precision), progress(*others) if place.speaks else nullcontext(Silent()) as listener:
+    with tensor_cores(precision), progress(*others) if world.is_first else nullcontext(Silent()) as listener:
         data = open_data(
             settings["data"],
-            device=place.device,
+            device=world.device,
             seed=seed,
-            rank=place.rank,
-            ranks=place.ranks,
+            rank=world.rank,
+            ranks=world.ranks,
             download=args.download,
         )
         report_notes(data, listener.said)
@@ -118,7 +118,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
             arguments = prune_arguments(settings)
         given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
         model = network_for(
-            settings["model"], data.num_classes, pretrained=args.pretrained, device=place.device, **given
+            settings["model"], data.num_classes, pretrained=args.pretrained, device=world.device, **given
         )
         _check_fits(model, data)
         if not (args.pretrained or "weights" in settings or is_program(settings["model"])):
@@ -126,7 +126,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, place: Place) -> 
         if args.flops:
             listener.said(FLOPS)
         model.train(settings.get("train_mode", True))
-        example = _example_inputs(settings, data, place.device)
+        example = _example_inputs(settings, data, world.device)
         where = {"resume" if args.resume else "out": args.out, **({"overwrite": True} if args.overwrite else {})}
         return prune(
             model,

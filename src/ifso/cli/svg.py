@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ifso.errors import IfsoError
+from ifso.cli.console import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -43,14 +43,7 @@ FORMAT = (
 
 def write_svg(path: Path, command: str, parts: Sequence[RenderableType]) -> None:
     """Write ``parts`` (tables and text), as ``command`` prints them, into the SVG file ``path``."""
-    svg = draw(command, parts)
-    from ifso.common.files import delivering
-
-    try:
-        with delivering(path) as new:
-            new.write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise IfsoError(f"the picture cannot be written to {path}: {error.strerror or error}") from error
+    write_text(path, draw(command, parts))
 
 
 def draw(command: str, parts: Sequence[RenderableType]) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ifso.cli.distributed import Place
+    from ifso.cli.distributed import World
     from ifso.cli.finetune import Plan
     from ifso.data import Data
     from ifso.training.settings import TrainSettings
@@ -57,8 +57,8 @@ class Teaching:
 class Teachers:
     """Opens teachers, and measures what they are worth, once for all runs that share them."""
 
-    def __init__(self, args: argparse.Namespace, place: Place, say: Callable[[str], None]) -> None:
-        self._args, self._place, self._say = args, place, say
+    def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
+        self._args, self._world, self._say = args, world, say
         self._pretrained: bool = args.pretrained
         self._known: dict[Any, tuple[nn.Module, float | None]] = {}
         self._digests: dict[nn.Module, str] = {}
@@ -96,7 +96,7 @@ class Teachers:
 
     def _original(self, plan: Plan, data: Data) -> nn.Module:
         return plan.run.original(
-            device=self._place.device, weights=plan.changed("weights"), pretrained=self._pretrained, data=data
+            device=self._world.device, weights=plan.changed("weights"), pretrained=self._pretrained, data=data
         )
 
     def _named(self, plan: Plan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
@@ -125,7 +125,7 @@ class Teachers:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(plan.settings.seed)
             return network_for(
-                name, data.num_classes, weights=weights, pretrained=self._pretrained, device=self._place.device
+                name, data.num_classes, weights=weights, pretrained=self._pretrained, device=self._world.device
             )
 
     def _judged(self, model: nn.Module, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:

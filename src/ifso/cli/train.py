@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.console import console, path_from, print_json
-from ifso.cli.distributed import Place, joined, leave
+from ifso.cli.distributed import World, joined, leave
 from ifso.cli.finetune import summary_table
 from ifso.cli.options import DATA, MODEL, add_pretrained, seed
 from ifso.cli.progress import training_progress
@@ -51,17 +51,17 @@ def run(args: argparse.Namespace) -> int:
         if name not in options:
             raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")
     command = ["train", "--resume", "--out", str(args.out)]
-    with joined(options["device"]) as place, resumable(command, args.out, shown=place.speaks):
-        summary = _train(args, options, place)
-    if place.speaks and args.json:
+    with joined(options["device"]) as world, resumable(command, args.out, shown=world.is_first):
+        summary = _train(args, options, world)
+    if world.is_first and args.json:
         print_json(summary)
-    elif place.speaks:
+    elif world.is_first:
         console().print(summary_table([summary]))
         print(f"weights: {path_from(args.out, start) / 'model.safetensors'}")
     return leave(0)
 
 
-def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> dict[str, Any]:
+def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> dict[str, Any]:
     import torch
 
     from ifso.data import open_data
@@ -72,17 +72,17 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
     settings = settings_of(options)
     summary = finished_summary(args.out) if args.resume else None
     if summary is not None:
-        if place.speaks:
+        if world.is_first:
             remove_checkpoint(args.out)
         return summary
-    with training_progress("train") if place.speaks else nullcontext(Silent()) as listener:
-        data = open_data(options["data"], **data_options(options, settings, place, download=args.download))
+    with training_progress("train") if world.is_first else nullcontext(Silent()) as listener:
+        data = open_data(options["data"], **data_options(options, settings, world, download=args.download))
         report_notes(data, listener.said)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")
             model = network_for(
-                options["model"], data.num_classes, weights=weights, pretrained=args.pretrained, device=place.device
+                options["model"], data.num_classes, weights=weights, pretrained=args.pretrained, device=world.device
             )
         validation, given = options.get("validation", 0), bool(weights or args.pretrained)
         fixed = {
@@ -96,7 +96,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], place: Place) -> d
             validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
             about={"arguments": options}, start="weights given" if given else None,
         )  # fmt: skip
-        outcome = train_side_by_side([training], listener, resume=args.resume, ranks=place.ranks)[0]
+        outcome = train_side_by_side([training], listener, resume=args.resume, ranks=world.ranks)[0]
     if isinstance(outcome, IfsoError):
         raise outcome
     return outcome

@@ -15,7 +15,7 @@ from ifso.errors import IfsoError, TrainingError
 from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, recipe_of
 
 if TYPE_CHECKING:
-    from ifso.cli.distributed import Place
+    from ifso.cli.distributed import World
     from ifso.data import Data
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainSettings))
@@ -118,15 +118,15 @@ def has_boxes(data: str | None) -> bool:
 
 
 def data_options(
-    options: Mapping[str, Any], settings: TrainSettings, place: Place, *, download: bool
+    options: Mapping[str, Any], settings: TrainSettings, world: World, *, download: bool
 ) -> dict[str, Any]:
     """What data is opened with."""
     return {
-        "device": place.device,
+        "device": world.device,
         "seed": settings.seed,
         "validation": options.get("validation", 0),
-        "rank": place.rank,
-        "ranks": place.ranks,
+        "rank": world.rank,
+        "ranks": world.ranks,
         "download": download,
     }
 
