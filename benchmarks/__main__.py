@@ -13,7 +13,7 @@ from ifso.cli import main as cli
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the benchmarks, one subcommand each."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    made = cli.Parser(prog="python -m benchmarks", description=__doc__)
     what = made.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     for benchmark in (train, export, everyday, zoo):
         benchmark.add_parser(what)

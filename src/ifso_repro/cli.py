@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ifso.cli.options import add_help
 
@@ -25,18 +25,10 @@ FLAGS = {"--draw": "draw", "--table": "table", "--list": "list"}
 """Older spellings: ``ifso repro table2 --list`` is ``ifso repro list table2``."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Leave with the status of bad input."""
-        self.exit(2, f"ifso: error: {message}; see {self.prog} --help\n")
-
-
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Give ``ifso repro`` its commands; the words of older spellings are put in order first."""
     add_help(parser, _names)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parsers = {}
     for name, (words, function) in COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")

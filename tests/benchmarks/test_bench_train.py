@@ -175,7 +175,7 @@ def test_the_table(monkeypatch, capsys):
         ("--lanes 1 0", "numbers from 1 up"),
         ("--steps 0", "numbers from 1 up"),
         ("--shapes round", "shapes round will not do; give some of compact, rounded, padded"),
-        ("--threads 0", "--threads 0: give 1 or more"),
+        ("--threads 0", "--threads: must be a whole number"),
         ("--precision int4", "precision 'int4' is unknown"),
         ("--device tpu9", "device 'tpu9' cannot be used"),
         ("--data cifar10:none.npz", "none.npz"),

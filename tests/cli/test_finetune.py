@@ -299,7 +299,7 @@ class TestRefused:
             ("{a} --data cifar10:none.npz", "none.npz"),
             ("{a} --weights none.safetensors --distill", "no weight file none.safetensors"),
             ("{a} --model none.py:make", "none.py"),
-            ("{a} --validation 2000", "validation=2000 of 1442 training images"),
+            ("{a} --validation 2000", "validation must be a share"),
             ("{a} --teacher {project}/net.py:teacher", "nothing is distilled; add --distill, or --recipe ours"),
             ("{a} --distill 0 --recipe ours --teacher {project}/net.py:teacher", "nothing is distilled"),
             ("{a} --distill --teacher-weights w.pth", "--teacher-weights without --teacher; give the MODEL"),
