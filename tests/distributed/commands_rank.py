@@ -21,6 +21,7 @@ import torch.distributed as dist
 import ifso
 from ifso.cli import evaluate, finetune, main, prune, train
 from ifso.cli.distributed import joined, leave
+from ifso.pruning import prune as pruning
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 
@@ -36,8 +37,8 @@ class Watched:
         self.written: list[str] = []
         self.found: dict[str, Any] = {}
         sys.addaudithook(self._hear)
-        self._prune, self._finish = ifso.prune, runs.RunningTraining._finish
-        ifso.prune = self.pruned
+        self._prune, self._finish = pruning.prune, runs.RunningTraining._finish
+        pruning.prune = self.pruned
 
         def finish(training: runs.RunningTraining) -> None:
             self._finish(training)

@@ -88,7 +88,7 @@ def test_the_command_line_says_that_weights_are_random_unless_some_are_given(
     def refuse(*_: object, **__: object) -> None:
         raise ifso.IfsoError("far enough")
 
-    monkeypatch.setattr(ifso, "prune", refuse, raising=False)
+    monkeypatch.setattr("ifso.pruning.prune.prune", refuse)
     (tmp_path / "data.py").write_text(DATA)
     torch.save(ifso.create_model("ifso:resnet20").state_dict(), tmp_path / "trained.pt")
     task = ["prune", "--model", "ifso:resnet20", "--data", f"{tmp_path}/data.py:Source", "--macs", "0.5"]
