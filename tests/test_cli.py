@@ -124,7 +124,7 @@ class TestMain:
             ("inspect m --inptu", "--inptu", "ifso"),
             ("prune --model m --macs 0.5", "--out", "ifso prune"),
             ("train --out a --lr fast", "--lr", "ifso train"),
-            ("repro --seeds many", "--seeds", "ifso repro"),
+            ("repro --seeds many", "--seeds", "ifso repro run"),
         ],
     )
     def test_wrong_usage_is_one_line_and_2(self, line, words, command, capsys):

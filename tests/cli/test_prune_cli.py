@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ifso.criteria.authors import Authors
+from ifso.criteria.finite_difference import Authors
 
 import ifso
 from ifso.cli.main import main

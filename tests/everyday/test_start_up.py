@@ -48,7 +48,7 @@ def test_no_help_imports_anything_heavy():
 
 def every_command(parser, words=()):
     """The words of every command and of the commands below it, beginning with none."""
-    if parser.add_help:
+    if "--help" in parser._option_string_actions:
         yield words
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

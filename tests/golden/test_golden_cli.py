@@ -115,7 +115,7 @@ def test_options_of_all_commands():
     check_json("options", found)
 
 
-@pytest.mark.parametrize("name", [name for name, each in commands(parser()) if each.add_help])
+@pytest.mark.parametrize("name", [name for name, each in commands(parser()) if "--help" in each._option_string_actions])
 def test_help_names_every_option_and_ends_well(name):
     done = command(*name.split()[1:], "--help")
     each = dict(commands(parser()))[name]
