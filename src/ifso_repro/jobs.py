@@ -94,7 +94,8 @@ class Job:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
         from ifso.criteria.registry import create
         from ifso.pruning.budget import Budget
-        from ifso.pruning.settings import STAGED, sgd
+        from ifso.pruning.presets import STAGED
+        from ifso.pruning.settings import sgd
 
         if self.missing():
             raise IfsoError(f"{self.name}: ifso.prune has no option {', '.join(self.missing())}, so it cannot be run")
@@ -112,7 +113,8 @@ class Job:
 
     def recorded_settings(self) -> dict[str, Any]:
         """The settings of a pruning as its ``config.json`` has them, and the rate of its optimizer."""
-        from ifso.pruning.settings import PRESETS, Settings
+        from ifso.pruning.presets import PRESETS
+        from ifso.pruning.settings import Settings
 
         keywords, known = self.prune_keywords(), {entry.name for entry in fields(Settings)}
         settings = Settings(**{key: value for key, value in keywords.items() if key in known}).as_dict()

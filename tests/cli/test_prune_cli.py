@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from ifso.criteria.finite_difference import Authors
 
 import ifso
 from ifso.cli.main import main
 from ifso.common.serialization import read_tensor_file, write_tensor_file
+from ifso.criteria.finite_difference import Authors
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import names
 from ifso.criteria.true_loss import TrueLoss
 from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
-from ifso.pruning.selection import NORMALIZERS
-from ifso.pruning.settings import PRESETS
+from ifso.pruning.presets import NORMALIZERS, PRESETS
 from ifso.pruning.verify import Check
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import SCORE_PRECISIONS

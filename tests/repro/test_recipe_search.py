@@ -34,14 +34,14 @@ def test_smoke_images_are_held_out_or_learned_from():
 
 def test_every_candidate_is_judged_by_the_images_held_out_alone(tiny, monkeypatch):
     """The accuracies are those of their own lanes at the end; the test set could be anything."""
-    seen, made = [], choosing.Lane
+    seen, made = [], choosing.Trainer
 
-    class Lane(made):
+    class Trainer(made):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             seen.append(self)
 
-    monkeypatch.setattr(choosing, "Lane", Lane)
+    monkeypatch.setattr(choosing, "Trainer", Trainer)
     data = smoke_images()
     data = replace(data, test=data.test.part(slice(0, 1)))
     lines, effort = [], replace(SMOKE, epochs=2, seeds=2)

@@ -171,7 +171,7 @@ def test_no_memory_left_is_one_line(shop, tmp_path, at_once, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(running, "lessons", full)
+    monkeypatch.setattr(running, "batches_and_loss", full)
     with pytest.raises(TrainingError, match="fewer --lanes"):
         ran(shop, [Job(tiny_row(tmp_path), "ifso", "paper")])
 
@@ -228,13 +228,13 @@ class TestAnotherTeacher:
         return Job(tiny_row(tmp_path, teacher=teacher), "ifso", "taught")
 
     def test_it_is_trained_first_and_asked(self, shop, job, at_once, monkeypatch):
-        asked, original = [], running.lessons
+        asked, original = [], running.batches_and_loss
 
         def listened(data, settings, teacher=None, **more):
             asked.append((settings.distill, teacher))
             return original(data, settings, teacher, **more)
 
-        monkeypatch.setattr(running, "lessons", listened)
+        monkeypatch.setattr(running, "batches_and_loss", listened)
         said = []
         own = replace(job, recipe="patient")
         assert ran(shop, [job, own], said).failures == []

@@ -1,4 +1,4 @@
-"""What lies in ``repro/results``: runs of shipped studies, shown in ``docs/tables.md`` and rightly in ``README.md``."""
+"""What lies in ``repro/results``: runs of shipped studies, shown in ``docs/tables.md`` and ``docs/results.md``."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_the_page_of_tables_is_made_of_the_results(results):
 
 
 def ours_and_the_papers():
-    """Lines of the table in README, each with its row: the network is named once, the budget is in each."""
-    (table,) = TABLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    """Lines of the table in docs/results.md, each with its row: the network is named once, the budget is in each."""
+    (table,) = TABLE.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
     network, found = "", []
     for line in table.splitlines()[2:]:
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
@@ -99,7 +99,7 @@ def ours_and_the_papers():
     return found
 
 
-def test_ours_in_the_readme_are_the_results(results):
+def test_ours_on_the_page_of_results_are_the_results(results):
     told = [(row, re.findall("`([^`]+)`", label), cells) for row, label, cells in ours_and_the_papers() if "`" in label]
     assert len(told) > 5
     for row, (method, recipe), cells in told:
@@ -117,7 +117,7 @@ def test_ours_in_the_readme_are_the_results(results):
         assert ("one pruning" in cells[5]) == (len({result.prune["seed"] for result in group}) < len(group))
 
 
-def test_the_papers_in_the_readme_are_those_of_the_rows():
+def test_the_papers_on_the_page_of_results_are_those_of_the_rows():
     told = [(row, cells) for row, label, cells in ours_and_the_papers() if label.startswith("the paper's IFSO")]
     assert len(told) == 3
     for row, cells in told:

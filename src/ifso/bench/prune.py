@@ -26,8 +26,9 @@ from ifso.models import default_inputs
 from ifso.models.registry import network_for
 from ifso.pruning.budget import Budget
 from ifso.pruning.events import Removal, Silent
+from ifso.pruning.presets import STAGED, usual
 from ifso.pruning.prune import prune
-from ifso.pruning.settings import CALIBRATION, STAGED, usual
+from ifso.pruning.settings import CALIBRATION
 from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import loss_in, tensor_cores

@@ -54,8 +54,7 @@ def add_parser(commands: Any) -> None:
 def _names() -> str:
     """What can be chosen."""
     from ifso.criteria.registry import names
-    from ifso.pruning.selection import NORMALIZERS
-    from ifso.pruning.settings import PRESETS
+    from ifso.pruning.presets import NORMALIZERS, PRESETS
     from ifso.training.precision import SCORE_PRECISIONS
 
     lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": SCORE_PRECISIONS}

@@ -178,7 +178,7 @@ def defaults_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> defaults_of({"lr": 0.1})["schedule"], defaults_of({"schedule": "staged", "stop": 1})["criterion"]
     ('incremental', 'true-loss')
     """
-    from ifso.pruning.settings import usual
+    from ifso.pruning.presets import usual
 
     other = settings.get("schedule", STAGED)
     asked = {name: settings.get(name) for name in ALGORITHM_2}

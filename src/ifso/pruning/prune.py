@@ -43,6 +43,7 @@ from ifso.pruning.finalize import LOSS_BATCHES, Finisher
 from ifso.pruning.floors import ALL, MinShare, MinUnits
 from ifso.pruning.latency_budget import timed
 from ifso.pruning.moves import Moves
+from ifso.pruning.presets import STAGED, usual
 from ifso.pruning.progress import listener_for
 from ifso.pruning.recovery import Evaluate, mean_loss, norms_of, refuse_spoilt_weights
 from ifso.pruning.reminders import reminders
@@ -51,7 +52,7 @@ from ifso.pruning.result import PruneResult
 from ifso.pruning.run import Progress, Run
 from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
 from ifso.pruning.selection import Target, check_reachable
-from ifso.pruning.settings import STAGED, Settings, criterion_of, describe, sgd, usual
+from ifso.pruning.settings import Settings, criterion_of, describe, sgd
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.state import shrink_to_
 from ifso.runs.folder import RESUMED, STRUCTURE, Checkpoint, RunFolder, holds_run, refuse_other

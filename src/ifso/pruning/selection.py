@@ -15,6 +15,7 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.budget import Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
+from ifso.pruning.presets import NORMALIZERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -226,17 +227,6 @@ def _obstacles(
         more = f" and {len(moves.stuck) - 1} more groups" if len(moves.stuck) > 1 else ""
         said.append(f"nothing of {name}{more} can go ({reason})")
     return said or ["the last channels of every layer"]
-
-
-NORMALIZERS = {
-    "sqrt-memory": ("activations", 0.5),
-    "memory": ("activations", 1.0),
-    "none": None,
-    "macs": ("macs", 1.0),
-    "params": ("params", 1.0),
-    "latency": ("latency", 1.0),
-}
-"""Name: the cost that a score is divided by, and the power it is raised to."""
 
 
 def of_budget(targets: Mapping[str, float]) -> str:
