@@ -32,7 +32,7 @@ def test_a_loss_that_fails():
         return {"output": model(batch)}["loss"]  # there is no such key
 
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    place = rf"\(\S*test_errors\.py, line {line_of('# there is no such key')}\)"
+    place = rf"\(\S*test_debug\.py, line {line_of('# there is no such key')}\)"
     with pytest.raises(ScoreError, match=rf"loss_fn failed.*{place}; ") as refused:
         ifso.prune(
             net, [torch.zeros(2, 4)], loss_fn, budget=ifso.Budget(macs=0.5), example_inputs=torch.zeros(1, 4),
@@ -42,7 +42,7 @@ def test_a_loss_that_fails():
 
 
 def test_a_network_that_does_not_run():
-    with pytest.raises(TraceError, match=rf"test_errors\.py, line {line_of('# does not fit')}\); check that"):
+    with pytest.raises(TraceError, match=rf"test_debug\.py, line {line_of('# does not fit')}\); check that"):
         ifso.trace(Broken(), torch.zeros(1, 4))
 
 

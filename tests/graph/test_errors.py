@@ -100,7 +100,11 @@ def test_ignore_must_be_names():
     assert "ignore=('stem',)" in message
 
 
-@pytest.mark.parametrize("name", ["stam", "stem.conv.weights", "tem", "stem.", 3])
+def test_ignore_must_hold_names_or_modules():
+    assert "ignore holds 3; give names of modules" in refusal(convolution.plain(), IMAGES, ignore=("body", 3))
+
+
+@pytest.mark.parametrize("name", ["stam", "stem.conv.weights", "tem", "stem."])
 def test_ignore_must_name_something(name):
     message = refusal(convolution.plain(), IMAGES, ignore=("body", name))
     assert repr(name) in message

@@ -64,7 +64,7 @@ def test_epochs_are_those_of_fine_tuning_only(shop, tmp_path):
     [
         ({"data": {}}, {}, "tiny-cifar10-40 needs cifar10; give --data cifar10:PATH, or --smoke"),
         ({"data": {"cifar10": "nowhere.npz"}}, {}, "nowhere.npz"),
-        ({"train": {"epochs": -1}}, {}, "epochs=-1 will not do"),
+        ({"train": {"epochs": -1}}, {}, "epochs must be"),
         ({"prune": {"accumulation": "mean"}}, {}, "accumulation='mean' is unknown"),
         ({"prune": {"schedule": "mixed:many"}}, {}, "write a share of the way"),
         ({"prune": {"units_per_step": 0}}, {}, "units_per_step=0 will not do"),
