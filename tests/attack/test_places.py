@@ -38,7 +38,7 @@ class TestNamedByTheUser:
     def test_a_pipe_that_nobody_reads_is_refused(self, project: Path, refused) -> None:
         os.mkfifo(project / "pipe.svg")
         words = refused("inspect", "ifso:resnet20", "--svg", "pipe.svg")
-        assert "pipe.svg: nobody reads from this pipe" in words
+        assert "pipe.svg cannot be written: nobody reads from this pipe" in words
 
     def test_the_null_device_stays(self, tmp_path: Path) -> None:
         place = tmp_path / "null"
