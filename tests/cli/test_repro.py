@@ -66,7 +66,7 @@ def made_up(**changes):
         ("table2 --device gpu", "device 'gpu' cannot be used"),
         ("table2 --markdown x.md", "unrecognized arguments: --markdown x.md"),
         ("table2 --masks 3", "unrecognized arguments: --masks"),
-        ("run table2 --seeds x", "argument --seeds: invalid int value: 'x'; see ifso repro run --help"),
+        ("run table2 --seeds x", "argument --seeds: invalid int value: 'x'; ifso repro run --help shows"),
         ("figure1 --lanes 3", "unrecognized arguments: --lanes"),
         ("run figure1", "figure1 is a study of another kind; give its command: ifso repro figure1"),
         ("list recipe", "recipe is a study of another kind; give its command: ifso repro recipe"),
