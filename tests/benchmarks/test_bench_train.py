@@ -6,7 +6,6 @@ from contextlib import suppress
 import pytest
 import torch
 from benchmarks import train as bench
-from benchmarks import train as bench_train
 from benchmarks.__main__ import main
 from benchmarks.train import EPOCHS, STEPS_OF_AN_EPOCH, Setup, Way, Workbench, ways
 
@@ -164,7 +163,7 @@ def test_the_table(monkeypatch, capsys):
     assert out.endswith("not rounded to 8: too small\n* padded, CUDA graph: it runs without")
     words = " ".join(out.split())
     assert "net with 50% of its MACs; batch 128, generated images; abacus, bf16, channels last, torch 2.11" in words
-    assert " ".join(bench_train.CAPTION.format(epochs=200, steps=390).split()) in words
+    assert " ".join(bench.CAPTION.format(epochs=200, steps=390).split()) in words
     assert "Projected: not run, but 200 epochs of 390 steps" in words
 
 

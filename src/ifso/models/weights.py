@@ -100,8 +100,8 @@ def _read_checkpoint(path: Path) -> State:
         refuse_costly(path)
         with torch.serialization.safe_globals(SAFE):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {explained(error)}") from error
+    except OSError:
+        raise
     except Exception as error:
         raise WeightsError(
             f"{path} is damaged or holds more than tensors ({_reason(error)}); save model.state_dict() and load that"
