@@ -93,8 +93,7 @@ class Job:
     def prune_keywords(self) -> dict[str, Any]:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
         from ifso.criteria.registry import create
-        from ifso.pruning.budget import Budget
-        from ifso.pruning.presets import STAGED
+        from ifso.pruning.budget import STAGED, Budget
         from ifso.pruning.settings import sgd
 
         if self.missing():
@@ -113,7 +112,7 @@ class Job:
 
     def recorded_settings(self) -> dict[str, Any]:
         """The settings of a pruning as its ``config.json`` has them, and the rate of its optimizer."""
-        from ifso.pruning.presets import PRESETS
+        from ifso.pruning.budget import PRESETS
         from ifso.pruning.settings import Settings
 
         keywords, known = self.prune_keywords(), {entry.name for entry in fields(Settings)}

@@ -23,7 +23,8 @@ from ifso.criteria.scorer import ScoreWarning
 from ifso.data import open_data
 from ifso.errors import BudgetError, CompactionError, DataError, IfsoError, KeepError, ScoreError, VerificationError
 from ifso.models import load_weights
-from ifso.runs.folder import RunFolder, read_config
+from ifso.runs.files import read_config
+from ifso.runs.folder import RunFolder
 from ifso.training.profiling import time_forward
 
 TASK = ["prune", "--model", "net.py:network", "--data", "net.py:data", "--macs", "0.7", "--out", "new"]

@@ -21,7 +21,7 @@ from ifso.criteria.true_loss import TrueLoss
 from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
-from ifso.pruning.presets import NORMALIZERS, PRESETS
+from ifso.pruning.budget import NORMALIZERS, PRESETS
 from ifso.pruning.verify import Check
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import SCORE_PRECISIONS

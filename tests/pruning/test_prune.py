@@ -24,9 +24,9 @@ from ifso.errors import UnreachableBudget
 from ifso.pruning import finalize as finishing
 from ifso.pruning import latency_budget as timing
 from ifso.pruning import selection
+from ifso.pruning.budget import NORMALIZERS
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Moves
-from ifso.pruning.presets import NORMALIZERS
 from ifso.pruning.selection import normalized
 from ifso.pruning.settings import Settings
 from ifso.pruning.shrinking_network import ShrinkingNetwork

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ifso.errors import IfsoError, TraceError
-from ifso.runs.open import LARGEST
+from ifso.runs.arguments import LARGEST
 
 MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"

@@ -15,7 +15,8 @@ from ifso.cli.progress import training_progress
 from ifso.cli.resume import resumable, without_folders
 from ifso.cli.train_options import add_data, add_recipe, add_running, data_options, gather, report_notes, settings_of
 from ifso.errors import IfsoError
-from ifso.runs.open import PATHS, found_again
+from ifso.runs.arguments import PATHS
+from ifso.runs.open import found_again
 
 DESCRIPTION = (
     "Train a network; DIR/model.safetensors is then what ifso prune takes as --weights. "

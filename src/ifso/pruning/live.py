@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ifso.common.progress import loss_words
 from ifso.common.serialization import parsed, read_lines
 from ifso.pruning.events import Plan, Removal
-from ifso.runs.folder import METRICS, STRUCTURE
+from ifso.runs.files import METRICS, STRUCTURE
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -36,26 +36,25 @@ from ifso.graph.execution import trainable, unmarked
 from ifso.graph.naming import names_in
 from ifso.graph.tracing import check_model, trace
 from ifso.graph.units import UNUSED
-from ifso.pruning.budget import Budget, Schedule
+from ifso.pruning.budget import STAGED, Budget, Schedule, usual
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener
 from ifso.pruning.finalize import LOSS_BATCHES, Finisher
 from ifso.pruning.floors import ALL, MinShare, MinUnits
 from ifso.pruning.latency_budget import timed
 from ifso.pruning.moves import Moves
-from ifso.pruning.presets import STAGED, usual
 from ifso.pruning.progress import listener_for
 from ifso.pruning.recovery import Evaluate, mean_loss, norms_of, refuse_spoilt_weights
 from ifso.pruning.reminders import reminders
-from ifso.pruning.reopening import finished_result
-from ifso.pruning.result import PruneResult
+from ifso.pruning.result import PruneResult, finished_result
 from ifso.pruning.run import Progress, Run
 from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
 from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import Settings, criterion_of, describe, sgd
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.state import shrink_to_
-from ifso.runs.folder import RESUMED, STRUCTURE, Checkpoint, RunFolder, holds_run, refuse_other
+from ifso.runs.files import RESUMED, STRUCTURE, holds_run, refuse_other
+from ifso.runs.folder import Checkpoint, RunFolder
 from ifso.runs.structure import structure_of
 from ifso.surgery.recipe import digest_of, name_of
 

@@ -9,15 +9,31 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ifso.costs.cost import Cost
+from ifso.common.module_state import named_tensors
+from ifso.common.serialization import read_tensor_file
+from ifso.common.text import one_line
+from ifso.costs.cost import Cost, count
+from ifso.errors import RunError, VerificationError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.recovery import Measure
-from ifso.pruning.verify import Check
-from ifso.runs.folder import NETWORKS, STRUCTURE, RunFolder
+from ifso.pruning.verify import Check, refuse_failed
+from ifso.runs.files import (
+    NETWORKS,
+    SCORES,
+    STRUCTURE,
+    SUMMARY,
+    _summary,
+    refuse_other_files,
+)
+from ifso.runs.folder import RunFolder
 from ifso.runs.structure import structure_of
-from ifso.surgery.recipe import Recipe
+from ifso.surgery.compact import compact_
+from ifso.surgery.recipe import Recipe, Round, remember
+from ifso.surgery.store import WEIGHTS, read_recipe
 
 UNDONE = " (undone)"
 """How the name of a measure ends that was taken of a network which is no more."""
@@ -304,3 +320,52 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
                   for place, (cell, width) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]  # fmt: skip
+
+
+def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
+    """The result that was written, with the smaller network in ``model``; a check that failed then fails again."""
+    summary, (scores, _) = _summary(folder), read_tensor_file(folder.path / SCORES)
+    refuse_other_files(folder.path, folder.config)
+    recipe = read_recipe(folder.path)
+    if not recipe.rounds:
+        raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
+    keep = _keep(graph, recipe.rounds[-1])
+    compact_(model, graph, keep)
+    _fill_(model, folder)
+    remember(model, recipe)
+    measures = tuple(_measure(dict(one)) for one in summary["measures"])
+    result = PruneResult(
+        model=model, graph=graph, keep=keep, recipe=recipe, before=count(graph, graph.kept(None)),
+        after=count(graph, graph.kept(keep)), targets=summary["targets"], shares=summary["shares"],
+        removals=summary["removals"], seconds=summary["seconds"], timings=summary["timings"],
+        checks=tuple(Check(**check) for check in summary["checks"]),
+        measures=measures,
+        networks=networks_of(summary.get("stages", ()), folder.path, measures, summary["shares"]),
+        notes=(*summary["notes"], "the run had already come to its end"), latency=summary["latency"],
+        scores=scores, metrics=tuple(folder.metrics()[0]), config=folder.config, folder=folder.path,
+        stages=tuple(summary.get("stages", ())), floors=tuple(summary.get("floors", ())),
+    )  # fmt: skip
+    try:
+        refuse_failed(result.checks)
+    except VerificationError as error:
+        raise VerificationError(f"{folder.path / SUMMARY}: {one_line(error)}") from None
+    return result
+
+
+def _keep(graph: ChannelGraph, last: Round) -> dict[str, Tensor]:
+    """What the last round has left; those before it were made before the run."""
+    keep = {name: torch.zeros_like(choice) for name, choice in graph.keep_all().items()}
+    for group in last.groups:
+        keep[group.name][list(group.kept)] = True
+    return keep
+
+
+@torch.no_grad()
+def _fill_(model: nn.Module, folder: RunFolder) -> None:
+    stored = load_file(folder.path / WEIGHTS)
+    for name, tensor in named_tensors(model).items():
+        tensor.copy_(stored[name])
+
+
+def _measure(values: dict[str, Any]) -> Measure:
+    return Measure(values.pop("stage"), values)

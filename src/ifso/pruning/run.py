@@ -46,7 +46,6 @@ WORTH_IT = {"cpu": 1e10, "cuda": 2e12}
 MULTIPLE = {"cpu": 1, "cuda": 8}
 """Then groups keep a multiple of so many, zeros among them."""
 
-
 SCORES = "scores"
 """The last scores among the tensors of a checkpoint."""
 

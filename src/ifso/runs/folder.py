@@ -6,8 +6,6 @@ there as a whole or not at all. A line of ``metrics.jsonl`` that was cut short i
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -32,47 +30,45 @@ from ifso.common.files import (
     write_bytes,
 )
 from ifso.common.serialization import (
-    MAX_JSON_BYTES,
     finite,
     json_line,
     located,
-    parsed,
     pretty_json,
     read_lines,
     read_tensor_file,
-    refuse_special,
-    strict_json,
     write_tensor_file,
 )
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, RunError
-from ifso.surgery.store import RECIPE, RUN_SUMMARY, save, seal_of
+from ifso.runs.files import (
+    _HEAD,
+    CHECKPOINTS,
+    CONFIG,
+    DIGESTS,
+    FIRST_SCORES,
+    LOCK,
+    METRICS,
+    NETWORKS,
+    RUN,
+    SCORES,
+    STRUCTURE,
+    SUMMARY,
+    TRAINING,
+    _digests,
+    _is_run,
+    _number,
+    digest,
+    holds_run,
+    read_config,
+    refuse_other,
+)
+from ifso.surgery.store import RECIPE, save
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ifso.surgery.recipe import Recipe
 
-CONFIG = "config.json"
-
-SCORES = "scores.safetensors"
-
-FIRST_SCORES = "first_scores.safetensors"
-
-STRUCTURE = "structure.json"
-
-METRICS = "metrics.jsonl"
-
-SUMMARY = RUN_SUMMARY
-
-CHECKPOINTS = "checkpoints"
-
-NETWORKS = "networks"
-
-LOCK = ".lock"
-
-TRAINING = "training"
-"""The name of the settings that tell a training from a pruning."""
 
 _OF_A_RUN = re.compile(
     r"\.lock|\..+\.new(\.d)?|config\.json|recipe\.json|model\.safetensors|(first_)?scores\.safetensors|structure\.json|metrics\.jsonl"
@@ -82,17 +78,7 @@ _OF_A_RUN = re.compile(
 
 KEPT_CHECKPOINTS = 2
 
-RUN = "run"
-"""In the state of a checkpoint: the run that it is of."""
-
-DIGESTS = "digests"
-"""In a summary: the files that it belongs to."""
-
-_BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
-
 _CHECKPOINT_BEGUN = re.compile(r"\.(\d{8,}\.safetensors)\.new(?:\.d)?")
-
-_HEAD = {"format": "ifso-run", "version": 1}
 
 Checkpoint = tuple[int, dict[str, Tensor], dict[str, Any]]
 """Number, tensors and state."""
@@ -351,82 +337,10 @@ def _unlink_plain(path: Path) -> None:
     path.unlink()
 
 
-def refuse_other_files(folder: Path, config: Mapping[str, Any]) -> None:
-    """RunError if settings, network or metrics are others than those that the summary in ``folder`` was written for.
-
-    Summaries of earlier versions do not tell.
-    """
-    with located(folder / SUMMARY):
-        refuse_special(folder / SUMMARY)
-        bound = (parsed((folder / SUMMARY).read_bytes()) or {}).get(DIGESTS)
-        if not isinstance(bound, dict):
-            return
-        now = _digests(folder, config)
-        other = [_BOUND[name] for name in _BOUND if bound.get(name, now[name]) != now[name]]
-        if other:
-            raise RunError(f"of another run than {' and '.join(other)} beside it; restore what belongs together")
-
-
-def _digests(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
-    """What binds a summary to the other files of a run."""
-    with located(folder / METRICS):
-        refuse_special(folder / METRICS)
-        lines = hashlib.sha256()
-        if (folder / METRICS).exists():
-            with (folder / METRICS).open("rb") as file:
-                lines = hashlib.file_digest(file, "sha256")
-    return {"settings": digest(config["settings"]), "recipe": seal_of(folder), "metrics": lines.hexdigest()}
-
-
-def digest(document: Any) -> str:
-    """SHA-256 of JSON values, whatever the order of keys."""
-    canonical = json.dumps(json.loads(strict_json(document)), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _refuse_link(folder: Path) -> None:
     """What a link leads to may be another run's, and is neither written nor cleaned."""
     if folder.is_symlink():
         raise NotPlain(f"it is a link to {os.readlink(folder)}, which other runs may use; put the folder itself there")  # noqa: PTH115
-
-
-def refuse_other(now: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
-    """RunError that shows where settings differ from ``before``, which were read as JSON."""
-    found = differences(json.loads(strict_json(now)), before)
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunError(f"other settings than {whose}: {'; '.join(found[:5])}{more}")
-
-
-def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Where two trees of settings differ, in words.
-
-    >>> differences({"accumulate": 5, "budget": {"macs": 0.4}}, {"accumulate": 10, "budget": {"macs": 0.5}})
-    ['accumulate is 5 and was 10', 'budget.macs is 0.4 and was 0.5']
-    """
-    found: list[str] = []
-    for name in {**now, **before}:
-        new, old = now.get(name, _NOT_SET), before.get(name, _NOT_SET)
-        if isinstance(new, dict) and isinstance(old, dict):
-            found += differences(new, old, f"{prefix}{name}.")
-        elif name in _WEIGHTS and not prefix and new != old:
-            found.append(_WEIGHTS[name])
-        elif new != old or isinstance(new, bool) != isinstance(old, bool):
-            found.append(f"{prefix}{name} is {_shown(new)} and was {_shown(old)}")
-    return found
-
-
-_NOT_SET = object()
-
-_WEIGHTS = {
-    "weights": "the weights are other ones (give the network as it was before the run)",
-    "teacher_weights": "the teacher's weights are other ones (give those that the run began with)",
-}
-
-
-def _shown(value: object) -> str:
-    text = "not set" if value is _NOT_SET else repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _refuse_no_text(path: Path) -> None:
@@ -452,11 +366,6 @@ def _refuse_taken(path: Path, hint: str = "") -> None:
         )
     if inside:
         raise RunError(f"{path} is not empty and no run folder; give another")
-
-
-def holds_run(path: Path) -> bool:
-    """Is there a run, finished or not, in a folder?"""
-    return not path.is_symlink() and is_there(path / CONFIG) and _is_run(path / CONFIG)
 
 
 def _clear(path: Path) -> None:
@@ -485,14 +394,6 @@ def _done(path: Path) -> str:
     return f"{max((_number(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
 
 
-def _is_run(path: Path) -> bool:
-    try:
-        read_config(path)
-    except RunError:
-        return False
-    return True
-
-
 def _locked(path: Path) -> FolderLock:
     with located(path / LOCK):
         try:
@@ -502,43 +403,6 @@ def _locked(path: Path) -> FolderLock:
     raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
 
 
-def is_there(path: Path) -> bool:
-    """Is there anything? RunError where the system will not say."""
-    with located(path):
-        try:
-            path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-    return True
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """What stands in a ``config.json``, if it is that of a run."""
-    with located(path):
-        refuse_special(path)
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
-            raise RunError(f"larger than {MAX_JSON_BYTES} bytes, which no run's settings are; give another folder")
-        config = parsed(data)
-        if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != _HEAD["format"]:
-            raise RunError("damaged, or not of a run of ifso; restore it or start the run in another folder")
-        if config.get("version") != _HEAD["version"] or isinstance(config["version"], bool):
-            raise RunError(
-                f"version {_shown(config.get('version'))} is unknown; resume with the ifso that began the run"
-            )
-    return config
-
-
 def _removal(line: Mapping[str, Any]) -> int:
     """Which removal a line is about; -1 if about none."""
     return _number(line, "removal")
-
-
-def _number(line: Mapping[str, Any], kind: str) -> int:
-    number = line.get(kind)
-    return number if isinstance(number, int) and not isinstance(number, bool) else -1
-
-
-RESUMED = "resumed after removal"
-"""How the note about a resume begins; the number of the removal follows."""

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, RecipeError, RunError
-from ifso.runs.folder import (
+from ifso.runs.files import (
     CHECKPOINTS,
     CONFIG,
     FIRST_SCORES,

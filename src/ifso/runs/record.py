@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ifso.runs.folder import RESUMED
+from ifso.runs.files import RESUMED
 from ifso.runs.structure import Structure
 from ifso.runs.values import at, listing, mapping, number, numbers, objects, text
 

@@ -24,7 +24,8 @@ from ifso.common.serialization import located, parsed, refuse_special
 from ifso.data.base import Data, headline
 from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
-from ifso.runs.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
+from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, refuse_other_files
+from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import make_evaluator, with_clear_errors
