@@ -24,7 +24,8 @@ from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
 from ifso.pruning.prune import prune
 from ifso.report import write_report
-from ifso.runs.reading import EVALUATION, FINETUNE
+from ifso.runs.arguments import FINETUNE
+from ifso.runs.reading import EVALUATION
 from ifso.surgery.store import load, save
 from ifso.training.evaluation import Accuracy, Quality, evaluate
 from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak

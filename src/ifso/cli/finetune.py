@@ -29,7 +29,8 @@ from ifso.cli.train_options import (
     settings_of,
 )
 from ifso.errors import IfsoError
-from ifso.runs.open import FINETUNE, OpenedRun, add_unverified, open_run
+from ifso.runs.arguments import FINETUNE
+from ifso.runs.open import OpenedRun, add_unverified, open_run
 
 if TYPE_CHECKING:
     from rich.table import Table

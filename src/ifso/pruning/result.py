@@ -26,7 +26,7 @@ from ifso.runs.files import (
     SCORES,
     STRUCTURE,
     SUMMARY,
-    _summary,
+    read_summary,
     refuse_other_files,
 )
 from ifso.runs.folder import RunFolder
@@ -324,7 +324,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
     """The result that was written, with the smaller network in ``model``; a check that failed then fails again."""
-    summary, (scores, _) = _summary(folder), read_tensor_file(folder.path / SCORES)
+    summary, (scores, _) = read_summary(folder.path), read_tensor_file(folder.path / SCORES)
     refuse_other_files(folder.path, folder.config)
     recipe = read_recipe(folder.path)
     if not recipe.rounds:

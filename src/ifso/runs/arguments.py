@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ifso.common.text import shown
 from ifso.errors import RunError
-
-if TYPE_CHECKING:
-    pass
-
+from ifso.runs.values import Kind, at, is_number, is_text, is_truth, is_whole, list_of
 
 EXECUTED = ("model", "data", "teacher")
 """Options whose value may name a program."""
 
 PATHS = ("model", "weights", "data")
 """Options whose value may hold a path."""
+
+FINETUNE = "finetune"
+"""The folder within a run in which ``ifso finetune`` works."""
 
 LEVELS = 3
 """How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
@@ -32,11 +32,11 @@ def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
     """
     if option not in EXECUTED:
         return
-    _, path, _ = _parts(option, value)
+    _, path, _ = parts_of(option, value)
     if path is not None and path.endswith(".py"):
         for folder in folders:
             if _lies_in(path, folder):
-                raise RunError(_came_with(folder, option, value))
+                raise RunError(came_with(folder, option, value))
     elif option != "data":
         from ifso.models.registry import loading
 
@@ -57,28 +57,47 @@ def _lies_in(path: str, folder: Path) -> bool:
     return any(place in way.parents for way in ways for place in places)
 
 
-def _came_with(folder: Path, option: str, value: str) -> str:
+def came_with(folder: Path, option: str, value: str) -> str:
+    """What to say of a program that lies in the run which names it."""
     return (
-        f"the run in {folder} would have the program {_parts(option, value)[1]} executed, which came with it; "
+        f"the run in {folder} would have the program {parts_of(option, value)[1]} executed, which came with it; "
         f"if you trust it, give --{option} {value}"
     )
 
 
-def _places(folder: Path, path: str) -> Iterator[Path]:
+def places_of(folder: Path, path: str) -> Iterator[Path]:
     """Where a path told by a run may lead: from here, or from one of the folders that the run lies in."""
     yield Path(path)
     if not Path(path).is_absolute():
         yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
 
 
-def _parts(option: str, value: str) -> tuple[str, str | None, str]:
+def pruning_of(folder: Path, name: str | None) -> Path:
+    """The run whose fine-tuning is in ``folder``, which calls it ``name`` or, without a name, lies in it."""
+    from ifso.common.files import is_file
+    from ifso.common.text import one_line
+    from ifso.runs.files import CONFIG
+
+    inside = next((place.parent for place in (folder, folder.resolve()) if place.name == FINETUNE), None)
+    places = [*([inside] if inside else ()), *(places_of(folder, name) if name is not None else ())]
+    for place in places:
+        if is_file(place / CONFIG):
+            return place
+    where, tried = one_line(name or "the folder above"), one_line(", ".join(map(str, places)))
+    raise RunError(
+        f"{folder} is the fine-tuning of the run in {where}, which is not there any more (tried {tried}); "
+        "put it back there"
+    )
+
+
+def parts_of(option: str, value: str) -> tuple[str, str | None, str]:
     """The path in a value, and what stands before and after it.
 
-    >>> _parts("data", "cifar10:sets/cifar.npz"), _parts("model", "nets/small.py:make")
+    >>> parts_of("data", "cifar10:sets/cifar.npz"), parts_of("model", "nets/small.py:make")
     (('cifar10:', 'sets/cifar.npz', ''), ('', 'nets/small.py', ':make'))
-    >>> _parts("data", "coco:sets/cells,size=480")
+    >>> parts_of("data", "coco:sets/cells,size=480")
     ('coco:', 'sets/cells', ',size=480')
-    >>> _parts("model", "ifso:resnet32"), _parts("data", "digits")
+    >>> parts_of("model", "ifso:resnet32"), parts_of("data", "digits")
     (('', None, 'ifso:resnet32'), ('', None, 'digits'))
     """
     if option in ("weights", "teacher_weights"):
@@ -88,7 +107,9 @@ def _parts(option: str, value: str) -> tuple[str, str | None, str]:
         return "", path, value.removeprefix(path)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
-        path, behind = _before_options(kind, path)
+        from ifso.data.base import path_and_options
+
+        path, behind = path_and_options(kind, path)
         return f"{kind}{colon}", path, behind
     return "", None, value
 
@@ -108,81 +129,31 @@ def _program(option: str, value: str) -> str | None:
     return path if path.endswith(".py") else None
 
 
-def _before_options(kind: str, path: str) -> tuple[str, str]:
-    from ifso.data.base import path_and_options
-
-    return path_and_options(kind, path)
-
-
-LARGEST = 2**63 - 1
-"""The largest whole number that torch takes, as a seed among other things."""
-
-
 def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
     """The arguments that a run was begun with, by name; None if it does not tell them."""
-    about = config.get("about")
-    arguments = about.get("arguments") if isinstance(about, dict) else None
+    arguments = at(config, "about", "arguments")
     if not isinstance(arguments, dict):
         return None
     for name, value in arguments.items():
-        is_right, words = KINDS.get(name, (_is_anything, ""))
+        is_right, words = KINDS.get(name, (lambda _: True, ""))
         if not is_right(value):
-            raise RunError(f"{where}: {name} must be {words}, got {_shown(value)}; restore the file, or start anew")
+            raise RunError(f"{where}: {name} must be {words}, got {shown(value)}; restore the file, or start anew")
     return dict(arguments)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
+def _is_shape(value: Any) -> bool:
+    return list_of(is_whole)(value) and bool(value) and all(0 < size < 2**31 for size in value)
 
 
-def _is_anything(_: object) -> bool:
-    return True
+def _is_budget(value: Any) -> bool:
+    return is_number(value) or (list_of(is_number)(value) and bool(value))
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
+_TEXT, _WHOLE = (is_text, "a text"), (is_whole, "a whole number")
 
+_NUMBER, _TRUTH = (is_number, "a number"), (is_truth, "true or false")
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _is_from_one(value: object) -> bool:
-    return _is_whole(value) and bool(value) and value > 0  # type: ignore[operator]
-
-
-def _is_number(value: object) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_truth(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _list_of(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_whole(size) and 0 < size < 2**31 for size in value)
-
-
-def _is_budget(value: object) -> bool:
-    return _is_number(value) or (_list_of(_is_number)(value) and bool(value))
-
-
-Kind = tuple[Callable[[object], bool], str]
-
-_TEXT: Kind = (_is_text, "a text")
-
-_WHOLE: Kind = (_is_whole, "a whole number")
-
-_NUMBER: Kind = (_is_number, "a number")
-
-_TRUTH: Kind = (_is_truth, "true or false")
-
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, tuple[Kind, str]] = {
     **dict.fromkeys(
         ("model", "weights", "data", "device", "precision", "criterion", "schedule", "preset", "normalize",
          "accumulation", "recipe", "teacher", "teacher_weights"), _TEXT
@@ -201,9 +172,9 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(
         ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
     ),
-    **dict.fromkeys(("criterion_option", "ignore", "only"), (_list_of(_is_text), "a list of texts")),
-    "evaluate_every": (_is_from_one, "a whole number from 1 up"),
-    "milestones": (_list_of(_is_number), "a list of numbers"),
+    **dict.fromkeys(("criterion_option", "ignore", "only"), (list_of(is_text), "a list of texts")),
+    "evaluate_every": (lambda value: is_whole(value) and value > 0, "a whole number from 1 up"),
+    "milestones": (list_of(is_number), "a list of numbers"),
     "input": (_is_shape, "a list of sizes"),
 }  # fmt: skip
 """What the value of each option is, as JSON has it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ifso.common.serialization import (
     MAX_JSON_BYTES,
@@ -15,12 +15,10 @@ from ifso.common.serialization import (
     refuse_special,
     strict_json,
 )
+from ifso.common.text import shown
 from ifso.errors import RunError
+from ifso.runs.values import dict_of, is_number, is_text, is_truth, is_whole, list_of, optional, with_keys
 from ifso.surgery.store import RECIPE, RUN_SUMMARY, seal_of
-
-if TYPE_CHECKING:
-    pass
-
 
 CONFIG = "config.json"
 
@@ -51,7 +49,15 @@ DIGESTS = "digests"
 
 _BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
 
-_HEAD = {"format": "ifso-run", "version": 1}
+HEAD = {"format": "ifso-run", "version": 1}
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file of a run, None if it holds anything else; RunError if it cannot be read."""
+    with located(path):
+        refuse_special(path)
+        with path.open("rb") as file:
+            return parsed(file.read(MAX_JSON_BYTES + 1))
 
 
 def refuse_other_files(folder: Path, config: Mapping[str, Any]) -> None:
@@ -59,18 +65,17 @@ def refuse_other_files(folder: Path, config: Mapping[str, Any]) -> None:
 
     Summaries of earlier versions do not tell.
     """
+    bound = (read_object(folder / SUMMARY) or {}).get(DIGESTS)
+    if not isinstance(bound, dict):
+        return
     with located(folder / SUMMARY):
-        refuse_special(folder / SUMMARY)
-        bound = (parsed((folder / SUMMARY).read_bytes()) or {}).get(DIGESTS)
-        if not isinstance(bound, dict):
-            return
-        now = _digests(folder, config)
+        now = digests(folder, config)
         other = [_BOUND[name] for name in _BOUND if bound.get(name, now[name]) != now[name]]
         if other:
             raise RunError(f"of another run than {' and '.join(other)} beside it; restore what belongs together")
 
 
-def _digests(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
+def digests(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
     """What binds a summary to the other files of a run."""
     with located(folder / METRICS):
         refuse_special(folder / METRICS)
@@ -109,11 +114,11 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str =
         elif name in _WEIGHTS and not prefix and new != old:
             found.append(_WEIGHTS[name])
         elif new != old or isinstance(new, bool) != isinstance(old, bool):
-            found.append(f"{prefix}{name} is {_shown(new)} and was {_shown(old)}")
+            found.append(f"{prefix}{name} is {shown(new)} and was {shown(old)}")
     return found
 
 
-_NOT_SET = object()
+_NOT_SET = type("NotSet", (), {"__repr__": lambda _: "not set"})()
 
 _WEIGHTS = {
     "weights": "the weights are other ones (give the network as it was before the run)",
@@ -121,17 +126,13 @@ _WEIGHTS = {
 }
 
 
-def _shown(value: object) -> str:
-    text = "not set" if value is _NOT_SET else repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
 def holds_run(path: Path) -> bool:
-    """Is there a run, finished or not, in a folder?"""
-    return not path.is_symlink() and is_there(path / CONFIG) and _is_run(path / CONFIG)
+    """Return whether there is a run, finished or not, in a folder."""
+    return not path.is_symlink() and is_there(path / CONFIG) and is_config(path / CONFIG)
 
 
-def _is_run(path: Path) -> bool:
+def is_config(path: Path) -> bool:
+    """Return whether a file is the ``config.json`` of a run."""
     try:
         read_config(path)
     except RunError:
@@ -151,23 +152,20 @@ def is_there(path: Path) -> bool:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What stands in a ``config.json``, if it is that of a run."""
+    config = read_object(path)
     with located(path):
-        refuse_special(path)
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
+        if path.stat().st_size > MAX_JSON_BYTES:
             raise RunError(f"larger than {MAX_JSON_BYTES} bytes, which no run's settings are; give another folder")
-        config = parsed(data)
-        if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != _HEAD["format"]:
+        if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != HEAD["format"]:
             raise RunError("damaged, or not of a run of ifso; restore it or start the run in another folder")
-        if config.get("version") != _HEAD["version"] or isinstance(config["version"], bool):
-            raise RunError(
-                f"version {_shown(config.get('version'))} is unknown; resume with the ifso that began the run"
-            )
+        if config.get("version") != HEAD["version"] or isinstance(config["version"], bool):
+            version = shown(config.get("version"))
+            raise RunError(f"version {version} is unknown, of another version of ifso; use the one that began the run")
     return config
 
 
-def _number(line: Mapping[str, Any], kind: str) -> int:
+def number_of(line: Mapping[str, Any], kind: str) -> int:
+    """The number of a removal or an epoch that a line is about; -1 if it is about none."""
     number = line.get(kind)
     return number if isinstance(number, int) and not isinstance(number, bool) else -1
 
@@ -176,85 +174,38 @@ RESUMED = "resumed after removal"
 """How the note about a resume begins; the number of the removal follows."""
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    with located(folder.path / SUMMARY):
-        refuse_special(folder.path / SUMMARY)
-        summary = parsed((folder.path / SUMMARY).read_bytes())
-        if summary is None or not _is_right(summary):
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What the summary of a finished pruning says, each part of it known to be right; RunError if one is not."""
+    summary = read_object(folder / SUMMARY)
+    with located(folder / SUMMARY):
+        if not _IS_SUMMARY(summary):
             raise RunError("damaged; remove it and resume the run, which then writes it again")
+        assert summary is not None
         if not summary["targets"] or not summary["targets"].keys() <= summary["shares"].keys():
             raise RunError("says nothing of its budget; remove it and resume the run, which then writes it again")
     return summary
 
 
-def _is_right(summary: Mapping[str, Any]) -> bool:
-    needed = all(name in summary and is_right(summary[name]) for name, is_right in _PARTS.items())
-    return needed and all(is_right(summary[name]) for name, is_right in _LATER_PARTS.items() if name in summary)
+def _is_measure(value: object) -> bool:
+    """A stage, and what was measured then."""
+    return isinstance(value, dict) and is_text(value.get("stage")) and _ARE_VALUES({**value, "stage": None})
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+_ARE_NUMBERS, _ARE_VALUES = dict_of(is_number), dict_of(optional(is_number))
+"""Of values that were measured, one that was not finite is null."""
 
+_IS_CHECK = with_keys({"name": is_text, "passed": is_truth, "detail": is_text, "error": optional(is_number)})
 
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+_IS_STAGE = with_keys(
+    {"stage": is_whole, "units": is_whole, "shares": _ARE_NUMBERS, "values": _ARE_VALUES, "seconds": is_number}
+)
 
-
-def _are_values(value: object) -> bool:
-    """Measured numbers; one that was not finite is None."""
-    return isinstance(value, dict) and all(part is None or _is_number(part) for part in value.values())
-
-
-def _are_checks(value: object) -> bool:
-    kinds: dict[str, Any] = {"name": str, "passed": bool, "detail": str, "error": (int, float, type(None))}
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and one.keys() == kinds.keys() and all(isinstance(one[key], kinds[key]) for key in kinds)
-        for one in value
-    )
-
-
-def _are_measures(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict)
-        and isinstance(one.get("stage"), str)
-        and _are_values({key: part for key, part in one.items() if key != "stage"})
-        for one in value
-    )
-
-
-def _are_stages(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(one, dict) and all(name in one and is_right(one[name]) for name, is_right in _STAGE.items())
-        for one in value
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and _is_number(value)
-
-
-def _are_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def _is_latency(value: object) -> bool:
-    return value is None or (isinstance(value, dict) and all(_is_number(value.get(key)) for key in _LATENCIES))
-
-
-_LARGEST = 2**53
-
-_LATENCIES = ("before", "after", "share")
-
-_PARTS: Mapping[str, Callable[[object], bool]] = {
-    "targets": _are_numbers, "shares": _are_numbers, "timings": _are_numbers, "removals": _is_number,
-    "seconds": _is_number, "checks": _are_checks, "measures": _are_measures, "latency": _is_latency,
-    "notes": _are_strings,
-}  # fmt: skip
-"""What a summary must hold, and how each part of it is known to be right."""
-
-_LATER_PARTS: Mapping[str, Callable[[object], bool]] = {"stages": _are_stages, "floors": _are_strings}
-"""What older summaries do not hold."""
-
-_STAGE: Mapping[str, Callable[[object], bool]] = {
-    "stage": _is_count, "units": _is_count, "shares": _are_numbers, "values": _are_values, "seconds": _is_number,
-}  # fmt: skip
+_IS_SUMMARY = with_keys(
+    {
+        "targets": _ARE_NUMBERS, "shares": _ARE_NUMBERS, "timings": _ARE_NUMBERS, "removals": is_number,
+        "seconds": is_number, "checks": list_of(lambda one: _IS_CHECK(one) and len(one) == 4),
+        "measures": list_of(_is_measure), "notes": list_of(is_text),
+        "latency": optional(with_keys(dict.fromkeys(("before", "after", "share"), is_number))),
+    },
+    later={"stages": list_of(_IS_STAGE), "floors": list_of(is_text)},
+)  # fmt: skip

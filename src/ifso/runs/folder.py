@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -41,11 +41,11 @@ from ifso.common.serialization import (
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, RunError
 from ifso.runs.files import (
-    _HEAD,
     CHECKPOINTS,
     CONFIG,
     DIGESTS,
     FIRST_SCORES,
+    HEAD,
     LOCK,
     METRICS,
     NETWORKS,
@@ -54,21 +54,16 @@ from ifso.runs.files import (
     STRUCTURE,
     SUMMARY,
     TRAINING,
-    _digests,
-    _is_run,
-    _number,
     digest,
+    digests,
     holds_run,
+    is_config,
+    number_of,
     read_config,
     refuse_other,
 )
+from ifso.surgery.recipe import Recipe
 from ifso.surgery.store import RECIPE, save
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ifso.surgery.recipe import Recipe
-
 
 _OF_A_RUN = re.compile(
     r"\.lock|\..+\.new(\.d)?|config\.json|recipe\.json|model\.safetensors|(first_)?scores\.safetensors|structure\.json|metrics\.jsonl"
@@ -113,7 +108,7 @@ class RunFolder:
         _refuse_taken(path, hint)
         with located(path):
             path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path, {**_HEAD, **config}, _locked(path))
+        folder = cls(path, {**HEAD, **config}, _locked(path))
         try:
             _refuse_taken(path)
             folder._write(CONFIG, pretty_json(folder.config, path / CONFIG))
@@ -151,7 +146,7 @@ class RunFolder:
             return
         files = (self.path / name for name in (METRICS, FIRST_SCORES, STRUCTURE, CONFIG, LOCK))
         for path in (*self._checkpoints().values(), *files):
-            self._remove(path)
+            self._unless_refused(path, _unlink_plain)
         with suppress(OSError):
             (self.path / CHECKPOINTS).rmdir()
         with suppress(OSError):
@@ -181,7 +176,7 @@ class RunFolder:
         known = self._checkpoints()
         earlier = [other for other in known if other < number]
         for other in known.keys() - {number, *earlier[1 - KEPT_CHECKPOINTS :]}:
-            self._remove(known[other])
+            self._unless_refused(known[other], _unlink_plain)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Number, tensors (on the CPU) and state of the newest whole checkpoint. Damaged ones are told in ``notes``."""
@@ -233,7 +228,8 @@ class RunFolder:
 
     def rewind(self, removals: int) -> None:
         """Keep the lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, each once, and nothing else."""
-        lines = {_removal(line): line for line in self.metrics()[0] if 0 <= _removal(line) <= removals}
+        numbered = {number_of(line, "removal"): line for line in self.metrics()[0]}
+        lines = {number: line for number, line in numbered.items() if 0 <= number <= removals}
         missing = removals - sum(number > 0 for number in lines)
         if missing:
             self._note(f"{self.path / METRICS}: {missing} of the {removals} removals so far are not in it any more")
@@ -290,7 +286,7 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is at its end: ``summary.json``."""
         self._sync_metrics()
-        self.write_json(SUMMARY, {**summary, DIGESTS: _digests(self.path, self.config)})
+        self.write_json(SUMMARY, {**summary, DIGESTS: digests(self.path, self.config)})
 
     @property
     def finished(self) -> bool:
@@ -315,9 +311,6 @@ class RunFolder:
             begun += [self.path / CHECKPOINTS / match[1] for match in left if match]
         for path in begun:
             self._unless_refused(path, remove_provisional)
-
-    def _remove(self, path: Path) -> None:
-        self._unless_refused(path, _unlink_plain)
 
     def _unless_refused(self, path: Path, remove: Callable[[Path], None]) -> None:
         try:
@@ -358,7 +351,7 @@ def _refuse_taken(path: Path, hint: str = "") -> None:
         if not path.is_dir():
             raise RunError("is no folder; give another place for the run")
         inside = {entry.name for entry in path.iterdir()} - {LOCK, provisional(path / CONFIG).name}
-    if CONFIG in inside and _is_run(path / CONFIG):
+    if CONFIG in inside and is_config(path / CONFIG):
         state = "finished" if (path / SUMMARY).is_file() else "unfinished"
         raise RunError(
             f"{path} already holds a run ({_done(path)}, {state}); "
@@ -391,7 +384,7 @@ def _clear(path: Path) -> None:
 def _done(path: Path) -> str:
     """How far the run in a folder has come, in removals or, if a network is trained in it, in epochs."""
     kind = "epoch" if TRAINING in read_config(path / CONFIG)["settings"] else "removal"
-    return f"{max((_number(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
+    return f"{max((number_of(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
 
 
 def _locked(path: Path) -> FolderLock:
@@ -401,8 +394,3 @@ def _locked(path: Path) -> FolderLock:
         except BlockingIOError:
             pass
     raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
-
-
-def _removal(line: Mapping[str, Any]) -> int:
-    """Which removal a line is about; -1 if about none."""
-    return _number(line, "removal")

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import RunError
 from ifso.runs.arguments import (
+    FINETUNE,
     PATHS,
-    _came_with,
-    _parts,
-    _places,
+    came_with,
+    parts_of,
+    places_of,
+    pruning_of,
     refuse_foreign,
     told_options,
 )
+from ifso.runs.values import at
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ifso.data import Data
-
-
-FINETUNE = "finetune"
-"""The folder within a run in which ``ifso finetune`` works."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,12 @@ class OpenedRun:
         if not isinstance(self.arguments.get(option), str):
             raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}")
         value = self.arguments[option]
-        before, path, after = _parts(option, value)
+        before, path, after = parts_of(option, value)
         if path is None:
             return value
         from ifso.common.files import exists
 
-        places = list(self._places(path))
+        places = list(places_of(self.folder, path))
         for place in places:
             if exists(place):
                 self._refuse_program(option, path, place, after)
@@ -193,16 +192,9 @@ class OpenedRun:
         if option in self.told or not path.endswith(".py"):
             return
         if place != Path(path):
-            raise RunError(_came_with(self.folder, option, f"{place}{factory}"))
-        refuse_foreign(option, f"{place}{factory}", self._folders)
-
-    @property
-    def _folders(self) -> tuple[Path, ...]:
-        """What was opened: nothing in them is executed."""
-        return (self.folder,) if self.tuned is None else (self.folder, self.tuned)
-
-    def _places(self, path: str) -> Iterator[Path]:
-        return _places(self.folder, path)
+            raise RunError(came_with(self.folder, option, f"{place}{factory}"))
+        opened = (self.folder,) if self.tuned is None else (self.folder, self.tuned)
+        refuse_foreign(option, f"{place}{factory}", opened)
 
 
 def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -237,8 +229,7 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     config = read_config(folder / CONFIG)
     arguments = told_options(config, folder / CONFIG) or {}
     if TRAINING in config["settings"]:
-        about = config.get("about")
-        raise RunError(_not_pruned(folder, about.get("run") if isinstance(about, dict) else None, arguments))
+        raise RunError(_not_pruned(folder, at(config, "about", "run"), arguments))
     if not (folder / SUMMARY).is_file():
         how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
@@ -256,22 +247,10 @@ def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = Fal
     if not is_there(folder / CONFIG):
         return open_run(folder, model=model, unverified=unverified)
     config = read_config(folder / CONFIG)
-    about = config.get("about")
-    name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
+    name = at(config, "about", "run") if TRAINING in config["settings"] else None
     if not isinstance(name, str):
         return open_run(folder, model=model, unverified=unverified)
-    from ifso.common.files import is_file
-    from ifso.common.text import one_line
-
-    places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
-    for place in places:
-        if is_file(place / CONFIG):
-            return replace(open_run(place, model=model, unverified=unverified), tuned=folder)
-    tried = one_line(", ".join(map(str, places)))
-    raise RunError(
-        f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
-        "put it back there"
-    )
+    return replace(open_run(pruning_of(folder, name), model=model, unverified=unverified), tuned=folder)
 
 
 def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
+from ifso.common.serialization import parsed, read_lines, read_tensor_file, refuse_special
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, RecipeError, RunError
+from ifso.runs.arguments import FINETUNE, pruning_of
 from ifso.runs.files import (
     CHECKPOINTS,
     CONFIG,
@@ -22,6 +23,7 @@ from ifso.runs.files import (
     SUMMARY,
     TRAINING,
     read_config,
+    read_object,
 )
 from ifso.runs.record import Removal, RunRecord, Scores, Tuning
 from ifso.runs.structure import Structure, from_document, from_recipe, gone_by_group
@@ -29,8 +31,8 @@ from ifso.runs.values import at, mapping, number, numbers, text, whole, wholes
 from ifso.surgery.recipe import Recipe
 from ifso.surgery.store import RECIPE, WEIGHTS, read_recipe
 
-FINETUNE, EVALUATION = "finetune", "eval.json"
-"""Where the fine-tuning of a run is, and what ``ifso eval`` measured, if it was written there."""
+EVALUATION = "eval.json"
+"""What ``ifso eval`` measured, if it was written there."""
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -38,7 +40,10 @@ def read_run(folder: Path) -> RunRecord:
     tuned = None
     config = _config(folder)
     if TRAINING in mapping(config.get("settings")):
-        tuned, folder = folder, _pruning_of(folder, config)
+        name = text(at(config, "about", "run"))
+        if name is None and folder.resolve().name != FINETUNE:
+            raise RunError(f"{folder} holds a training and no pruning; give a folder that ifso prune --out made")
+        tuned, folder = folder, pruning_of(folder, name)
         config = _config(folder)
     return _Reader(folder).read(config, tuned or folder / FINETUNE)
 
@@ -46,7 +51,7 @@ def read_run(folder: Path) -> RunRecord:
 def _config(folder: Path) -> dict[str, Any]:
     """What stands in ``config.json``; nothing where only a network was saved."""
     if (folder / CONFIG).is_file():
-        return _known_config(folder)
+        return read_config(folder / CONFIG)
     if (folder / RECIPE).is_file():
         return {}
     if not folder.is_dir():
@@ -58,36 +63,9 @@ def _config(folder: Path) -> dict[str, Any]:
     raise RunError(f"{folder} holds no run (no {CONFIG}){hint}")
 
 
-def _known_config(folder: Path) -> dict[str, Any]:
-    try:
-        return read_config(folder / CONFIG)
-    except RunError as error:
-        with located(folder / CONFIG):
-            found = mapping(parsed((folder / CONFIG).read_bytes()[: MAX_JSON_BYTES + 1]))
-        if found.get("format") == "ifso-run" and isinstance(found.get("settings"), dict):
-            raise RunError(f"{folder} is a run of another version of ifso; make the report with that one") from error
-        raise
-
-
 def _some(names: list[str], limit: int = 4) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return one_line(", ".join(names[:limit])) + more
-
-
-def _pruning_of(folder: Path, config: Mapping[str, Any]) -> Path:
-    """The pruning that a fine-tuning began with."""
-    name, place = text(at(config, "about", "run")), folder.resolve()
-    if name is None and place.name != FINETUNE:
-        raise RunError(f"{folder} holds a training and no pruning; give a folder that ifso prune --out made")
-    places = [place.parent] if place.name == FINETUNE else []
-    if name is not None:
-        places += [Path(name), *(parent / name for parent in place.parents[:3])]
-    for each in places:
-        with suppress(OSError):
-            if (each / CONFIG).is_file():
-                return each
-    where = one_line(name or "the folder above")
-    raise RunError(f"{folder} is the fine-tuning of the run in {where}, which is not there any more; put it back there")
 
 
 class _Reader:
@@ -125,9 +103,7 @@ class _Reader:
         """The object in a file; one that has none of the keys that matter is as good as damaged."""
         if not path.is_file():
             return None
-        with located(path):
-            data = path.read_bytes()[: MAX_JSON_BYTES + 1]
-        found = parsed(data)
+        found = read_object(path)
         if found is not None and (not keys or found.keys() & set(keys)):
             return found
         self._problems.append(f"{path.name} is damaged and was left out")

@@ -20,11 +20,11 @@ from ifso._version import __version__
 from ifso.common.devices import out_of_memory
 from ifso.common.distributed import rank, several, together
 from ifso.common.loss_fn import LossFn
-from ifso.common.serialization import located, parsed, refuse_special
+from ifso.common.serialization import located
 from ifso.data.base import Data, headline
 from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
-from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, refuse_other_files
+from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, read_object, refuse_other_files
 from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
@@ -187,9 +187,8 @@ def finished_summary(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     if not path.is_file():
         return None
+    summary = read_object(path)
     with located(path):
-        refuse_special(path)
-        summary = parsed(path.read_bytes())
         if summary is not None and "shares" in summary:
             raise RunError(f"of a pruning, not of a training; go on with ifso prune --resume --out {folder}")
         if summary is None or not {"last_top1", "last_map"} & summary.keys():
