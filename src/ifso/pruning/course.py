@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+from ifso.common.progress import Estimate
 from ifso.pruning.events import Plan, Stage
 
 TOGETHER = 0.01
@@ -37,44 +38,44 @@ class Course:
     """
 
     def __init__(self, plan: Plan, now: float) -> None:
-        self._targets = plan.targets
-        self._began, self._moved = now, now
-        self.done = self._share_done(plan.shares)
-        self._times: list[float] = []
-        self._ways: list[float] = []
-        self._fresh, self._planned = not plan.removals, plan.stages
-        self._stage: Stage | None = None
-        self._stages_made, self._stage_ended = 0, now
+        self._targets, self._began = plan.targets, now
+        self._removals, self._stages = _Rounds(self._share_done(plan.shares), 1.0, now), Estimate(0, plan.stages, now)
+        self._fresh, self._planned, self._stage, self._made = not plan.removals, plan.stages, 0, 0
+
+    @property
+    def done(self) -> float:
+        """The share done of the way to the target that is furthest from done."""
+        return self._removals.done
 
     def moved(self, shares: Mapping[str, float], now: float) -> None:
         """So much is left now."""
-        if not self._times or now - self._moved > TOGETHER:
-            self._times.append(now)
-            self._ways.append(self.done)
-        self.done, self._moved = self._share_done(shares), now
+        self._removals.moved(self._share_done(shares), now)
 
     def staged(self, stage: Stage, now: float) -> None:
         """A stage is done."""
-        self._stage, self._planned = stage, stage.stages
-        self.done = self._share_done(stage.shares)
-        self._stages_made, self._stage_ended = self._stages_made + 1, now
+        if not self._made:
+            self._stages = Estimate(stage.number - 1, stage.stages, self._began)
+        self.moved(stage.shares, now)
+        self._stages.moved(stage.number, now)
+        self._stages.total = stage.number if self.done >= 1 else stage.stages
+        self._planned, self._stage, self._made = stage.stages, stage.number, self._made + 1
 
     @property
     def in_stages(self) -> bool:
-        """Is this a staged run? A plan or a first stage says so."""
+        """Whether this is a staged run; a plan or a first stage says so."""
         return self._planned > 0
 
     @property
     def first_stage(self) -> bool:
-        """Has this process done exactly one stage?"""
-        return self._stages_made == 1
+        """Whether this process has done exactly one stage."""
+        return self._made == 1
 
     @property
     def stage_words(self) -> str:
         """The stage under way, of how many; the last one once the run is through, nothing where it is not known."""
-        if self._stage is None:
+        if not self._made:
             return f"stage 1/{self._planned}" if self._planned and self._fresh else ""
-        return f"stage {self._stage.number + (self._stages_left > 0)}/{self._planned}"
+        return f"stage {self._stage + (self._stages.done < self._stages.total)}/{self._planned}"
 
     @property
     def percent(self) -> int:
@@ -83,37 +84,38 @@ class Course:
 
     def elapsed(self, now: float) -> float:
         """Seconds since this process took the run up."""
-        return now - self._began
+        return self._removals.elapsed(now)
 
     def left(self, now: float) -> float | None:
         """Seconds still to go, None while nothing is known."""
         if self.in_stages:
-            return self._left_in_stages(now)
-        if self.done >= 1:
-            return 0.0
-        if not self._times or self._ways[-1] <= self._ways[0]:
-            return None
-        half = bisect_right(self._times, (self._times[0] + self._times[-1]) / 2) - 1
-        since = half if self._ways[half] < self._ways[-1] else 0
-        pace = (self._times[-1] - self._times[since]) / (self._ways[-1] - self._ways[since])
-        return max(0.0, pace * (1 - self.done) - (now - self._moved))
-
-    def _left_in_stages(self, now: float) -> float | None:
-        if self._stage is None:
-            return None
-        pace = (self._stage_ended - self._began) / self._stages_made
-        return max(0.0, pace * self._stages_left - (now - self._stage_ended))
-
-    @property
-    def _stages_left(self) -> int:
-        """None once the target is met, even if more were planned."""
-        if self._stage is None or self._share_done(self._stage.shares) >= 1:
-            return 0
-        return max(0, self._stage.stages - self._stage.number)
+            return self._stages.left(now) if self._made else None
+        return self._removals.left(now)
 
     def _share_done(self, shares: Mapping[str, float]) -> float:
         ways = ((1 - shares[kind]) / (1 - target) for kind, target in self._targets.items())
         return min(1.0, max(0.0, min(ways)))
+
+
+class _Rounds(Estimate):
+    """Removals come in rounds; the pace is that of the second half of the rounds so far."""
+
+    def __init__(self, done: float, total: float, now: float) -> None:
+        super().__init__(done, total, now)
+        self._rounds: list[tuple[float, float]] = []
+
+    def moved(self, done: float, now: float) -> None:
+        if not self._rounds or now - self._moved > TOGETHER:
+            self._rounds.append((now, self.done))
+        super().moved(done, now)
+
+    def pace(self) -> float | None:
+        if not self._rounds or self._rounds[-1][1] <= self._rounds[0][1]:
+            return None
+        (first, _), (last, way) = self._rounds[0], self._rounds[-1]
+        half = bisect_right(self._rounds, (first + last) / 2, key=lambda each: each[0]) - 1
+        since, before = self._rounds[half] if self._rounds[half][1] < way else self._rounds[0]
+        return (last - since) / (way - before)
 
 
 def unit_words(units: Mapping[str, Sequence[int]]) -> str:

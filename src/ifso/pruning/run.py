@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,11 +23,12 @@ from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
 from ifso.costs.latency import LatencyModel
 from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
-from ifso.pruning.budget import Budget, Phase, phases
+from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.moves import Move, Moves
-from ifso.pruning.recovery import norms_of
+from ifso.pruning.recovery import Evaluate, norms_of
+from ifso.pruning.result import Network
 from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select
 from ifso.pruning.settings import Settings
@@ -88,8 +89,8 @@ class Run:
 
     ``examples`` are the first batches of all, on the device, for checks and measures: the same after a resume.
     ``calibration`` are the batches of a staged run, wherever they are; ``teacher`` is the unpruned network, if weights
-    are fitted or steps of distillation are asked for. ``measure`` gives what the network is worth now, with new
-    statistics in its batch norms; ``reached`` is told of every budget of the path that is met.
+    are fitted or steps of distillation are asked for. ``evaluate`` gives numbers about a model, by default its loss on
+    the examples; ``networks`` are those for budgets on the way, ``config`` is what stands in ``config.json``.
     """
 
     network: ShrinkingNetwork
@@ -106,8 +107,9 @@ class Run:
     shrink: bool = True
     calibration: Sequence[Any] = ()
     teacher: nn.Module | None = None
-    measure: Callable[[], dict[str, float]] = dict
-    reached: Callable[[Budget, dict[str, float]], dict[str, Any]] = lambda *_: {}
+    evaluate: Evaluate | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    networks: list[Network] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.worker.tell = self.say

@@ -21,6 +21,7 @@ from ifso.curvature.weight_space import Reader, readers
 from ifso.pruning.distillation import is_loss
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
+from ifso.pruning.measures import keep_network, measure_in_place
 from ifso.pruning.selection import Target, normalized, select
 
 FEW = 4
@@ -44,7 +45,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     run.worker.remove_(units)
     run.scores.copy_(scores)
     asked = phase.ends_at is not None or run.settings.stop is not None
-    values = run.measure() if asked else {"loss": _loss(run)}
+    values = measure_in_place(run) if asked else {"loss": _loss(run)}
     if _fell(run, values):
         _end_before(run, phase, values)
         return
@@ -54,7 +55,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     for move in made:
         run.record(move, math.nan)
     shares, seconds = run.ledger.shares(), round(run.seconds, 3)
-    reached = run.reached(phase.ends_at, values) if phase.ends_at is not None else {}
+    reached = keep_network(run, phase.ends_at, values) if phase.ends_at is not None else {}
     values = reached.get("values", values)
     done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
     run.progress.stages.append({**done, **reached})

@@ -1,0 +1,168 @@
+"""What is looked at before a run has a folder: optimizer, weights, batches, loss and budget, and what was forgotten."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ifso._version import __version__
+from ifso.common.batch_stream import first_batches, not_finite, on_device
+from ifso.common.batches import rough_count
+from ifso.common.distributed import from_first, rank, together
+from ifso.common.loss_fn import LossFn, WatchedLoss
+from ifso.costs.cost import count
+from ifso.errors import BudgetError, DataError
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.execution import unmarked
+from ifso.pruning.budget import FLOPS, Budget
+from ifso.pruning.cost_tracker import Ledger
+from ifso.pruning.latency_budget import timed
+from ifso.pruning.moves import Moves
+from ifso.pruning.recovery import mean_loss, refuse_spoilt_weights
+from ifso.pruning.run import Progress
+from ifso.pruning.scoring_loop import MakeOptimizer
+from ifso.pruning.selection import Target, check_reachable
+from ifso.pruning.settings import Settings, describe
+from ifso.pruning.trace_modes import trace_widest
+from ifso.runs.files import refuse_other
+from ifso.surgery.recipe import digest_of, name_of, recipe_of
+
+AS_GOOD_AS_GUESSING = 0.95
+"""A trained classifier has a smaller cross entropy than this share of that of a guess."""
+
+
+class Traced(NamedTuple):
+    """The graph of a network, what of it is left alone (parameters and modules by name), and what may go."""
+
+    graph: ChannelGraph
+    left_alone: tuple[str, ...]
+    moves: Moves
+
+
+def agreed_config(
+    model: nn.Module, settings: Settings, make_optimizer: MakeOptimizer, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What stands in ``config.json``, the same on all ranks: what decides how the run ends, versions, what was said."""
+    config = together(lambda: _config(model, settings, make_optimizer, about))
+    first = from_first(config["settings"])
+    together(lambda: refuse_other(config["settings"], first, "the first rank"))
+    return config
+
+
+def _config(
+    model: nn.Module, settings: Settings, make_optimizer: MakeOptimizer, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    some = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+    if some is None:
+        raise BudgetError(f"{type(model).__name__} has no trainable parameters; set requires_grad")
+    if not callable(make_optimizer):
+        given = type(make_optimizer).__name__
+        raise BudgetError(f"optimizer is a {given}; give a function from parameters to an optimizer")
+    optimizer = make_optimizer([nn.Parameter(torch.zeros_like(some))])
+    if not isinstance(optimizer, Optimizer):
+        raise BudgetError(f"optimizer gave a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BudgetError("optimizer gave LBFGS, which evaluates the loss itself; give one that takes plain steps")
+    decisive = {
+        **settings.as_dict(), "optimizer": describe(optimizer), "model": name_of(model), "weights": digest_of(model),
+    }  # fmt: skip
+    versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {"settings": decisive, "versions": versions, "about": dict(about)}
+
+
+def trace_and_moves(model: nn.Module, example_inputs: Any, settings: Settings, progress: Progress) -> Traced:
+    """Trace the model in the mode that shows most of it, and find what may go."""
+    with progress.timed("trace"):
+        graph, left_alone, note = together(lambda: trace_widest(model, example_inputs, settings.ignore))
+        progress.notes += [note] if note else []
+        limits = {name: getattr(settings, name) for name in ("round_to", "min_units", "min_share", "only")}
+        return Traced(graph, left_alone, together(lambda: Moves(graph, **limits)))
+
+
+def checked_batches(
+    model: nn.Module, graph: ChannelGraph, settings: Settings, train_batches: Iterable[Any], loss_fn: LossFn, least: int
+) -> tuple[list[Any], list[str]]:
+    """The first batches, ``least`` at least, and notes on what may have been forgotten.
+
+    In a staged run they are those that it looks at. Refused are weights, batches and a first loss that are not finite.
+    """
+    batches = together(lambda: _first_batches(model, graph, settings, train_batches, least))
+    watched = WatchedLoss(loss_fn)
+
+    def first_loss() -> float:
+        with unmarked(model):
+            loss = mean_loss(model, watched, [on_device(batches[0], next(model.parameters()).device)])
+        watched.where = " of the first batch"
+        watched.refuse_infinite()
+        return loss
+
+    return batches, reminders(model, graph, settings.budget, together(first_loss), batches[0])
+
+
+def _first_batches(
+    model: nn.Module, graph: ChannelGraph, settings: Settings, train_batches: Iterable[Any], least: int
+) -> list[Any]:
+    refuse_spoilt_weights(model)
+    macs = count(graph, graph.kept(None)).macs / rough_count(graph.inputs)
+    samples = settings.samples(macs) if settings.schedule == "staged" else None
+    batches = first_batches(train_batches, settings.seed, samples, least)
+    for number, batch in enumerate(batches):
+        if bool(not_finite(batch)):
+            raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
+    return batches
+
+
+def check_budget(model: nn.Module, traced: Traced, settings: Settings, progress: Progress) -> None:
+    """BudgetError if the budget cannot be met; all ranks count with the seconds that the first one takes."""
+
+    def latency() -> dict[str, Any] | None:
+        graph, _, moves = traced
+        if not graph.num_units:
+            raise BudgetError(f"nothing in {type(model).__name__} can be pruned; see graph.frozen of ifso.trace")
+        plain = {kind: share for kind, share in settings.budget.targets.items() if kind != "latency"}
+        if plain:
+            check_reachable(graph, Ledger(graph), moves, Target(Budget(**plain)))
+        if not settings.needs_latency or rank():
+            return None
+        with progress.timed("latency"):
+            return timed(model, graph, moves, settings)
+
+    progress.latency = from_first(together(latency))
+
+
+def reminders(model: nn.Module, graph: ChannelGraph, budget: Budget, loss: float, batch: Any) -> list[str]:
+    """Notes on a network that looks untrained or was pruned before, and on FLOPs; ``loss`` is that of ``batch``."""
+    notes = _untrained(graph, loss, batch), _pruned_before(model), FLOPS if budget.in_flops else None
+    return [note for note in notes if note]
+
+
+def _untrained(graph: ChannelGraph, loss: float, batch: Any) -> str | None:
+    shape = next((shape for shape in graph.output_shapes if len(shape) == 2 and shape[1] > 1), None)
+    labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    if shape is None or not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
+        return None
+    guess = math.log(shape[1])
+    if loss < AS_GOOD_AS_GUESSING * guess:
+        return None
+    return (
+        f"the unpruned network looks untrained: its loss, {loss:.3g}, is no better than guessing among {shape[1]} "
+        f"classes ({guess:.3g}); were trained weights loaded (--weights FILE, --pretrained; load_state_dict in Python)?"
+    )
+
+
+def _pruned_before(model: nn.Module) -> str | None:
+    earlier = recipe_of(model)
+    if earlier is None or not earlier.removed_units:
+        return None
+    first, last = earlier.cost_before.get("macs", 0), earlier.cost_after.get("macs", 0)
+    left = f" to {last / first:.1%} of its MACs" if first else ""
+    return (
+        f"the network was pruned before{left}; this budget is a share of what was left then. If that is not meant (a "
+        "cell of a notebook that ran twice), make the network anew"
+    )
