@@ -23,9 +23,9 @@ from ifso.graph.execution import trainable
 from ifso.graph.naming import names_in
 from ifso.graph.tracing import check_model
 from ifso.pruning.budget import Budget, Schedule
+from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.events import Listener
 from ifso.pruning.finalize import finish
-from ifso.pruning.floors import ALL, MinShare, MinUnits
 from ifso.pruning.measures import LOSS_BATCHES, measure
 from ifso.pruning.preflight import Traced, agreed_config, check_budget, checked_batches, trace_and_moves
 from ifso.pruning.progress import listener_for

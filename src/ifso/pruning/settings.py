@@ -16,7 +16,7 @@ from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create, names
 from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import STAGED, Budget, Mixed, Schedule, phases, usual
-from ifso.pruning.floors import ALL, MinShare, MinUnits
+from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.selection import check_normalizer, of_budget
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
