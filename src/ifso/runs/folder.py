@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ifso.common.files import (
-    FolderLock,
     NotPlain,
     append_bytes,
     provisional,
@@ -29,6 +28,7 @@ from ifso.common.files import (
     sync_file,
     write_bytes,
 )
+from ifso.common.locks import FolderLock
 from ifso.common.serialization import (
     finite,
     json_line,

@@ -14,10 +14,10 @@ from ifso.costs.cost import check_fits, count
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
-from ifso.graph.dry_run import Removal, check_removal
+from ifso.graph.dry_run import check_removal
 from ifso.graph.execution import trainable
 from ifso.graph.layouts import compact, compact_shape
-from ifso.graph.numbers import new_numbers
+from ifso.graph.removal import Removal, new_numbers
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.mask import left_of, refuse_masked
 from ifso.surgery.recipe import (

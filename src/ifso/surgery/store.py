@@ -29,10 +29,10 @@ from ifso.common.files import (
     storable,
     sync_file,
     sync_folder,
-    turn_in,
     write_bytes,
     write_tensors,
 )
+from ifso.common.locks import turn_in
 from ifso.common.module_state import named_tensors
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
