@@ -427,7 +427,7 @@ def test_a_failing_write_loses_nothing_earlier(
     run.write_scores({"a": torch.ones(3)})
     run.finish({"macs": 1})
     for call in range(100):
-        monkeypatch.setattr(files, "_open_folder", lambda _folder: None)  # a lock that fails is done without
+        monkeypatch.setattr(locks, "_open_folder", lambda _folder: None)  # a lock that fails is done without
         calls = failing(monkeypatch, PLACES[function], function, call, error)
         message = outcome(work, run)
         if len(calls) > call:
