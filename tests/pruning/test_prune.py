@@ -21,6 +21,7 @@ import ifso
 from ifso.costs.latency import Latency, LatencyModel
 from ifso.criteria.registry import create
 from ifso.errors import UnreachableBudget
+from ifso.pruning import finalize as finishing
 from ifso.pruning import latency_budget as timing
 from ifso.pruning import selection
 from ifso.pruning.budget import NORMALIZERS
@@ -81,7 +82,7 @@ def prune(model: nn.Module, budget: ifso.Budget | None = None, **options: Any) -
 @pytest.fixture
 def plainly(monkeypatch):
     """Without the search for a landing near the target, which has tests of its own: always the lowest."""
-    assert timing.TOLERANCE == selection.TOLERANCE == 0.005
+    assert finishing.TOLERANCE == timing.TOLERANCE == selection.TOLERANCE == 0.005
     monkeypatch.setattr(selection, "TOLERANCE", 1.0)
 
 

@@ -19,10 +19,14 @@ MAC_KINDS = ("conv", "linear", "matmul")
 class Cost:
     """What a network costs on the traced inputs.
 
-    ``macs`` counts the multiply-adds of all convolutions and matrix products: half of what
-    ``torch.utils.flop_counter`` reports. ``conv_macs`` are those of convolutions alone (what the paper counts),
-    ``linear_macs`` those of layers with a weight matrix, ``matmul_macs`` those of products of activations (attention).
-    ``params`` counts parameters, ``activations`` the numbers that convolutions and matrix products write.
+    ``macs`` is the sum of the first three: half of what ``torch.utils.flop_counter`` reports.
+
+    Attributes:
+        conv_macs: multiply-adds of convolutions (what the paper counts).
+        linear_macs: those of layers with a weight matrix.
+        matmul_macs: those of products of activations (attention).
+        params: parameters.
+        activations: the numbers that convolutions and matrix products write.
     """
 
     conv_macs: int
@@ -52,6 +56,18 @@ class Cost:
 
 def cost(model: nn.Module, graph: ChannelGraph, keep: Keep | None = None) -> Cost:
     """Cost of what ``keep`` leaves of the traced model, counted without running it.
+
+    Args:
+        model: the one that was traced.
+        graph: from :func:`ifso.trace`.
+        keep: for each group a bool tensor, True for units that stay; everything by default.
+
+    Returns:
+        Multiply-adds, parameters and activations.
+
+    Raises:
+        KeepError: ``keep`` does not fit the graph.
+        StaleGraphError: the graph is of another model.
 
     >>> from ifso.graph.tracing import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -83,7 +99,15 @@ _FIELDS = (
 
 @dataclass(frozen=True, eq=False)
 class UnitCosts:
-    """What the removal of each unit of a group, alone, would save [size]."""
+    """What the removal of each unit of a group, alone, would save [size].
+
+    Attributes:
+        macs: multiply-adds of convolutions, linear layers and matrix products.
+        conv_macs: those of convolutions.
+        params: parameters.
+        activations: numbers that convolutions and matrix products write, the paper's ΔMem: the sum over the unit's
+            producers of N·H·W of their outputs.
+    """
 
     macs: Tensor
     conv_macs: Tensor
@@ -92,9 +116,17 @@ class UnitCosts:
 
 
 def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitCosts]:
-    """What each kept unit would save, given what else is kept; 0 for units that are gone.
+    """Count what each kept unit would save, given what else is kept.
 
-    ``activations`` is the paper's ΔMem: the sum over the unit's producers of N·H·W of their outputs.
+    Args:
+        graph: from :func:`ifso.trace`.
+        keep: for each group a bool tensor, True for units that stay; everything by default.
+
+    Returns:
+        The savings by group; 0 for units that are gone.
+
+    Raises:
+        KeepError: ``keep`` does not fit the graph.
     """
     kept = graph.kept(keep)
     saved = {kind: torch.zeros(graph.num_units, dtype=torch.long, device="cpu") for _, kind in _FIELDS}

@@ -41,6 +41,14 @@ def trace(
             ``"layer1.*"``, or the modules themselves.
         memory_limit: bytes that a run on real tensors may take; by default 70 % of what is free.
 
+    Returns:
+        Groups of units that go together, what is frozen and why, and all that costs, masks and surgery need.
+
+    Raises:
+        TraceError: the model does not run on these inputs, is wrapped, compiled or scripted, or ``ignore`` names what
+            is not there.
+        TraceMemoryError: a run on real tensors would take more than ``memory_limit``.
+
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> graph = trace(net, torch.zeros(1, 3, 8, 8))

@@ -18,12 +18,18 @@ FLOPS = "FLOPs are counted as MACs (multiply-adds, two FLOPs each), of which the
 class Budget:
     """The share KEPT of each cost that is named; a run goes on until all of them are met.
 
-    ``macs`` counts the multiply-adds of convolutions, linear layers and matrix products, ``conv_macs`` those of
-    convolutions only (as in the paper), ``params`` the parameters, ``activations`` the numbers that these operations
-    write, ``latency`` the seconds of one forward pass on the traced inputs. ``flops`` is another word for ``macs``: a
-    multiply-add is two floating-point operations, so that the share kept is the same.
-
     A tuple of shares, largest first, leaves a network for each: a staged run passes through all of them.
+
+    Args:
+        macs: multiply-adds of convolutions, linear layers and matrix products.
+        conv_macs: those of convolutions only (as in the paper).
+        params: parameters.
+        activations: the numbers that these operations write.
+        latency: seconds of one forward pass on the traced inputs.
+        flops: another word for ``macs``: a multiply-add is two floating-point operations, the share is the same.
+
+    Raises:
+        BudgetError: no cost is named, or a share is not between 0 and 1, or several do not fall.
 
     >>> Budget(macs=0.5, params=0.7).targets
     {'macs': 0.5, 'params': 0.7}
@@ -110,7 +116,14 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A share of the way incrementally, the rest in one shot: ``Mixed(0.75)`` is the paper's t = 75 %."""
+    """A share of the way incrementally, the rest in one shot: ``Mixed(0.75)`` is the paper's t = 75 %.
+
+    Args:
+        incremental: that share, between 0 and 1.
+
+    Raises:
+        BudgetError: it is not between 0 and 1.
+    """
 
     incremental: float
 

@@ -88,14 +88,30 @@ def networks_of(
 class PruneResult:
     """The end of a pruning run.
 
-    ``model`` is the smaller network, ``graph`` that of the network before the run and ``keep`` what is left of its
-    units. ``shares`` are the shares kept of every cost, ``targets`` those asked for. ``measures`` say what the network
-    was worth after each stage, ``checks`` what was verified, ``scores`` the last ones before normalisation.
-    ``timings`` are seconds by part of the run, ``notes`` what went otherwise than expected.
-
-    Of a staged run, ``stages`` has one entry for each stage: ``stage`` (its number), ``units`` (how many went in it),
-    ``shares`` (left of every cost), ``values`` (measured after it, perhaps none) and ``seconds`` (since the run began).
-    ``floors`` names the groups that kept no more units than they must.
+    Attributes:
+        model: the smaller network.
+        graph: that of the network before the run.
+        keep: what is left of its units, by group.
+        recipe: what was removed, for a fresh model.
+        before: the cost before.
+        after: the cost after.
+        targets: the shares asked for, by cost.
+        shares: the shares kept of every cost.
+        removals: how many there were.
+        seconds: how long the run took.
+        timings: seconds by part of the run.
+        checks: what was verified.
+        measures: what the network was worth, by stage of the run.
+        notes: what went otherwise than expected.
+        latency: seconds ``before`` and ``after``, the ``share`` and its ``spread``; None if nobody asked.
+        scores: the last ones before normalisation, by group.
+        metrics: a line for each removal.
+        config: what stands in ``config.json``.
+        folder: the folder of the run, if there is one.
+        networks: the networks at several budgets.
+        stages: of a staged run, for each stage its number ``stage``, the ``units`` that went in it, the ``shares``
+            left of every cost, the ``values`` measured after it and the ``seconds`` since the run began.
+        floors: groups that kept no more units than they must.
     """
 
     model: nn.Module
@@ -132,7 +148,17 @@ class PruneResult:
         return min(target - self.shares[kind] for kind, target in self.targets.items())
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a run folder: recipe and weights, for :func:`ifso.load`, and what else is known of the run."""
+        """Write a run folder: recipe and weights, for :func:`ifso.load`, and what else is known of the run.
+
+        Args:
+            folder: empty or not there yet.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RunError: the folder is taken or cannot be written.
+        """
         path = Path(folder)
         if self.folder is not None and path.resolve() == self.folder.resolve():
             return path
