@@ -142,8 +142,8 @@ def kind_of(path: Path, to: str | None) -> str:
         raise ExportError(f"networks are exported to {' or '.join(SUFFIXES)}, not to {to!r}")
     fitting = [kind for kind, suffix in SUFFIXES.items() if path.suffix == suffix and to in (None, kind)]
     if not fitting:
-        wanted = f"a name that ends with {SUFFIXES[to]}" if to else f"one of {', '.join(SUFFIXES.values())}"
-        raise ExportError(f"{path}: the suffix of an exported network must be {wanted}, got {path.suffix or 'none'}")
+        wanted = SUFFIXES[to] if to else " or ".join(SUFFIXES.values())
+        raise ExportError(f"the suffix of an exported network must be {wanted}, got {path.suffix or 'none'} ({path})")
     return fitting[0]
 
 
