@@ -303,7 +303,7 @@ class TestNetworks:
         assert "weights_only" not in str(caught.value)
 
     def test_workers_that_remember(self, tmp_path: Path) -> None:
-        from ifso.common.batch_stream import remembers
+        from ifso.common.batches import remembers
 
         data = TensorDataset(torch.zeros(4, 2))
         assert remembers(DataLoader(data, num_workers=1, persistent_workers=True))

@@ -16,9 +16,8 @@ from ifso.cli.progress import TensorBoardListener
 from ifso.common import distributed as ranks
 from ifso.errors import IfsoError
 from ifso.pruning import progress as displays
-from ifso.pruning.course import Course
 from ifso.pruning.events import Plan, Removal, Silent, Stage
-from ifso.pruning.progress import NotebookProgress, PlainProgress, RichProgress, listener_for, progress, several
+from ifso.pruning.progress import Course, NotebookProgress, PlainProgress, RichProgress, listener_for, progress, several
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"

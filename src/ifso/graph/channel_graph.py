@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ifso.errors import KeepError
-from ifso.graph.wiring import Wiring
+from ifso.graph.naming import Wiring
 
 if TYPE_CHECKING:
     from ifso.graph.terms import Term

@@ -26,6 +26,7 @@ from ifso.common.tensors import LEAVING, WatchedLeavings, map_tensors, tensors_i
 from ifso.errors import StaleGraphError
 from ifso.graph.execution import call_model, on_fake_tensors, on_real_tensors
 from ifso.graph.layouts import compact
+from ifso.graph.naming import modes_of
 from ifso.graph.removal import Removal
 from ifso.graph.scalar_arguments import (
     OWN_SCALES,
@@ -36,7 +37,6 @@ from ifso.graph.scalar_arguments import (
     same_numbers,
 )
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, refs_in
-from ifso.graph.wiring import modes_of
 
 
 @dataclass(frozen=True)

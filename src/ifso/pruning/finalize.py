@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ifso.common.batch_stream import not_finite, on_device
+from ifso.common.batches import not_finite, on_device
 from ifso.common.distributed import copy_from_first_, together
 from ifso.common.module_state import named_tensors
-from ifso.costs.cost import count
-from ifso.costs.verify import recount
+from ifso.costs.cost import count, recount
 from ifso.errors import DataError, IfsoError
 from ifso.pruning.distillation import distil_, is_better
 from ifso.pruning.latency_budget import keep_latency, measured_latency

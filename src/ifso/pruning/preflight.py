@@ -1,10 +1,11 @@
-"""What is looked at before a run has a folder: optimizer, weights, batches, loss and budget, and what was forgotten."""
+"""Before a run has a folder: what decides it, its graph in both modes, batches, budget, and what may be forgotten."""
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -12,24 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ifso._version import __version__
-from ifso.common.batch_stream import first_batches, not_finite, on_device
-from ifso.common.batches import rough_count
+from ifso.common.batches import first_batches, not_finite, on_device, rough_count
 from ifso.common.distributed import from_first, rank, together
 from ifso.common.loss_fn import LossFn, WatchedLoss
+from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
-from ifso.errors import BudgetError, DataError
+from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.execution import unmarked
+from ifso.graph.tracing import trace
+from ifso.graph.units import UNUSED
 from ifso.pruning.budget import FLOPS, Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.latency_budget import timed
 from ifso.pruning.moves import Moves
-from ifso.pruning.recovery import mean_loss, refuse_spoilt_weights
+from ifso.pruning.recovery import mean_loss, norms_of, refuse_spoilt_weights
 from ifso.pruning.run import Progress
 from ifso.pruning.scoring_loop import MakeOptimizer
 from ifso.pruning.selection import Target, check_reachable
 from ifso.pruning.settings import Settings, describe
-from ifso.pruning.trace_modes import trace_widest
 from ifso.runs.files import refuse_other
 from ifso.surgery.recipe import digest_of, name_of, recipe_of
 
@@ -166,3 +168,79 @@ def _pruned_before(model: nn.Module) -> str | None:
         f"the network was pruned before{left}; this budget is a share of what was left then. If that is not meant (a "
         "cell of a notebook that ran twice), make the network anew"
     )
+
+
+def trace_widest(
+    model: nn.Module, example_inputs: Any, ignore: tuple[str, ...]
+) -> tuple[ChannelGraph, tuple[str, ...], str | None]:
+    """Trace in the mode the model is in, or in the other one where only that runs, or runs more of the model.
+
+    Heads that only train must lose their inputs, too. What such heads make themselves is left alone, as scores say
+    nothing of it. Where each mode has heads of its own, no graph shows all of them, and what leads to those that it
+    does not show is left alone.
+
+    Returns:
+        The graph, what was left alone for it (parameters and modules by name), and what is to be said about that.
+
+    Raises:
+        TraceError: if it runs in neither mode.
+    """
+    try:
+        graph = trace(model, example_inputs, ignore=ignore)
+    except TraceError:
+        if not model.training:
+            raise
+        found = _traced(model, example_inputs, ignore, training=True)
+        graph = found or trace(model.eval(), example_inputs, ignore=ignore)
+    idle, mode = _idle(graph), model.training
+    if not idle and not (mode and _answers(graph) > 1):
+        return graph, ignore, None
+    with same_modes(model):
+        other = _traced(model, example_inputs, ignore, training=not mode) or graph
+    here, there = _idle(other) - idle, idle - _idle(other)
+    if not here and not there:
+        return graph, ignore, None
+    widest = mode if here or not there else not mode
+    heads = there or here
+    named = f"{min(heads)} and {len(heads) - 1} other parameters" if len(heads) > 1 else min(heads)
+    if here and there:
+        alone = _holding(other, lambda members: members - there if members & there else set())
+        note = f"each mode has heads of its own; what leads to {named} is left alone"
+    else:
+        alone = _holding(other if there else graph, lambda members: members if members <= heads else set())
+        where, many = "train" if widest else "eval", "" if len(heads) > 1 else "s"
+        note = f"costs are those of {where} mode, in which {named} run{many}, too"
+    ignore = (*ignore, *sorted(alone))
+    if widest != mode:
+        return _traced(model, example_inputs, ignore, training=widest) or graph, ignore, note
+    return trace(model, example_inputs, ignore=ignore), ignore, note
+
+
+def _traced(model: nn.Module, example_inputs: Any, ignore: tuple[str, ...], *, training: bool) -> ChannelGraph | None:
+    """The graph in that mode, or None if there is none. Batch norms that cannot train on one sample do not."""
+    for trains in (True, False) if training and norms_of(model) else (True,):
+        model.train(training)
+        for norm in norms_of(model) if not trains else ():
+            norm.eval()
+        with suppress(TraceError):
+            return trace(model, example_inputs, ignore=ignore)
+    return None
+
+
+def _holding(graph: ChannelGraph, chosen: Callable[[set[str]], set[str]]) -> set[str]:
+    """Parameters whose being left alone leaves groups alone: vectors among those ``chosen`` of a group, if any."""
+    found = set()
+    for group in graph.groups:
+        names = chosen({member.parameter for member in group.members})
+        found |= {name for name in names if len(graph.layouts[name].shape) == 1} or names
+    return found
+
+
+def _answers(graph: ChannelGraph) -> int:
+    """How many outputs have values for each sample or place, as losses have not."""
+    return sum(bool(shape) for shape in graph.output_shapes)
+
+
+def _idle(graph: ChannelGraph) -> set[str]:
+    """Parameters that take no part in what was traced."""
+    return {frozen.parameter for frozen in graph.frozen if frozen.reason == UNUSED}

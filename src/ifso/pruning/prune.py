@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ifso.common.batch_stream import REMEMBERS, BatchStream, dealt_again, on_device, remembers
+from ifso.common.batches import REMEMBERS, BatchStream, dealt_again, on_device, remembers
 from ifso.common.distributed import rank, together
 from ifso.common.loss_fn import LossFn
 from ifso.common.module_state import copy_of

@@ -14,8 +14,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from ifso.common.batch_stream import BatchStream, on_device, seed_of
-from ifso.common.batches import rough_count
+from ifso.common.batches import BatchStream, on_device, rough_count, seed_of
 from ifso.common.distributed import from_first, number_of_each, together
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.serialization import finite

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ifso.common.batch_stream import seed_of
-from ifso.common.batches import rough_count
+from ifso.common.batches import rough_count, seed_of
 from ifso.common.distributed import sum_over_ranks, together
 from ifso.common.loss_fn import scalar
 from ifso.common.module_state import named_tensors

@@ -27,10 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ifso.common.module_state import named_tensors
+from ifso.common.module_state import named_tensors, unwrapped
 from ifso.common.schema import from_plain, scalar, to_plain
 from ifso.errors import RecipeError
-from ifso.surgery.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -33,7 +33,7 @@ from ifso.common.files import (
     write_tensors,
 )
 from ifso.common.locks import turn_in
-from ifso.common.module_state import named_tensors
+from ifso.common.module_state import inner_name, named_tensors, unwrapped
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
 from ifso.graph.execution import trainable
@@ -41,7 +41,6 @@ from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.loading import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, remember
 from ifso.surgery.recipe import recipe as recipe_to_save
-from ifso.surgery.wrappers import inner_name, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ifso.common.batch_stream import BatchStream
+from ifso.common.batches import BatchStream
 from ifso.common.cuda_graphs import NotCaptured, capturing, draws
 from ifso.common.distributed import number_of_each, several, together
 from ifso.data.batches import Epochs
