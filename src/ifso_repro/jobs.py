@@ -121,13 +121,13 @@ class Job:
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""
-        from ifso.training.settings import recipe_of
+        from ifso.training.settings import training_recipe
 
         changes = dict(self.row.finetune)
         if self.recipe not in ("paper", *DETECTORS_RECIPES):
             changes.pop("epochs", None)
         name, more = RECIPES_BY_CHANGES.get(self.recipe, (self.recipe, {}))
-        return recipe_of(name, **{**changes, **more}, seed=self.seed)
+        return training_recipe(name, **{**changes, **more}, seed=self.seed)
 
 
 def teacher_of(job: Job) -> dict[str, Any]:

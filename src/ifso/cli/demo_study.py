@@ -29,7 +29,7 @@ from ifso.runs.reading import EVALUATION
 from ifso.surgery.store import load, save
 from ifso.training.evaluation import Accuracy, Quality, evaluate
 from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak
-from ifso.training.runs import Silent, Training, train_side_by_side
+from ifso.training.runs import SilentTraining, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Epoch, TrainerHooks, fit
 
@@ -95,7 +95,7 @@ class Outcome:
         }  # fmt: skip
 
 
-class EveryFifthEpoch(Silent):
+class EveryFifthEpoch(SilentTraining):
     """Reports every fifth epoch."""
 
     def __init__(self, say: Callable[[str], None], epochs: int) -> None:

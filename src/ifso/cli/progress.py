@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from ifso.pruning.events import Plan, Removal, Stage
-    from ifso.training.runs import Listener
+    from ifso.training.runs import TrainingListener
     from ifso.training.trainer import Epoch
 
 MEASURES = {"top1": "top1", "map": "mAP"}
@@ -126,7 +126,7 @@ class RichProgress(BarDisplay):
 
 
 @contextmanager
-def training_progress(command: str) -> Iterator[Listener]:
+def training_progress(command: str) -> Iterator[TrainingListener]:
     """Bars if standard error is a terminal, lines otherwise, finished at the end in any case."""
     console = stderr_console()
     display = RichProgress(console) if shows_bars(console) else PlainProgress(command)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.naming import difference, wiring_of
+from ifso.graph.naming import wiring_difference, wiring_of
 from ifso.graph.terms import Term
 
 MAC_KINDS = ("conv", "linear", "matmul")
@@ -156,7 +156,7 @@ def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
                 f"the graph was traced from another model: {term.where} was {term.shape} and is {now}; "
                 "call ifso.trace again (after ifso.compact_, too)"
             )
-    changed = difference(graph.wiring, wiring_of(model))
+    changed = wiring_difference(graph.wiring, wiring_of(model))
     if changed is not None:
         raise StaleGraphError(f"the graph was traced from another model: {changed}; call ifso.trace again")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ifso.common.fake_tensors import Stage
+from ifso.common.fake_tensors import FakeStage
 from ifso.common.module_state import named_tensors, set_tensors
 from ifso.common.tensors import LEAVING, WatchedLeavings, map_tensors, tensors_in
 from ifso.errors import StaleGraphError
@@ -71,7 +71,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
     problems: list[Problem] = []
     exchanged: set[str] = set()
 
-    def run(stage: Stage) -> str | None:
+    def run(stage: FakeStage) -> str | None:
         rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems, stage)
         try:
             _run_smaller(model, removal, stage, rehearsal)
@@ -85,7 +85,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
 
 
 def _run_smaller(
-    model: nn.Module, removal: Removal, stage: Stage, watch: contextlib.AbstractContextManager[Any]
+    model: nn.Module, removal: Removal, stage: FakeStage, watch: contextlib.AbstractContextManager[Any]
 ) -> list[tuple[int, ...]]:
     """Shapes of the smaller model's outputs."""
     tensors = named_tensors(model)
@@ -139,7 +139,7 @@ def check_removal(
     if removal.on_real_tensors:
         return failure
 
-    def run(stage: Stage) -> list[tuple[int, ...]]:
+    def run(stage: FakeStage) -> list[tuple[int, ...]]:
         return _run_smaller(model, removal, stage, WatchedLeavings(stage.writes))
 
     try:
@@ -170,7 +170,7 @@ class Rehearsal(TorchFunctionMode):
         expected: dict[Ref, tuple[int, ...]],
         exchanged: set[str],
         problems: list[Problem],
-        stage: Stage | None,
+        stage: FakeStage | None,
     ) -> None:
         super().__init__()
         self.problems = problems

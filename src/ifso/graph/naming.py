@@ -103,7 +103,7 @@ def modes_of(model: nn.Module) -> tuple[bool, ...]:
     return tuple(module.training for module in model.modules())
 
 
-def difference(before: Wiring, now: Wiring) -> str | None:
+def wiring_difference(before: Wiring, now: Wiring) -> str | None:
     """The first module that is another one now, in words; None if all are as they were."""
     for name in (*before, *now):
         one, other = before.get(name), now.get(name)

@@ -12,7 +12,7 @@ from ifso.costs.cost import count, recount
 from ifso.errors import DataError, IfsoError
 from ifso.pruning.distillation import distil_, is_better
 from ifso.pruning.latency_budget import keep_latency, measured_latency
-from ifso.pruning.measures import loss_of, measure, recalibrate, reconstruct, record, values_of
+from ifso.pruning.measures import evaluated, loss_of, measure, recalibrate, reconstruct, record_measure
 from ifso.pruning.recovery import Measure, Undo, norms_of, update_weights_
 from ifso.pruning.result import UNDONE, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
@@ -146,9 +146,9 @@ def _distil(run: Run) -> None:
         distil_(model, run.teacher, run.loss_fn, run.calibration, steps, run.settings.seed)
     recalibrate(run, run.batches_here())
     reconstruct(run, model)
-    after = values_of(run, model)
+    after = evaluated(run, model)
     good = is_better(after, before)
-    record(run, f"{steps} steps of distillation{'' if good else UNDONE}", after)
+    record_measure(run, f"{steps} steps of distillation{'' if good else UNDONE}", after)
     if not good:
         undo()
         run.say(f"{steps} steps of distillation were undone: they did harm")

@@ -11,7 +11,7 @@ from ifso.common.distributed import average_over_ranks_, sum_over_ranks
 from ifso.common.torch_state import same_modes
 from ifso.pruning.budget import Budget
 from ifso.pruning.reconstruction import reconstruct_
-from ifso.pruning.recovery import mean_loss, norms_of, numbers, recalibrate_
+from ifso.pruning.recovery import as_numbers, mean_loss, norms_of, recalibrate_
 from ifso.pruning.result import Network
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.verify import compare, outputs, refuse_failed
@@ -28,19 +28,19 @@ def loss_of(run: Run, model: nn.Module) -> dict[str, float]:
     return {"loss": mean_loss(model, run.loss_fn, run.examples)}
 
 
-def values_of(run: Run, model: nn.Module) -> dict[str, float]:
+def evaluated(run: Run, model: nn.Module) -> dict[str, float]:
     """What ``evaluate`` says of a model in eval mode; without it, its loss."""
     with run.progress.timed("measures"), same_modes(model):
         model.eval()
-        return numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
+        return as_numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
 
 
 def measure(run: Run, stage: str) -> None:
     """Put on record what the network is worth now."""
-    record(run, stage, values_of(run, run.network.model))
+    record_measure(run, stage, evaluated(run, run.network.model))
 
 
-def record(run: Run, stage: str, values: dict[str, float]) -> None:
+def record_measure(run: Run, stage: str, values: dict[str, float]) -> None:
     """Put a measure on record."""
     run.progress.measures.append({"stage": stage, "values": values})
     run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
@@ -50,7 +50,7 @@ def measure_in_place(run: Run) -> dict[str, float]:
     """What the network of a staged run is worth now, units that are gone still in place as zeros."""
     recalibrate(run, run.batches_here())
     with run.network.running():
-        return values_of(run, run.network.model)
+        return evaluated(run, run.network.model)
 
 
 def recalibrate(run: Run, batches: Iterable[Any]) -> None:
@@ -85,7 +85,7 @@ def keep_network(run: Run, budget: Budget, values: Mapping[str, float]) -> dict[
         smaller = ShrinkingNetwork(model, run.network.original)
         refuse_failed([compare(before, outputs(smaller, run.loss_fn, run.examples[0]))])
         if reconstruct(run, model):
-            values = values_of(run, model)
+            values = evaluated(run, model)
         folder = None if run.folder is None else run.folder.write_network(name, model, recipe)
         run.networks.append(Network(budget.targets, run.ledger.shares(), values, folder, None if folder else model))
     return {"budget": budget.targets, "network": name, "values": values}

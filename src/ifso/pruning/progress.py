@@ -205,7 +205,7 @@ class _Several:
         return notify
 
 
-def several(listeners: Sequence[Listener]) -> Listener:
+def listeners_as_one(listeners: Sequence[Listener]) -> Listener:
     """One listener that passes everything on to all of ``listeners``, in their order."""
     return listeners[0] if len(listeners) == 1 else cast("Listener", _Several(listeners))
 
@@ -213,7 +213,7 @@ def several(listeners: Sequence[Listener]) -> Listener:
 @contextmanager
 def progress(*others: Listener) -> Iterator[Listener]:
     """The display that fits (see :func:`display`) and ``others`` as one listener, finished at the end in any case."""
-    listener = several([display(), *others])
+    listener = listeners_as_one([display(), *others])
     try:
         yield listener
     finally:
@@ -235,7 +235,7 @@ def listener_for(progress: bool | None, listener: Listener | None) -> Listener:
         )
     shown = listener is None if progress is None else progress
     listeners = [*([display()] if shown and rank() == 0 else []), *([] if listener is None else [listener])]
-    return several(listeners or [Silent()])
+    return listeners_as_one(listeners or [Silent()])
 
 
 def display() -> Listener:

@@ -107,7 +107,7 @@ class Undo:
             tensor.copy_(self._copies[name])
 
 
-def numbers(found: Any) -> dict[str, float]:
+def as_numbers(found: Any) -> dict[str, float]:
     """What ``evaluate`` returned as numbers by name."""
     values = found if isinstance(found, Mapping) else {"value": found}
     if not values:

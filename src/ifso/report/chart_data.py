@@ -10,7 +10,7 @@ from typing import Any
 
 from ifso.report.results import QUALITIES, STAGES, Quality, quality
 from ifso.runs.reading import RunRecord
-from ifso.runs.structure import Group
+from ifso.runs.structure import GroupRecord
 from ifso.runs.values import numbers
 
 COSTS = ("macs", "params", "activations", "latency")
@@ -69,7 +69,7 @@ def _units(run: RunRecord) -> dict[str, Any]:
     return {"groups": groups, "scale": scale}
 
 
-def _members(group: Group) -> list[str]:
+def _members(group: GroupRecord) -> list[str]:
     """The layers that write, follow or read the units, in that order."""
     words = {"produces": "written by", "follows": "followed by", "consumes": "read by"}
     order = list(words)

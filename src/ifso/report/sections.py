@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ifso.pruning.result import LABELS
 from ifso.report.results import STAGES, Quality, binding, costs_in_words, quality
-from ifso.runs.reading import RunRecord, Tuning
+from ifso.runs.reading import RunRecord, TuningRecord
 from ifso.runs.values import at, mapping, number, numbers, text, whole
 
 LINKS = {
@@ -191,7 +191,7 @@ def resume_command(run: RunRecord) -> str | None:
     return shlex.join(["ifso", "prune", "--resume", "--out", str(run.folder)]) if run.arguments else None
 
 
-def finetune_command(run: RunRecord, tuning: Tuning) -> str | None:
+def finetune_command(run: RunRecord, tuning: TuningRecord) -> str | None:
     """The command that repeats a fine-tuning; None if Python began it."""
     told = text(at(tuning.config, "about", "command"))
     given = mapping(at(tuning.config, "about", "arguments"))

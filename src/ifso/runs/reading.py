@@ -37,7 +37,7 @@ EVALUATION = "eval.json"
 
 
 @dataclass(frozen=True)
-class Removal:
+class RemovalRecord:
     """One removal, as ``metrics.jsonl`` has it."""
 
     number: int
@@ -50,7 +50,7 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningRecord:
     """A fine-tuning: its epochs (numbers by name), the summary if it has come to its end, and bytes of its weights."""
 
     folder: Path
@@ -79,7 +79,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoresRecord:
     """Scores by group; ``first`` are those of the first step, normalised, else the last ones of what is left."""
 
     by_group: Mapping[str, list[float]]
@@ -101,13 +101,13 @@ class RunRecord:
     folder: Path
     config: Mapping[str, Any]
     structure: Structure = field(default_factory=Structure)
-    removals: tuple[Removal, ...] = ()
+    removals: tuple[RemovalRecord, ...] = ()
     cost_before: Mapping[str, float] = field(default_factory=dict)
     summary: Mapping[str, Any] | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
-    tuning: Tuning | None = None
+    tuning: TuningRecord | None = None
     evaluation: Mapping[str, Any] | None = None
-    scores: Scores | None = None
+    scores: ScoresRecord | None = None
     recipe: bytes | None = None
     weights_bytes: int | None = None
     problems: tuple[str, ...] = ()
@@ -292,7 +292,7 @@ class _Reader:
             f"{place}: {count} {words} no whole JSON of a run and {'was' if count == 1 else 'were'} left out"
         )
 
-    def _removals(self) -> list[Removal]:
+    def _removals(self) -> list[RemovalRecord]:
         found = filter(None, map(_removal, self._lines(self._folder / METRICS, _removal)))
         by_number = {removal.number: removal for removal in found}
         return [by_number[each] for each in sorted(by_number)]
@@ -307,7 +307,7 @@ class _Reader:
             return None
 
     def _structure(
-        self, removals: list[Removal], recipe: Recipe | None, document: Mapping[str, Any] | None
+        self, removals: list[RemovalRecord], recipe: Recipe | None, document: Mapping[str, Any] | None
     ) -> Structure:
         gone: dict[str, dict[int, int | None]] = {}
         for removal in removals:
@@ -336,14 +336,14 @@ class _Reader:
                 return mapping(at(state, "progress"))
         return {}
 
-    def _tuning(self, folder: Path) -> Tuning | None:
+    def _tuning(self, folder: Path) -> TuningRecord | None:
         config = self._json(folder / CONFIG)
         if config is None:
             return None
         epochs = map(numbers, self._lines(folder / METRICS, lambda line: "epoch" in numbers(line)))
-        return Tuning(folder, config, tuple(epochs), self._json(folder / SUMMARY), _size_of(folder / WEIGHTS))
+        return TuningRecord(folder, config, tuple(epochs), self._json(folder / SUMMARY), _size_of(folder / WEIGHTS))
 
-    def _scores(self, structure: Structure) -> Scores | None:
+    def _scores(self, structure: Structure) -> ScoresRecord | None:
         for name in (FIRST_SCORES, SCORES):
             path = self._folder / name
             if not path.is_file():
@@ -356,7 +356,7 @@ class _Reader:
             sizes = {group.name: group.size for group in structure.groups}
             found = {key: tensor.double().flatten().tolist() for key, tensor in tensors.items()}
             fitting = {key: values for key, values in found.items() if sizes.get(key) == len(values)}
-            return Scores(fitting, first=name == FIRST_SCORES)
+            return ScoresRecord(fitting, first=name == FIRST_SCORES)
         return None
 
 
@@ -372,13 +372,13 @@ def _bytes_of(path: Path) -> bytes | None:
     return None
 
 
-def _removal(line: Mapping[str, Any]) -> Removal | None:
+def _removal(line: Mapping[str, Any]) -> RemovalRecord | None:
     count = whole(line.get("removal"))
     if count is None or not isinstance(line.get("units"), dict):
         return None
     units = {name: wholes(places) for name, places in line["units"].items()}
     costs, shares = numbers(line.get("costs")), numbers(line.get("shares"))
-    return Removal(
+    return RemovalRecord(
         count, units, number(line.get("score")), costs, shares, number(line.get("loss")), number(line.get("seconds"))
     )
 
@@ -387,7 +387,7 @@ def _cost_before(
     summary: Mapping[str, Any] | None,
     document: Mapping[str, Any] | None,
     recipe: Recipe | None,
-    removals: list[Removal],
+    removals: list[RemovalRecord],
 ) -> dict[str, float]:
     found = numbers(mapping(summary).get("before")) or numbers(mapping(document).get("cost"))
     if found:

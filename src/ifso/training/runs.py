@@ -18,7 +18,7 @@ from torch import nn
 
 from ifso._version import __version__
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import rank, several, together
+from ifso.common.distributed import is_distributed, rank, together
 from ifso.common.loss_fn import LossFn
 from ifso.common.serialization import located
 from ifso.data.base import Data, headline
@@ -37,7 +37,7 @@ from ifso.training.settings import TrainSettings
 from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
 
 
-class Listener(Protocol):
+class TrainingListener(Protocol):
     """The interface of those who follow trainings, each by its name."""
 
     def started(self, name: str, epoch: int, epochs: int) -> None:
@@ -53,7 +53,7 @@ class Listener(Protocol):
         """There is a line for a person."""
 
 
-class Silent:
+class SilentTraining:
     """A listener that ignores everything."""
 
     def started(self, *_: Any, **__: Any) -> None:
@@ -94,7 +94,7 @@ class Training:
 
 
 def train_side_by_side(
-    trainings: Sequence[Training], listener: Listener, *, resume: bool = False, ranks: int = 1
+    trainings: Sequence[Training], listener: TrainingListener, *, resume: bool = False, ranks: int = 1
 ) -> list[dict[str, Any] | IfsoError]:
     """Train all networks in turns, none waiting for another; return the summary or the error of each.
 
@@ -140,7 +140,7 @@ def _open_folder(training: Training, resume: bool) -> RunFolder | None:
 
 
 def _batches_and_loss(
-    training: Training, listener: Listener, caches: TeacherCaches, ranks: int, networks: int
+    training: Training, listener: TrainingListener, caches: TeacherCaches, ranks: int, networks: int
 ) -> tuple[Any, LossFn]:
     """Batches, and the loss with clear errors; ``networks`` have the same teacher."""
     data = training.data
@@ -165,7 +165,7 @@ def _on_end(
         return
     if trainer.folder is not None:
         _discard_if_empty(trainer.folder)
-    if several():
+    if is_distributed():
         raise failure
     if turns.size:
         trainer.say(f"failed: {failure}")
@@ -201,7 +201,7 @@ class RunningTraining(Trainer):
     """A trainer that writes its folder and informs its listener; ``summary`` is there at its end."""
 
     def __init__(
-        self, training: Training, folder: RunFolder | None, listener: Listener, material: tuple[Any, LossFn]
+        self, training: Training, folder: RunFolder | None, listener: TrainingListener, material: tuple[Any, LossFn]
     ) -> None:
         batches, loss_fn = material
         self._training, self.folder, self._listener = training, folder, listener
