@@ -9,20 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import (
-    EACCES,
-    EBUSY,
-    EDQUOT,
-    EFBIG,
-    ELOOP,
-    ENAMETOOLONG,
-    ENOENT,
-    ENOSPC,
-    ENOTDIR,
-    ENXIO,
-    EPERM,
-    EROFS,
-)
+from errno import EACCES, EBUSY, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS
 from pathlib import Path
 
 import torch

@@ -120,10 +120,7 @@ class BarDisplay:
 
         width = self._console.width
         bar = BarColumn(
-            20 if width >= 100 else 8,
-            complete_style="cyan",
-            finished_style="green",
-            table_column=Column(no_wrap=True),
+            20 if width >= 100 else 8, complete_style="cyan", finished_style="green", table_column=Column(no_wrap=True)
         )
         columns = [*([bar] if width >= NARROW else []), Words()]
         self._progress = WithMoreBelow(

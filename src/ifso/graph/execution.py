@@ -82,12 +82,7 @@ def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
     """Whatever a run of the model changes within is put back: in Python, and in tensors that were there before."""
-    with (
-        preserved(model) as image,
-        written_back(model, image) as writes,
-        WatchedLeavings(writes),
-        WatchedCalls(writes),
-    ):
+    with preserved(model) as image, written_back(model, image) as writes, WatchedLeavings(writes), WatchedCalls(writes):
         yield
 
 

@@ -21,14 +21,7 @@ from ifso.errors import RunError, VerificationError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.recovery import Measure
 from ifso.pruning.verify import Check, refuse_failed
-from ifso.runs.files import (
-    NETWORKS,
-    SCORES,
-    STRUCTURE,
-    SUMMARY,
-    read_summary,
-    refuse_other_files,
-)
+from ifso.runs.files import NETWORKS, SCORES, STRUCTURE, SUMMARY, read_summary, refuse_other_files
 from ifso.runs.folder import RunFolder
 from ifso.runs.structure import structure_of
 from ifso.surgery.compact import compact_

@@ -123,12 +123,7 @@ def _quality(run: RunRecord, found: Quality) -> dict[str, Any]:
         if stage in found.by_stage and (stage == "unpruned" or kept is not None)
     ]
     path = [[1.0, short(found.by_stage["unpruned"], 6)]] if "unpruned" in found.by_stage else []
-    return {
-        "name": found.name,
-        "percent": found.is_percent,
-        "points": points,
-        "path": [*path, *_along(run, found.key)],
-    }
+    return {"name": found.name, "percent": found.is_percent, "points": points, "path": [*path, *_along(run, found.key)]}
 
 
 def stage_losses(run: RunRecord) -> list[list[float | None]]:

@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ifso.common.serialization import (
-    MAX_JSON_BYTES,
-    located,
-    parsed,
-    refuse_special,
-    strict_json,
-)
+from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, refuse_special, strict_json
 from ifso.common.text import shown
 from ifso.errors import RunError
 from ifso.runs.values import dict_of, is_number, is_text, is_truth, is_whole, list_of, optional, with_keys

@@ -86,12 +86,7 @@ class OpenedRun:
         return open_data(name, device=device, seed=seed, validation=validation, **options)
 
     def original(
-        self,
-        *,
-        device: Any = "cpu",
-        weights: str | None = None,
-        pretrained: bool = False,
-        data: Data | None = None,
+        self, *, device: Any = "cpu", weights: str | None = None, pretrained: bool = False, data: Data | None = None
     ) -> nn.Module:
         """The network before pruning, with the weights that the run began with; ``weights`` says where they are now.
 
