@@ -10,13 +10,15 @@ from typing import Any
 from torch import nn
 
 from ifso.common.module_state import named_tensors
-from ifso.errors import TraceError
+from ifso.errors import IfsoError, TraceError
 
 WILD = frozenset("*?[")
 
 
-def names_in(model: nn.Module, wanted: Any, option: str) -> tuple[str, ...]:
-    """The names of modules and parameters that ``option`` asks for; a TraceError if one of them is not there.
+def names_in(model: nn.Module, wanted: Any, option: str, error: type[IfsoError] = TraceError) -> tuple[str, ...]:
+    """The names of modules and parameters that ``option`` asks for; TraceError if one is not there.
+
+    ``error`` is raised for what is no collection of names.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> names_in(net, ["0", "*.bias", net[2]], "ignore")
@@ -24,7 +26,7 @@ def names_in(model: nn.Module, wanted: Any, option: str) -> tuple[str, ...]:
     """
     if isinstance(wanted, str) or not isinstance(wanted, (nn.Module, Iterable)):
         what = f"one string; give a tuple of names: {option}=({wanted!r},)" if isinstance(wanted, str) else "no tuple"
-        raise TraceError(f"{option}={wanted!r} is {what}")
+        raise error(f"{option}={wanted!r} is {what}")
     given = [wanted] if isinstance(wanted, nn.Module) else list(wanted)
     found: dict[str, None] = {}
     for each in given:

@@ -165,13 +165,14 @@ def prune(
         raise BudgetError("torch's default device is meta, where there are no numbers; set another, or leave its block")
     together(partial(check_model, model))
     for name, floor in (("min_units", min_units), ("min_share", min_share)):
-        _names(model, [pattern for pattern in floor if pattern != ALL] if isinstance(floor, Mapping) else (), name)
+        names_in(model, [pattern for pattern in floor if pattern != ALL] if isinstance(floor, Mapping) else (), name)
     settings, learning_rate = settings_of(
         preset, optimizer, budget=budget, criterion=criterion, schedule=schedule, normalize=normalize, update=update,
         recover=recover, stop=stop, calibration=calibration, accumulate=accumulate, accumulation=accumulation,
         batches_per_score=batches_per_score, units_per_step=units_per_step, round_to=round_to, min_units=min_units,
-        min_share=min_share, ignore=_names(model, ignore, "ignore"), only=_names(model, only, "only"), seed=seed,
-        train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
+        min_share=min_share, ignore=names_in(model, ignore, "ignore", BudgetError),
+        only=names_in(model, only, "only", BudgetError), seed=seed, train_mode=train_mode,
+        recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
     resume, out = _folders(resume, out, overwrite=overwrite)
     make_optimizer, told = optimizer or partial(sgd, learning_rate=learning_rate), listener_for(progress, listener)
@@ -187,26 +188,18 @@ def prune(
         with _opened(config, resume, out, overwrite=overwrite) as folder:
             if folder is not None and folder.finished:
                 return together(lambda: finished_result(folder, model, traced.graph))
-            found = together(lambda: None if folder is None else folder.newest_checkpoint())
-            if found is None and resume is not None:
+            checkpoint = together(lambda: None if folder is None else folder.newest_checkpoint())
+            if checkpoint is None and resume is not None:
                 check_budget(model, traced, settings, so_far)
-            run = together(lambda: _begun(
-                model, traced, settings, loss_fn, make_optimizer, train_batches, batches, so_far, found,
+            run = together(lambda: _begin(
+                model, traced, settings, loss_fn, make_optimizer, train_batches, batches, so_far, checkpoint,
                 listener=told, evaluate=evaluate, config=config, checkpoint_every=checkpoint_every, shrink=compact,
             ))  # fmt: skip
             for note in notes:
                 run.say(note)
             if folder is not None and rank() == 0:
                 _write_into(folder, run, remembered=remembers(train_batches))
-            return _through(run)
-
-
-def _names(model: nn.Module, given: Any, option: str) -> tuple[str, ...]:
-    """The names of what the user calls by name, by pattern or as a module."""
-    if isinstance(given, str) or not isinstance(given, (nn.Module, Iterable)):
-        what = f"one string; give a tuple of names: {option}=({given!r},)" if isinstance(given, str) else "no tuple"
-        raise BudgetError(f"{option}={given!r} is {what}")
-    return names_in(model, given, option)
+            return _complete(run)
 
 
 def _folders(resume: Any, out: Any, *, overwrite: bool) -> tuple[Path | None, Path | None]:
@@ -259,7 +252,7 @@ def _opened(
             folder.close()
 
 
-def _begun(
+def _begin(
     model: nn.Module,
     traced: Traced,
     settings: Settings,
@@ -268,31 +261,31 @@ def _begun(
     train_batches: Iterable[Any],
     batches: list[Any],
     progress: Progress,
-    found: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     *,
     shrink: bool,
     **others: Any,
 ) -> Run:
-    """The run at its beginning, or where the checkpoint that was ``found`` says."""
+    """The run at its beginning, or where a checkpoint says."""
     staged = settings.schedule == "staged"
     teacher = copy_of(model) if (staged and settings.update) or settings.recover else None
     network = ShrinkingNetwork(model, traced.graph, traced.left_alone)
     position = (0, 0)
-    if found is not None:
-        _, tensors, state = found
+    if checkpoint is not None:
+        _, tensors, state = checkpoint
         progress = Progress.from_json(state["progress"])
         position = (state["position"][0], state["position"][1])
         shrink_to_(network, tensors)
-    worker = ScoringLoop(network, settings.criterion, loss_fn, make_optimizer, capture=not staged)
-    if found is not None:
-        worker.fill_(tensors, state["optimizer"])
+    scoring = ScoringLoop(network, settings.criterion, loss_fn, make_optimizer, capture=not staged)
+    if checkpoint is not None:
+        scoring.fill_(tensors, state["optimizer"])
     examples = [on_device(batch, network.device) for batch in batches[:LOSS_BATCHES]]
     run = Run(
-        network, worker, settings, BatchStream(train_batches, settings.seed, position), examples, worker.loss_fn,
+        network, scoring, settings, BatchStream(train_batches, settings.seed, position), examples, scoring.loss_fn,
         traced.moves, progress, teacher=teacher, calibration=dealt_again(batches, settings.seed) if staged else (),
         shrink=shrink and not settings.criterion.masks_itself and settings.criterion.needs != "nothing", **others,
     )  # fmt: skip
-    if found is not None:
+    if checkpoint is not None:
         run.go_on_(tensors, state)
     return run
 
@@ -311,7 +304,7 @@ def _write_into(folder: RunFolder, run: Run, *, remembered: bool) -> None:
         run.say(note)
 
 
-def _through(run: Run) -> PruneResult:
+def _complete(run: Run) -> PruneResult:
     """Measure, remove, finish."""
     model = run.network.model
     try:

@@ -93,7 +93,7 @@ class Run:
     """
 
     network: ShrinkingNetwork
-    worker: ScoringLoop
+    scoring: ScoringLoop
     settings: Settings
     stream: BatchStream
     examples: Sequence[Any]
@@ -111,7 +111,7 @@ class Run:
     networks: list[Network] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.worker.tell = self.say
+        self.scoring.tell = self.say
         self.checks: list[Check] = []
         self.metrics: list[dict[str, Any]] = []
         self.scores = torch.zeros(self.network.original.num_units, dtype=torch.float64, device="cpu")
@@ -119,7 +119,7 @@ class Run:
         self._written = time.perf_counter()
         self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
         self._open_ledgers()
-        self._good = Snapshot(lambda: {**self.worker.tensors(), SCORES: self.scores})
+        self._good = Snapshot(lambda: {**self.scoring.tensors(), SCORES: self.scores})
         self._remember()
 
     def _remember(self) -> None:
@@ -130,7 +130,7 @@ class Run:
         self._good_state = {
             "progress": copy.deepcopy(finite(vars(self.progress))),
             "position": list(self.stream.position),
-            "optimizer": plain_state_of(self.worker.optimizer),
+            "optimizer": plain_state_of(self.scoring.optimizer),
             "can_shrink": self.network.can_shrink,
         }
 
@@ -145,20 +145,20 @@ class Run:
     def reopen(self) -> None:
         """The model of latency is another one, and the network smaller: count from now on by what holds now."""
         self._open_ledgers()
-        self.worker.renew()
+        self.scoring.renew()
         self._remember()
 
     def undo(self) -> None:
         """Back to the last good state, which must be of the same shape."""
         self._good.restore_()
-        self.worker.renew()
+        self.scoring.renew()
         self._open_ledgers()
 
     def refuse_zeros(self, scores: Tensor) -> None:
         """ScoreError if nothing can be chosen by these scores."""
         if not bool(scores.any()) and not self.progress.removals:
             raise ScoreError(
-                f"all scores of {self.worker.criterion.name!r} are zero, so that nothing can be chosen by them; "
+                f"all scores of {self.scoring.criterion.name!r} are zero, so that nothing can be chosen by them; "
                 "loss_fn must use the model that it is given, and the data must not be constant; nothing was pruned"
             )
 
@@ -221,7 +221,7 @@ class Run:
             ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
             made = select(self.ledger, self.moves, ranked, target, most=phase.most)
             self.progress.step += 1
-            self.worker.remove_([unit for move in made for unit in move.units])
+            self.scoring.remove_([unit for move in made for unit in move.units])
         self.scores.copy_(scores)
         if self.folder is not None and self.progress.step == 1:
             self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
@@ -240,15 +240,15 @@ class Run:
 
     def _collect(self, train: bool) -> tuple[Tensor, float]:
         """Scores [original units], of all rounds or of the last, and the mean loss of ``accumulate`` rounds."""
-        needed = self.settings.accumulate if self.worker.criterion.needs_batches or train else 1
+        needed = self.settings.accumulate if self.scoring.criterion.needs_batches or train else 1
         for number in range(needed):
             if self.settings.accumulation == "last" and number == needed - 1:
-                self.worker.forget_scores()
+                self.scoring.forget_scores()
             batches = together(lambda: [next(self.stream) for _ in range(self.settings.batches_per_score)])
             torch.manual_seed(seed_of(self.settings.seed, self.progress.rounds))
-            self.worker.round(batches, train=train)
+            self.scoring.round(batches, train=train)
             self.progress.rounds += 1
-        scores, loss = self.worker.collect()
+        scores, loss = self.scoring.collect()
         if not math.isfinite(loss) or not bool(scores.isfinite().all()):
             self.stop(loss)
         self.refuse_zeros(scores)
@@ -256,7 +256,7 @@ class Run:
 
     def stop(self, loss: float) -> NoReturn:
         """The last good state is put back, made smaller, and saved; then an error says what happened."""
-        spoilt, (epoch, index) = number_of_each(int(self.worker.spoilt)), self.stream.position
+        spoilt, (epoch, index) = number_of_each(int(self.scoring.spoilt)), self.stream.position
         self._good.restore_()
         self.finish_surgery()
         kept = f"{self.ledger.shares()['macs']:.1%} of the MACs"
@@ -306,7 +306,7 @@ class Run:
                 self.say("units stay in memory until the end: a smaller network could not be told apart unit by unit")
                 return
             self._compact(multiple)
-            self.worker.renew()
+            self.scoring.renew()
 
     @cached_property
     def _passes(self) -> float:
@@ -318,9 +318,9 @@ class Run:
 
     def _compact(self, multiple: int = 1) -> None:
         """Take units out for real, and look whether the network still does the same."""
-        self.network.zero_(self.worker.optimizer)
+        self.network.zero_(self.scoring.optimizer)
         before = outputs(self.network, self.loss_fn, self.examples[0])
-        self.network.compact_(self.worker.optimizer, multiple)
+        self.network.compact_(self.scoring.optimizer, multiple)
         self.checks.append(compare(before, outputs(self.network, self.loss_fn, self.examples[0])))
         self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
 

@@ -41,7 +41,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     if run.settings.update and units:
         with run.progress.timed("update"):
             _fit_(run, units)
-    run.worker.remove_(units)
+    run.scoring.remove_(units)
     run.scores.copy_(scores)
     asked = phase.ends_at is not None or run.settings.stop is not None
     values = measure_in_place(run) if asked else {"loss": _loss(run)}
@@ -67,12 +67,12 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
 def _scores(run: Run) -> Tensor:
     """Scores [original units] over all calibration batches."""
     with run.progress.timed("scores"), run.calibrating():
-        together(lambda: run.worker.prepare(run.calibration))
-        for batch in run.calibration if run.worker.criterion.needs_batches else run.calibration[:1]:
+        together(lambda: run.scoring.prepare(run.calibration))
+        for batch in run.calibration if run.scoring.criterion.needs_batches else run.calibration[:1]:
             torch.manual_seed(seed_of(run.settings.seed, run.progress.rounds))
-            run.worker.round([batch], train=None)
+            run.scoring.round([batch], train=None)
             run.progress.rounds += 1
-        scores, _ = run.worker.collect()
+        scores, _ = run.scoring.collect()
     if not bool(scores.isfinite().all()):
         run.stop(math.nan)
     run.refuse_zeros(scores)
