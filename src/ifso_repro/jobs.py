@@ -96,8 +96,7 @@ class Job:
     def prune_keywords(self) -> dict[str, Any]:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
         from ifso.criteria.registry import create
-        from ifso.pruning.budget import Budget
-        from ifso.pruning.presets import STAGED
+        from ifso.pruning.budget import STAGED, Budget
         from ifso.pruning.settings import sgd
 
         if self.missing():
@@ -116,7 +115,7 @@ class Job:
 
     def recorded_settings(self) -> dict[str, Any]:
         """The settings of a pruning as its ``config.json`` has them, and the rate of its optimizer."""
-        from ifso.pruning.presets import PRESETS
+        from ifso.pruning.budget import PRESETS
         from ifso.pruning.settings import Settings
 
         keywords, known = self.prune_keywords(), {entry.name for entry in fields(Settings)}
@@ -125,13 +124,13 @@ class Job:
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""
-        from ifso.training.settings import recipe_of
+        from ifso.training.settings import training_recipe
 
         changes = dict(self.row.finetune)
         if self.recipe not in ("paper", *DETECTORS_RECIPES):
             changes.pop("epochs", None)
         name, more = RECIPES_BY_CHANGES.get(self.recipe, (self.recipe, {}))
-        return recipe_of(name, **{**changes, **more}, seed=self.seed)
+        return training_recipe(name, **{**changes, **more}, seed=self.seed)
 
 
 def teacher_of(job: Job) -> dict[str, Any]:

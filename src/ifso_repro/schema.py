@@ -118,11 +118,11 @@ class Base:
 
     def train_settings(self) -> "TrainSettings":
         """How the unpruned network is trained, without a teacher."""
-        from ifso.training.settings import recipe_of
+        from ifso.training.settings import training_recipe
 
         if self.recipe is None:
             raise IfsoError(f"the unpruned network is not trained: its weights are given, {self.weights}")
-        return recipe_of(self.recipe, epochs=self.epochs, batch=self.batch, distill=0.0, **self.train)
+        return training_recipe(self.recipe, epochs=self.epochs, batch=self.batch, distill=0.0, **self.train)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
-from ifso.common.fake_tensors import Stage
+from ifso.common.fake_tensors import FakeStage
 from ifso.errors import BudgetError, IfsoError, ScoreError, TraceError
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -43,7 +43,7 @@ def fakes() -> list[Any]:
 
 
 def _held() -> list[Any]:
-    return [item for item in gc.get_objects() if type(item) is FakeTensor and isinstance(item.fake_mode, Stage)]
+    return [item for item in gc.get_objects() if type(item) is FakeTensor and isinstance(item.fake_mode, FakeStage)]
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import ifso
-from ifso.costs.verify import recount
+from ifso.costs.cost import recount
 from ifso.errors import CompactionError, IfsoError, KeepError
 
 EXACT = 1e-8

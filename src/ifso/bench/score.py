@@ -321,12 +321,7 @@ class _Trials:
 
 
 def measure(
-    setup: Setup,
-    repeats: int,
-    say: Callable[[str], None],
-    methods: Sequence[str] | None = None,
-    *,
-    ranks: bool = True,
+    setup: Setup, repeats: int, say: Callable[[str], None], methods: Sequence[str] | None = None, *, ranks: bool = True
 ) -> dict[str, Any]:
     """Seconds and peak memory of the methods (of all, if None), and as multiples of the gradient's.
 
