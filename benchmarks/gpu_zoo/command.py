@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="rounds of the timings (%(default)s)")
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="for one network (%(default)s)")
     parser.add_argument("--minutes", type=float, metavar="M", help="leave what is not done by then for the next run")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the device (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes on the device (%(default)s)")
     parser.add_argument("--float64", metavar="FOLDER", help="where scores in float64 of a CPU are kept and looked for")
     parser.add_argument("--float64-only", action="store_true", help="only compute those, on the CPU")
     parser.add_argument("--no-float64", action="store_true", help="no ranks against float64")

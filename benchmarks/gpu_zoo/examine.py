@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ifso
 from benchmarks.gpu_zoo import float64 as zoo_float64

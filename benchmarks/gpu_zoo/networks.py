@@ -98,7 +98,7 @@ def matching(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
 
 
 def by_cost(entries: Sequence[Entry], file: Path = MEASURED) -> list[Entry]:
-    """The networks, those first that take little: tracing, whose time is Python's as that of a score is, and weights."""
+    """The networks, those first that take little time: of Python, as tracing does, and for their weights."""
     rows = json.loads(file.read_text())["results"]
 
     def cost(entry: Entry) -> float:

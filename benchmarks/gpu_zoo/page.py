@@ -18,7 +18,7 @@ Every network has random, non-degenerate weights and runs in train mode in float
 input (detectors: 320 px).
 
 - *Times* are seconds of one score ÷ seconds of one gradient of the same batch, without CUDA graphs: medians over
-  rounds in turns. At so few images they are times of Python, beside other processes; for the GPU's own: `ifso bench score`.
+  rounds in turns. With so few images these are times of Python, beside other processes, not the GPU's.
 - *Memory* is the peak of a score ÷ that of a training step (SGD with momentum).
 - *Rank* is Spearman's correlation with the same scores in float64, on a small batch, within groups of units: the mean
   over groups, weighted by the units compared, at most 16 of a group. Where scores of a CPU were not at hand, or were of

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ class Together(InProcess):
     """Workers that are busy until as many as there are have a network; one with too little memory beside another."""
 
     all_busy = threading.Barrier(4)
-    begun = []
+    begun: ClassVar[list[str]] = []
 
     def examine(self, entry, limit):
         alone = entry.key in self.begun
