@@ -82,7 +82,9 @@ def prepared(known: Known) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "known", [*NETWORKS, *(pytest.param(known, marks=pytest.mark.slow) for known in OTHERS)], ids=lambda known: known.name
+    "known",
+    [*NETWORKS, *(pytest.param(known, marks=pytest.mark.slow) for known in OTHERS)],
+    ids=lambda known: known.name,
 )
 def test_masked_equals_compacted(known):
     model, images = prepared(known)
