@@ -6,6 +6,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a worker already
+
 import torch
 
 torch.set_num_threads(1)
