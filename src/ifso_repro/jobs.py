@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 OURS_TO_USE = ("lr", "batch")
 """Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
 
+OF_THE_NETWORK = ("batch", "round_to", "min_units")
+"""Options of pruning that the default run takes from a row, too: the others are those of Algorithm 2."""
+
 PRESET = "paper"
 """What stands for options of pruning that a row does not name."""
 
@@ -76,7 +79,7 @@ class Job:
     @property
     def _usual_prune(self) -> dict[str, Any]:
         if self.criterion == DEFAULT_RUN:
-            return {key: self.row.prune[key] for key in ("batch",) if key in self.row.prune}
+            return {key: self.row.prune[key] for key in OF_THE_NETWORK if key in self.row.prune}
         return {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
 
     @property
@@ -93,8 +96,7 @@ class Job:
     def prune_keywords(self) -> dict[str, Any]:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
         from ifso.criteria.registry import create
-        from ifso.pruning.budget import Budget
-        from ifso.pruning.presets import STAGED
+        from ifso.pruning.budget import STAGED, Budget
         from ifso.pruning.settings import sgd
 
         if self.missing():
@@ -113,7 +115,7 @@ class Job:
 
     def recorded_settings(self) -> dict[str, Any]:
         """The settings of a pruning as its ``config.json`` has them, and the rate of its optimizer."""
-        from ifso.pruning.presets import PRESETS
+        from ifso.pruning.budget import PRESETS
         from ifso.pruning.settings import Settings
 
         keywords, known = self.prune_keywords(), {entry.name for entry in fields(Settings)}
@@ -122,13 +124,13 @@ class Job:
 
     def train_settings(self) -> TrainSettings:
         """How the pruned network is fine-tuned; the epochs of the row are the paper's, other recipes have their own."""
-        from ifso.training.settings import recipe_of
+        from ifso.training.settings import training_recipe
 
         changes = dict(self.row.finetune)
         if self.recipe not in ("paper", *DETECTORS_RECIPES):
             changes.pop("epochs", None)
         name, more = RECIPES_BY_CHANGES.get(self.recipe, (self.recipe, {}))
-        return recipe_of(name, **{**changes, **more}, seed=self.seed)
+        return training_recipe(name, **{**changes, **more}, seed=self.seed)
 
 
 def teacher_of(job: Job) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ifso.data.batches import Images
 from ifso.data.coco_batches import BoxSamples
 from ifso.data.decoding import ImageFiles
 from ifso.errors import RunError
-from ifso.runs.folder import differences, read_config
+from ifso.runs.files import differences, read_config
 from ifso.surgery.recipe import digest_of
 from ifso.training.settings import LATER
 from ifso_repro.jobs import Job

@@ -33,14 +33,14 @@ from ifso.training.evaluation import Evaluator, evaluation_batches
 from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import padded_
 from ifso.training.profiling import hardware
-from ifso.training.settings import TrainSettings, recipe_of
+from ifso.training.settings import TrainSettings, training_recipe
 from ifso.training.trainer import RoundRobin, Trainer, TrainerHooks, fit_side_by_side, seeded_rng
 from ifso_repro.cli import RECIPE
 from ifso_repro.commands import OUT, refuse_below_one, training_changes
 from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
-START = recipe_of("scratch")
+START = training_recipe("scratch")
 CANDIDATES: Mapping[str, Mapping[str, Any]] = {
     "decay 5e-4": {"distill": 0.9, "weight_decay": 5e-4},
     "decay 2e-4": {"distill": 0.9, "weight_decay": 2e-4},

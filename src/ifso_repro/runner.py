@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ifso.common.files import FolderLock
+from ifso.common.locks import FolderLock
 from ifso.common.text import one_line
 from ifso.data import Data
 from ifso.errors import IfsoError, RunError, TrainingError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
 DEFAULT_RUN = "true-loss"
-"""The criterion of the staged run, which takes only its batch size from a row: rows name options of Algorithm 2."""
+"""The criterion of the staged run."""
 
 TAUGHT = "taught"
 """The recipe with another teacher than the unpruned network of the row."""
@@ -118,11 +118,11 @@ class Base:
 
     def train_settings(self) -> "TrainSettings":
         """How the unpruned network is trained, without a teacher."""
-        from ifso.training.settings import recipe_of
+        from ifso.training.settings import training_recipe
 
         if self.recipe is None:
             raise IfsoError(f"the unpruned network is not trained: its weights are given, {self.weights}")
-        return recipe_of(self.recipe, epochs=self.epochs, batch=self.batch, distill=0.0, **self.train)
+        return training_recipe(self.recipe, epochs=self.epochs, batch=self.batch, distill=0.0, **self.train)
 
 
 @dataclass(frozen=True)

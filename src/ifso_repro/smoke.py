@@ -12,7 +12,7 @@ import torch
 import ifso
 from ifso.data import Data
 from ifso.data.generated import generated_boxes, generated_images
-from ifso.training.settings import TrainSettings, recipe_of
+from ifso.training.settings import TrainSettings, training_recipe
 from ifso_repro.schema import BOXES, Row
 
 SMOKE: Mapping[str, Any] = {"epochs": 1, "batch": 16}
@@ -43,7 +43,7 @@ def smoke_row(row: Row) -> Row:
 
 def smoke_settings(row: Row) -> TrainSettings:
     """How an unpruned network is trained."""
-    return recipe_of("detection", **SMOKE_BOXES) if row.detects else TrainSettings(**SMOKE)
+    return training_recipe("detection", **SMOKE_BOXES) if row.detects else TrainSettings(**SMOKE)
 
 
 def smoke_prune(row: Row) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from ifso.criteria.scorer import ScoreWarning
 from ifso.data import open_data
 from ifso.errors import BudgetError, CompactionError, DataError, IfsoError, KeepError, ScoreError, VerificationError
 from ifso.models import load_weights
-from ifso.runs.folder import RunFolder, read_config
+from ifso.runs.files import read_config
+from ifso.runs.folder import RunFolder
 from ifso.training.profiling import time_forward
 
 TASK = ["prune", "--model", "net.py:network", "--data", "net.py:data", "--macs", "0.7", "--out", "new"]
@@ -310,7 +311,7 @@ class TestNetworks:
         assert "weights_only" not in str(caught.value)
 
     def test_workers_that_remember(self, tmp_path: Path) -> None:
-        from ifso.common.batch_stream import remembers
+        from ifso.common.batches import remembers
 
         data = TensorDataset(torch.zeros(4, 2))
         assert remembers(DataLoader(data, num_workers=1, persistent_workers=True))

@@ -10,7 +10,7 @@ import pytest
 import ifso
 from ifso.cli.main import main
 from ifso.errors import ModelNotFound, RunError
-from ifso.runs.open import refuse_foreign
+from ifso.runs.arguments import refuse_foreign
 
 EVIL = "from pathlib import Path\nPath('executed').touch()\n"
 CAME = "which came with it; if you trust it, give --"

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from torch import nn
 
 import ifso
-from ifso.common import files
-from ifso.common.files import explained, replacing, turn_in, write_tensors, write_text
+from ifso.common import locks
+from ifso.common.files import explained, replacing, write_tensors, write_text
+from ifso.common.locks import turn_in
 from ifso.errors import RecipeError
 
 TIMES = 12
@@ -51,7 +52,7 @@ def at_once(*works: Callable[[], object]) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "WAIT", 0.05)
+    monkeypatch.setattr(locks, "WAIT", 0.05)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 from ifso.training.evaluation import evaluate
 from ifso.training.objective import batches_and_loss
-from ifso.training.settings import recipe_of
+from ifso.training.settings import training_recipe
 from ifso.training.trainer import fit
 
 NET = """
@@ -78,9 +78,12 @@ class TestFinetuned:
     @pytest.mark.parametrize(
         ("options", "settings"),
         [
-            ("--epochs 2", recipe_of("paper", epochs=2, seed=3)),
-            ("--epochs 2 --distill", recipe_of("paper", epochs=2, seed=3, distill=0.9)),
-            ("--epochs 2 --recipe ours --temperature 2 --seed 5", recipe_of("ours", epochs=2, seed=5, temperature=2.0)),
+            ("--epochs 2", training_recipe("paper", epochs=2, seed=3)),
+            ("--epochs 2 --distill", training_recipe("paper", epochs=2, seed=3, distill=0.9)),
+            (
+                "--epochs 2 --recipe ours --temperature 2 --seed 5",
+                training_recipe("ours", epochs=2, seed=5, temperature=2.0),
+            ),
         ],
     )
     def test_as_by_hand(self, options, settings, project, capsys):
@@ -192,7 +195,7 @@ def taught(project):
 
 class TestAnotherTeacher:
     def test_as_by_hand(self, project, capsys):
-        run, settings = open_run(project / "a"), recipe_of("paper", epochs=2, seed=3, distill=0.9)
+        run, settings = open_run(project / "a"), training_recipe("paper", epochs=2, seed=3, distill=0.9)
         (summary,) = finetuned([run.folder, *["--epochs", "2", "--distill"], *taught(project)], capsys)
         data, model = open_data("digits", seed=3), run.pruned()
         weights = project / "teacher" / "model.safetensors"

@@ -21,7 +21,7 @@ from ifso.criteria.true_loss import TrueLoss
 from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
-from ifso.pruning.presets import NORMALIZERS, PRESETS
+from ifso.pruning.budget import NORMALIZERS, PRESETS
 from ifso.pruning.verify import Check
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import SCORE_PRECISIONS
@@ -461,7 +461,7 @@ class TestRefused:
             ("--macs 0.5 --min-share 1.5", 2, "min_share"),
             ("--macs 0.1 --min-share 0.9", 3, "min_share"),
             ("--macs 0.5 --stop -1", 2, "stop must be how far the measure may fall"),
-            ("--macs 0.5 --recover -1", 2, "recover=-1 will not do"),
+            ("--macs 0.5 --recover -1", 2, "recover must be a whole number from 0 up, got -1"),
             ("--macs 0.5 --calibration 0", 2, "calibration must be a number of samples"),
             ("--macs 0.8 0.5 --preset paper", 2, "several shares need schedule='staged'"),
             ("--macs 0.5 --data NET:Nan", 2, "NaN"),

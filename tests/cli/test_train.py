@@ -21,7 +21,7 @@ from ifso.cli.train_options import FIELDS, gather, settings_of
 from ifso.data import open_data
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import PRECISIONS
-from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, recipe_of
+from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, training_recipe
 from ifso.training.trainer import Epoch, fit
 
 HEAD = {"format": "ifso-run", "version": 1, "settings": {}}
@@ -65,7 +65,7 @@ class TestTrained:
         summary = json.loads(capsys.readouterr().out)
         torch.manual_seed(4)
         model = ifso.create_model(f"{net}:make")
-        data, settings = open_data("digits", seed=4), recipe_of("scratch", epochs=2, seed=4)
+        data, settings = open_data("digits", seed=4), training_recipe("scratch", epochs=2, seed=4)
         fit(model, data.train_batches(256), settings)
         stored = load_file(out / "model.safetensors")
         assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())

@@ -14,7 +14,7 @@ from zoo_of_boxes import boxes_for, detector, relative_error, seeded
 import ifso
 from ifso.cli.main import main
 from ifso.common.batches import rough_count
-from ifso.costs.verify import recount
+from ifso.costs.cost import recount
 from ifso.pruning.events import Silent
 from ifso.pruning.verify import Check, compare, in_float64
 from ifso.tasks.detection import detection_loss

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo_of_boxes import QUICK, SLOW, boxes_for, detector, leaves, relative_error, seeded
 
 import ifso
-from ifso.costs.verify import recount
+from ifso.costs.cost import recount
 from ifso.tasks.detection import detection_losses
 
 TOLERANCE = 1e-4

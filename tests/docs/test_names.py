@@ -16,7 +16,7 @@ from ifso.criteria import registry
 from ifso.criteria.base import Needs, Task
 from ifso.curvature.solvers import SOLVERS
 from ifso.graph.channel_ids import Labels
-from ifso.pruning.presets import NORMALIZERS
+from ifso.pruning.budget import NORMALIZERS
 from ifso.training.settings import RECIPES
 
 PACKAGE = Path(ifso.__file__).parent

@@ -151,8 +151,8 @@ class TestRefusals:
     def test_what_and_where(self, project, capsys):
         run = project / "run"
         assert "--to onnx or --to torch" in refused([run], capsys)
-        assert ".pth will not do" in refused([run, "--out", project / "x.pth"], capsys)
-        assert "ends with .pt2" in refused([run, "--to", "torch", "--out", project / "x.onnx"], capsys)
+        assert "must be .onnx or .pt2, got .pth" in refused([run, "--out", project / "x.pth"], capsys)
+        assert "must be .pt2, got .onnx" in refused([run, "--to", "torch", "--out", project / "x.onnx"], capsys)
         assert "there is no folder" in refused([run, "--out", project / "none" / "x.pt2"], capsys)
         assert "is a folder" in refused([run, "--out", project], capsys)
         assert not list(project.glob("**/.*.new"))

@@ -156,7 +156,7 @@ def test_a_pruned_vgg_as_a_program(tmp_path):
 class TestRefusals:
     @pytest.mark.parametrize(("name", "to"), [("x.onnx", "torch"), ("x.pt2", "onnx"), ("x.pth", None), ("x", None)])
     def test_suffixes(self, tmp_path, name, to):
-        with pytest.raises(ExportError, match=r"will not do .* give") as caught:
+        with pytest.raises(ExportError, match="suffix of an exported network must be") as caught:
             ifso.export(nn.Linear(2, 2), tmp_path / name, torch.randn(1, 2), to=to)
         line(caught)
 

@@ -13,7 +13,7 @@ from ifso.curvature.solvers import SOLVERS
 from ifso.data.registry import FORMS as DATA_FORMS
 from ifso.models.registry import FORMS as MODEL_FORMS
 from ifso.models.registry import PROVIDERS
-from ifso.pruning.presets import NORMALIZERS, PRESETS, STAGED
+from ifso.pruning.budget import NORMALIZERS, PRESETS, STAGED
 from ifso.training.precision import PRECISIONS, SCORE_PRECISIONS
 from ifso.training.settings import RECIPES
 from ifso_repro.config import rows, studies

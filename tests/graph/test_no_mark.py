@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
-from ifso.common.fake_tensors import Stage
+from ifso.common.fake_tensors import FakeStage
 from ifso.errors import BudgetError, IfsoError, ScoreError, TraceError
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -63,7 +63,7 @@ def fakes() -> list[Any]:
 
 def _held() -> list[Any]:
     alive = (made() for made in MADE)
-    return [item for item in alive if item is not None and isinstance(item.fake_mode, Stage)]
+    return [item for item in alive if item is not None and isinstance(item.fake_mode, FakeStage)]
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

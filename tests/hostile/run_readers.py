@@ -23,12 +23,12 @@ import ifso
 from ifso.common.serialization import _digest, json_line, parsed, read_lines, read_tensor_file
 from ifso.costs.latency import LatencyModel
 from ifso.models.weights import load_weights
-from ifso.pruning.reopening import finished_result
+from ifso.pruning.result import finished_result
 from ifso.report.page import render
-from ifso.runs.folder import RunFolder, read_config
+from ifso.runs.files import read_config
+from ifso.runs.folder import RunFolder
 from ifso.runs.open import OpenedRun, open_run
-from ifso.runs.reading import read_run
-from ifso.runs.record import RunRecord
+from ifso.runs.reading import RunRecord, read_run
 from ifso.runs.structure import Structure, from_document
 from ifso.surgery.loading import shapes_after
 from ifso.surgery.recipe import Recipe, recipe_of, shapes_of

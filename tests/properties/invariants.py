@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import ifso
-from ifso.costs.verify import recount
+from ifso.costs.cost import recount
 from ifso.errors import CompactionError, IfsoError, KeepError
 
 EXACT = 1e-8
@@ -55,6 +55,11 @@ class Tally:
     in_two_steps: int = 0
     partitions: int = 0
     parts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Tally) -> None:
+        """Count what another run has seen, too."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 def examine(net: Net, tally: Tally, full: bool = True) -> None:

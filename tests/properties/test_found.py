@@ -10,7 +10,7 @@ from cases import difference, outputs
 from torch import Tensor, nn
 
 import ifso
-from ifso.costs.verify import recount
+from ifso.costs.cost import recount
 from ifso.errors import CompactionError
 
 EXACT = 1e-10

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import ifso
-from ifso.common.batch_stream import BatchStream
+from ifso.common.batches import BatchStream
 from ifso.criteria.base import Criterion, Task
 from ifso.errors import IfsoError
 

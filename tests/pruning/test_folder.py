@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ifso
-from ifso.common import files
+from ifso.common import files, locks
 from ifso.common import serialization as checkpoint
 from ifso.errors import RunError
 from ifso.runs.folder import RunFolder
@@ -427,7 +427,7 @@ def test_a_failing_write_loses_nothing_earlier(
     run.write_scores({"a": torch.ones(3)})
     run.finish({"macs": 1})
     for call in range(100):
-        monkeypatch.setattr(files, "_open_folder", lambda _folder: None)  # a lock that fails is done without
+        monkeypatch.setattr(locks, "_open_folder", lambda _folder: None)  # a lock that fails is done without
         calls = failing(monkeypatch, PLACES[function], function, call, error)
         message = outcome(work, run)
         if len(calls) > call:
@@ -525,7 +525,7 @@ def holder(path: Path, way: str) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
-needs_locks = pytest.mark.skipif(files.fcntl is None, reason="no locks on this system")
+needs_locks = pytest.mark.skipif(locks.fcntl is None, reason="no locks on this system")
 
 
 @needs_locks
@@ -566,7 +566,7 @@ def test_a_folder_is_let_go_when_closed_or_forgotten(run: RunFolder):
 
 @needs_locks
 def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    failing(monkeypatch, files.fcntl, "flock", 0, OSError(95, "Operation not supported"))
+    failing(monkeypatch, locks.fcntl, "flock", 0, OSError(95, "Operation not supported"))
     with RunFolder.create(tmp_path, CONFIG) as run:
         assert len(run.notes) == 1
         assert "without locks" in run.notes[0]

@@ -16,9 +16,16 @@ from ifso.cli.progress import TensorBoardListener
 from ifso.common import distributed as ranks
 from ifso.errors import IfsoError
 from ifso.pruning import progress as displays
-from ifso.pruning.course import Course
 from ifso.pruning.events import Plan, Removal, Silent, Stage
-from ifso.pruning.progress import NotebookProgress, PlainProgress, RichProgress, listener_for, progress, several
+from ifso.pruning.progress import (
+    Course,
+    NotebookProgress,
+    PlainProgress,
+    RichProgress,
+    listener_for,
+    listeners_as_one,
+    progress,
+)
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -451,12 +458,12 @@ class TestSeveral:
 
         all_of_them = Fine(), Failing(), Fine()
         with pytest.raises(OSError, match="disk full"):
-            several(all_of_them).finished()
+            listeners_as_one(all_of_them).finished()
         assert set(ended) == set(all_of_them)
 
     def test_each_is_told_everything(self):
         files = io.StringIO(), io.StringIO()
-        listener = several([PlainProgress(file, Clock()) for file in files])
+        listener = listeners_as_one([PlainProgress(file, Clock()) for file in files])
         listener.started(plan())
         listener.said("word")
         listener.removed(removal(1, macs=0.9))

@@ -24,9 +24,9 @@ from ifso.errors import UnreachableBudget
 from ifso.pruning import finalize as finishing
 from ifso.pruning import latency_budget as timing
 from ifso.pruning import selection
+from ifso.pruning.budget import NORMALIZERS
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Moves
-from ifso.pruning.presets import NORMALIZERS
 from ifso.pruning.selection import normalized
 from ifso.pruning.settings import Settings
 from ifso.pruning.shrinking_network import ShrinkingNetwork
@@ -82,7 +82,7 @@ def prune(model: nn.Module, budget: ifso.Budget | None = None, **options: Any) -
 @pytest.fixture
 def plainly(monkeypatch):
     """Without the search for a landing near the target, which has tests of its own: always the lowest."""
-    assert finishing.TOLERANCE == selection.TOLERANCE == 0.005
+    assert finishing.TOLERANCE == timing.TOLERANCE == selection.TOLERANCE == 0.005
     monkeypatch.setattr(selection, "TOLERANCE", 1.0)
 
 
@@ -281,7 +281,7 @@ def test_latency_as_normalizer(monkeypatch):
     """Units that save no latency count as the one that saves least; the others by what they save."""
     graph = ifso.trace(tiny(), EXAMPLE)
     known = {"before": 1.0, "model": fixed_latency(graph).to_json()}
-    monkeypatch.setattr("ifso.pruning.prune.timed", lambda *_: dict(known))
+    monkeypatch.setattr("ifso.pruning.preflight.timed", lambda *_: dict(known))
     result = prune(tiny(), criterion="magnitude", schedule="one-shot", normalize="latency")
     scores = ifso.score(tiny(), graph, None, None, "magnitude")
     saved = Ledger(graph, extra={"latency": fixed_latency(graph).weights(graph)}).savings("latency")
@@ -302,11 +302,9 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, graph: ifso.ChannelGraph, *seconds
     terms = tuple((term.kind, term.where) for term in graph.terms)
     model = LatencyModel(terms, tuple(part / whole for part in macs), 0.0, 1.0)
     later = iter(seconds)
-    monkeypatch.setattr(finishing, "TIMES", 1)
-    monkeypatch.setattr("ifso.pruning.prune.timed", lambda *_: {"before": 1.0, "model": model.to_json()})
-    monkeypatch.setattr(
-        "ifso.pruning.finalize.measure_latency", lambda *_: Latency(median=next(later), spread=0.0, samples=(1.0,))
-    )
+    monkeypatch.setattr(timing, "TIMES", 1)
+    monkeypatch.setattr("ifso.pruning.preflight.timed", lambda *_: {"before": 1.0, "model": model.to_json()})
+    monkeypatch.setattr(timing, "measure_latency", lambda *_: Latency(median=next(later), spread=0.0, samples=(1.0,)))
 
 
 def test_a_latency_that_was_modelled_too_low(monkeypatch):

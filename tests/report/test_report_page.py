@@ -19,10 +19,9 @@ from report_runs import EVIL, data_of, finetune, prune, write_many
 from ifso.cli.main import main
 from ifso.errors import RunError
 from ifso.report import write_report
-from ifso.report.commands import prune_command
 from ifso.report.page import render
 from ifso.report.results import cards, quality
-from ifso.report.sections import LINKS
+from ifso.report.sections import LINKS, prune_command
 from ifso.runs.folder import RunFolder
 from ifso.runs.reading import read_run
 from ifso.runs.structure import from_document

@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from report_runs import data_of, prune, write_many
 
 import ifso
-from ifso.report.commands import load_command
-from ifso.report.comparison import Comparison
 from ifso.report.page import render
 from ifso.report.results import binding, cards, quality, warnings
-from ifso.report.sections import facts
+from ifso.report.sections import Comparison, facts, load_command
 from ifso.runs.folder import RunFolder
 from ifso.runs.reading import read_run
 

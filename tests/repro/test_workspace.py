@@ -67,7 +67,7 @@ def test_epochs_are_those_of_fine_tuning_only(shop, tmp_path):
         ({"train": {"epochs": -1}}, {}, "epochs must be"),
         ({"prune": {"accumulation": "mean"}}, {}, "accumulation='mean' is unknown"),
         ({"prune": {"schedule": "mixed:many"}}, {}, "write a share of the way"),
-        ({"prune": {"units_per_step": 0}}, {}, "units_per_step=0 will not do"),
+        ({"prune": {"units_per_step": 0}}, {}, "units_per_step must be a whole number from 1 up, got 0"),
     ],
 )  # fmt: skip
 def test_what_would_fail_later_is_refused_at_once(shop, tmp_path, changes, row, message):

@@ -22,7 +22,7 @@ from ifso.training.checkpoint import check_same_settings
 from ifso.training.epoch_steps import can_capture
 from ifso.training.losses import classification, distillation
 from ifso.training.objective import MixedBatches, batches_and_loss, pasted, rectangles
-from ifso.training.settings import RECIPES, TrainSettings, recipe_of
+from ifso.training.settings import RECIPES, TrainSettings, training_recipe
 from ifso.training.train_step import TrainStep
 from ifso.training.trainer import Trainer, TrainerHooks, fit, fit_side_by_side
 
@@ -351,7 +351,7 @@ class TestSettings:
         patient = RECIPES["patient"]
         assert (patient.epochs, patient.distill, patient.temperature, patient.cutmix) == (180, 0.9, 4.0, 0.5)
         changed = {name: getattr(patient, name) for name in ("epochs", "weight_decay", "temperature", "cutmix")}
-        assert patient == recipe_of("ours", **changed)
+        assert patient == training_recipe("ours", **changed)
 
     @pytest.mark.parametrize("command", ["train --out", "finetune"])
     def test_the_option_reaches_them(self, command, tmp_path):

@@ -16,7 +16,7 @@ from ifso.errors import DataError, TrainingError
 from ifso.tasks.detection import detection_losses
 from ifso.training.detector_distillation import CONFIDENT, detector_distillation, distillation_losses, recorded_answers
 from ifso.training.objective import batches_and_loss
-from ifso.training.settings import recipe_of
+from ifso.training.settings import training_recipe
 from ifso.training.trainer import fit
 
 OTHERS = ("fasterrcnn_mobilenet_v3_large_320_fpn", "ssdlite320_mobilenet_v3_large")
@@ -89,7 +89,7 @@ def test_nothing_is_left_to_learn_from_a_twin(make):
 def test_the_teacher_stays_as_it_was():
     teacher, model = retina(), retina()
     before, modes = copy.deepcopy(teacher.state_dict()), [module.training for module in teacher.modules()]
-    settings = recipe_of("detection", epochs=1, batch=4, lr=0.05, warm_up_steps=0, distill=0.5)
+    settings = training_recipe("detection", epochs=1, batch=4, lr=0.05, warm_up_steps=0, distill=0.5)
     data = boxes()
     batches, loss_fn = batches_and_loss(data, settings, teacher)
     [epoch] = fit(model, batches, settings, loss_fn=loss_fn)
@@ -104,7 +104,7 @@ def test_a_student_draws_near():
     data, teacher = boxes(), frozen()
     with torch.no_grad():
         teacher.head.classification_head.cls_logits.bias.fill_(0.5)
-    settings = recipe_of("detection", epochs=8, batch=4, lr=0.05, warm_up_steps=0, distill=1.0)
+    settings = training_recipe("detection", epochs=8, batch=4, lr=0.05, warm_up_steps=0, distill=1.0)
     batches, loss_fn = batches_and_loss(data, settings, teacher)
     epochs = fit(frozen(), batches, settings, loss_fn=loss_fn)
     assert epochs[-1].losses["distilled_classes"] < 0.1 * epochs[0].losses["distilled_classes"]

@@ -15,8 +15,8 @@ from ifso.training.evaluation import make_evaluator, quality
 from ifso.training.objective import batches_and_loss
 from ifso.training.optimizers import rates
 from ifso.training.profiling import costs_of, time_forward, training_peak
-from ifso.training.runs import Silent, Training, finished_summary, train_side_by_side
-from ifso.training.settings import TrainSettings, recipe_of
+from ifso.training.runs import SilentTraining, Training, finished_summary, train_side_by_side
+from ifso.training.settings import TrainSettings, training_recipe
 from ifso.training.train_step import TrainStep
 from ifso.training.trainer import TrainerHooks, fit
 
@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 def short(**changes):
-    return recipe_of("detection", **{"epochs": 3, "batch": 4, "lr": 0.05, "warm_up_steps": 2, **changes})
+    return training_recipe("detection", **{"epochs": 3, "batch": 4, "lr": 0.05, "warm_up_steps": 2, **changes})
 
 
 def trained(model, data, settings, **watched):
@@ -99,7 +99,7 @@ class TestRun:
     def test_folder_and_summary(self, tmp_path):
         data, model = boxes(), retina()
         training = Training("a", tmp_path / "run", model, data, short(epochs=2), start="weights given")
-        [summary] = train_side_by_side([training], Silent())
+        [summary] = train_side_by_side([training], SilentTraining())
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert {"loss_classification", "loss_bbox_regression", "map", "map50", "map75"} <= lines[1].keys()
         assert lines[1]["loss"] == pytest.approx(lines[1]["loss_classification"] + lines[1]["loss_bbox_regression"])
@@ -112,7 +112,7 @@ class TestRun:
     def test_a_warm_up_as_long_as_the_run_is_refused_before_anything_is_done(self, tmp_path):
         training = Training("a", tmp_path / "run", retina(), boxes(), short(warm_up_steps=9))
         with pytest.raises(TrainingError, match="9 steps of warm-up leave nothing of the 9 of the run; give fewer"):
-            train_side_by_side([training], Silent())
+            train_side_by_side([training], SilentTraining())
         assert not (tmp_path / "run").exists()
 
 
@@ -133,10 +133,10 @@ class TestWarmUpInSteps:
 
     def test_files_from_before_stay_valid(self):
         assert "warm_up_steps" not in TrainSettings().as_dict()
-        assert TrainSettings(**recipe_of("detection").as_dict()) == recipe_of("detection")
+        assert TrainSettings(**training_recipe("detection").as_dict()) == training_recipe("detection")
 
     def test_the_recipe_of_the_paper(self):
-        recipe = recipe_of("detection")
+        recipe = training_recipe("detection")
         found = rates(recipe, 600)
         assert (recipe.epochs, recipe.batch, recipe.momentum, recipe.weight_decay) == (12, 2, 0.9, 1e-4)
         assert found[500] == pytest.approx(1e-3)

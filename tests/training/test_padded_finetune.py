@@ -19,7 +19,7 @@ from ifso.models import create_model
 from ifso.surgery.recipe import recipe_of
 from ifso.tasks.classification import cross_entropy
 from ifso.training.padded_finetune import Padding, padded_
-from ifso.training.runs import Silent, Training, train_side_by_side
+from ifso.training.runs import SilentTraining, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import fit
 
@@ -166,7 +166,7 @@ class TestWhereItIsNotTheSame:
         assert all(parameter.grad is None for parameter in (*wide.parameters(), *small.parameters()))
 
 
-class Notes(Silent):
+class Notes(SilentTraining):
     """What was said; interrupts where it is told to."""
 
     def __init__(self, until=99):
@@ -195,13 +195,13 @@ class TestInAFolder:
         found = {}
         for name, padded in (("own", False), ("whole", True)):
             training = self.training(tmp_path / name, data, padded=padded)
-            (found[name],) = train_side_by_side([training], Silent())
+            (found[name],) = train_side_by_side([training], SilentTraining())
             loaded = ifso.load(tmp_path / name, network(normed))
             assert differences(loaded, training.model) == 0
             assert recipe_of(loaded).removed_units == recipe_of(training.model).removed_units > 3
         with pytest.raises(KeyboardInterrupt):
             train_side_by_side([self.training(tmp_path / "cut", data)], Notes(1.5))
-        (resumed,) = train_side_by_side([self.training(tmp_path / "cut", data)], Silent(), resume=True)
+        (resumed,) = train_side_by_side([self.training(tmp_path / "cut", data)], SilentTraining(), resume=True)
         own, whole, cut = (ifso.load(tmp_path / name, network(normed)) for name in ("own", "whole", "cut"))
         assert differences(whole, own) < 1e-3
         assert differences(whole, cut) == 0

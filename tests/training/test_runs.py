@@ -14,7 +14,7 @@ from ifso.errors import DataError, DivergedError, IfsoError, RunError, TrainingE
 from ifso.training import runs
 from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import evaluate
-from ifso.training.runs import Silent, Training, finished_summary, train_side_by_side
+from ifso.training.runs import SilentTraining, Training, finished_summary, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import fit
 
@@ -44,7 +44,7 @@ def training(data, tmp_path):
     return make
 
 
-class Stops(Silent):
+class Stops(SilentTraining):
     """Interrupts at a step or at the end of an epoch."""
 
     def __init__(self, at):
@@ -55,7 +55,7 @@ class Stops(Silent):
             raise KeyboardInterrupt
 
 
-class Notes(Silent):
+class Notes(SilentTraining):
     def __init__(self):
         self.lines, self.begun = [], []
 
@@ -67,7 +67,7 @@ class Notes(Silent):
 
 
 def trained(*trainings, listener=None, **options):
-    return train_side_by_side(trainings, listener or Silent(), **options)
+    return train_side_by_side(trainings, listener or SilentTraining(), **options)
 
 
 def weights_in(folder):

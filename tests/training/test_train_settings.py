@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ifso.errors import IfsoError, TrainingError
-from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, recipe_of
+from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, training_recipe
 
 NAN, INF = float("nan"), float("inf")
 
@@ -91,15 +91,15 @@ def test_the_papers_recipe():
 
 
 def test_recipes_with_changes():
-    assert recipe_of("paper") == TrainSettings()
-    assert recipe_of("ours", epochs=3, distill=0.0) == dataclasses.replace(RECIPES["ours"], epochs=3, distill=0.0)
+    assert training_recipe("paper") == TrainSettings()
+    assert training_recipe("ours", epochs=3, distill=0.0) == dataclasses.replace(RECIPES["ours"], epochs=3, distill=0.0)
     known = "paper, brief, quick, ours, patient, scratch, detection"
     with pytest.raises(TrainingError, match=f"recipe 'best' is unknown; choose one of {known}"):
-        recipe_of("best")
+        training_recipe("best")
     with pytest.raises(TrainingError, match="training has no setting learning_rate, wd; it has accumulate, batch"):
-        recipe_of("paper", wd=0, learning_rate=1)
+        training_recipe("paper", wd=0, learning_rate=1)
     with pytest.raises(TrainingError, match="lr must be a rate of 0 or more, got -1"):
-        recipe_of("paper", lr=-1)
+        training_recipe("paper", lr=-1)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -22,7 +22,7 @@ from ifso.training.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from ifso.training.settings import TrainSettings, recipe_of
+from ifso.training.settings import TrainSettings, training_recipe
 
 FACTS = {"epoch": 3, "history": [{"loss": 0.5, "top5": None}], "settings": TrainSettings().as_dict()}
 
@@ -182,13 +182,13 @@ def test_another_model_is_refused_with_the_first_differences():
 
 
 def test_other_settings_are_refused_with_what_differs():
-    before = json.loads(json.dumps(recipe_of("paper").as_dict()))
-    check_same_settings(recipe_of("paper"), before, "runs/x")
+    before = json.loads(json.dumps(training_recipe("paper").as_dict()))
+    check_same_settings(training_recipe("paper"), before, "runs/x")
     message = "the training in runs/x has other settings: epochs is 100 and was 200; resume with the same"
-    refused(message, check_same_settings, recipe_of("paper", epochs=100), before, "runs/x")
+    refused(message, check_same_settings, training_recipe("paper", epochs=100), before, "runs/x")
     message = r"milestones is \[0.5\] and was \[0.6, 0.8\]"
-    refused(message, check_same_settings, recipe_of("paper", milestones=(0.5,)), before, "runs/x")
-    line = refused("other settings", check_same_settings, recipe_of("quick", lr=0.2, seed=3), before, "runs/x")
+    refused(message, check_same_settings, training_recipe("paper", milestones=(0.5,)), before, "runs/x")
+    line = refused("other settings", check_same_settings, training_recipe("quick", lr=0.2, seed=3), before, "runs/x")
     assert "lr is 0.2 and was 0.1; schedule is 'one-cycle' and was 'step'" in line
     assert "more; resume" in line
 
@@ -200,7 +200,7 @@ def test_no_setting_may_change(field):
         "warm_up_steps": 5,
     }  # fmt: skip
     value = other.get(field.name, not field.default if isinstance(field.default, bool) else 0.5)
-    now = recipe_of("paper", **{field.name: 3 if field.name == "seed" else value})
+    now = training_recipe("paper", **{field.name: 3 if field.name == "seed" else value})
     refused(f"other settings: {field.name} is ", check_same_settings, now, TrainSettings().as_dict(), "x")
 
 

@@ -49,7 +49,7 @@ class Setup:
         """Refuse what cannot be meant."""
         for name in ("calibration", "measured", "batch"):
             if getattr(self, name) < 1:
-                raise IfsoError(f"{name}={getattr(self, name)} will not do; give a whole number from 1 up")
+                raise IfsoError(f"{name} must be a whole number from 1 up, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

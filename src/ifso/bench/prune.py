@@ -24,9 +24,8 @@ from ifso.graph.printing import layers
 from ifso.graph.tracing import trace
 from ifso.models import default_inputs
 from ifso.models.registry import network_for
-from ifso.pruning.budget import Budget
+from ifso.pruning.budget import STAGED, Budget, usual
 from ifso.pruning.events import Removal, Silent
-from ifso.pruning.presets import STAGED, usual
 from ifso.pruning.prune import prune
 from ifso.pruning.settings import CALIBRATION
 from ifso.tasks.classification import cross_entropy

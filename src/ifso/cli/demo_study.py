@@ -24,11 +24,12 @@ from ifso.pruning.budget import Budget
 from ifso.pruning.events import Listener
 from ifso.pruning.prune import prune
 from ifso.report import write_report
-from ifso.runs.reading import EVALUATION, FINETUNE
+from ifso.runs.arguments import FINETUNE
+from ifso.runs.reading import EVALUATION
 from ifso.surgery.store import load, save
 from ifso.training.evaluation import Accuracy, Quality, evaluate
 from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak
-from ifso.training.runs import Silent, Training, train_side_by_side
+from ifso.training.runs import SilentTraining, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Epoch, TrainerHooks, fit
 
@@ -94,7 +95,7 @@ class Outcome:
         }  # fmt: skip
 
 
-class EveryFifthEpoch(Silent):
+class EveryFifthEpoch(SilentTraining):
     """Reports every fifth epoch."""
 
     def __init__(self, say: Callable[[str], None], epochs: int) -> None:

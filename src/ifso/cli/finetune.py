@@ -29,7 +29,8 @@ from ifso.cli.train_options import (
     settings_of,
 )
 from ifso.errors import IfsoError
-from ifso.runs.open import FINETUNE, OpenedRun, add_unverified, open_run
+from ifso.runs.arguments import FINETUNE
+from ifso.runs.open import OpenedRun, add_unverified, open_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -173,7 +174,7 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
 
 
 def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> list[Outcome]:
-    from ifso.training.runs import Silent, finished_summary, remove_checkpoint, train_side_by_side
+    from ifso.training.runs import SilentTraining, finished_summary, remove_checkpoint, train_side_by_side
 
     done: dict[int, Outcome] = {}
     for number, plan in enumerate(plans):
@@ -183,7 +184,7 @@ def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> 
             if world.is_first:
                 remove_checkpoint(plan.folder)
     left = [number for number in range(len(plans)) if number not in done]
-    with training_progress("finetune") if world.is_first else nullcontext(Silent()) as listener:
+    with training_progress("finetune") if world.is_first else nullcontext(SilentTraining()) as listener:
         preparation = _Preparation(args, world, listener.said)
         trainings = [preparation.training(plans[number]) for number in left]
         outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ifso.errors import IfsoError, TraceError
-from ifso.runs.open import LARGEST
+from ifso.runs.values import LARGEST_WHOLE
 
 MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
@@ -94,8 +94,8 @@ def positive(text: str) -> int:
 
 def seed(text: str) -> int:
     """A whole number that torch takes as a seed."""
-    if not text.isdecimal() or not text.isascii() or len(text) > 19 or int(text) > LARGEST:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {LARGEST}, got {text!r}")
+    if not text.isdecimal() or not text.isascii() or len(text) > 19 or int(text) > LARGEST_WHOLE:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {LARGEST_WHOLE}, got {text!r}")
     return int(text)
 
 

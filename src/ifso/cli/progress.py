@@ -12,6 +12,7 @@ from ifso.common.progress import (
     EVERY,
     BarDisplay,
     Clock,
+    Estimate,
     PlainDisplay,
     duration,
     loss_words,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from ifso.pruning.events import Plan, Removal, Stage
-    from ifso.training.runs import Listener
+    from ifso.training.runs import TrainingListener
     from ifso.training.trainer import Epoch
 
 MEASURES = {"top1": "top1", "map": "mAP"}
@@ -35,31 +36,10 @@ REDRAWN = 0.1
 """Seconds between two movements of a bar within an epoch."""
 
 
-class Course:
-    """How far a training has come, and how long it may still take.
+class _Course(Estimate):
+    """The epochs of a training, and the last of them."""
 
-    >>> course = Course(epoch=10, epochs=20, now=0.0)
-    >>> course.done = 12.5
-    >>> course.left(now=50.0)
-    150.0
-    """
-
-    def __init__(self, epoch: int, epochs: int, now: float) -> None:
-        self.done, self.epochs = float(epoch), epochs
-        self._from, self._began = epoch, now
-        self.last: Epoch | None = None
-
-    def elapsed(self, now: float) -> float:
-        """Seconds since this process took the training up."""
-        return now - self._began
-
-    def left(self, now: float) -> float | None:
-        """Seconds still to go, None while nothing is known."""
-        if self.done >= self.epochs:
-            return 0.0
-        if self.done <= self._from:
-            return None
-        return self.elapsed(now) * (self.epochs - self.done) / (self.done - self._from)
+    last: Epoch | None = None
 
     def facts(self) -> dict[str, str]:
         """The last epoch's loss, rate and accuracy, or mAP of a detector, as far as they are known."""
@@ -75,18 +55,18 @@ class PlainProgress(PlainDisplay):
 
     def __init__(self, command: str, file: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         super().__init__(command, file, clock)
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, _Course] = {}
         self._due: dict[str, float] = {}
 
     def started(self, name: str, epoch: int, epochs: int) -> None:
         """Print a line."""
         now = self._clock()
-        self._courses[name], self._due[name] = Course(epoch, epochs, now), now + EVERY
+        self._courses[name], self._due[name] = _Course(epoch, epochs, now), now + EVERY
         self._print(name, "start", f"epochs={epochs}", *([f"resumed_at={epoch}"] if epoch else []))
 
     def stepped(self, name: str, done: float) -> None:
         """Print a line if the last one is a while ago."""
-        self._courses[name].done = done
+        self._courses[name].moved(done, self._clock())
         if self._clock() >= self._due[name]:
             self._print_epoch(name, f"{done:.2f}")
 
@@ -94,8 +74,9 @@ class PlainProgress(PlainDisplay):
         """Print a line if it is the first or the last epoch, or the last line is a while ago."""
         course = self._courses[name]
         first = course.last is None
-        course.done, course.last = float(epoch.number), epoch
-        if first or epoch.number == course.epochs or self._clock() >= self._due[name]:
+        course.moved(epoch.number, self._clock())
+        course.last = epoch
+        if first or epoch.number == course.total or self._clock() >= self._due[name]:
             self._print_epoch(name, str(epoch.number))
 
     def _print_epoch(self, name: str, epoch: str) -> None:
@@ -103,13 +84,13 @@ class PlainProgress(PlainDisplay):
         self._due[name] = now + EVERY
         facts = [f"{fact}={value}" for fact, value in course.facts().items()]
         times = f"elapsed={duration(course.elapsed(now))}", f"left={duration(course.left(now))}"
-        self._print(name, f"epoch={epoch}/{course.epochs}", *facts, *times)
+        self._print(name, f"epoch={epoch}/{course.total}", *facts, *times)
 
 
 class RichProgress(BarDisplay):
     """A bar for each training, then its epoch, loss, accuracy, times and name."""
 
-    _courses: dict[str, Course]
+    _courses: dict[str, _Course]
 
     def started(self, name: str, epoch: int, epochs: int) -> None:
         """Add a bar."""
@@ -118,7 +99,7 @@ class RichProgress(BarDisplay):
             self._tasks: dict[str, TaskID] = {}
             self._create(self._words).start()
         assert self._progress is not None
-        self._courses[name] = Course(epoch, epochs, self._clock())
+        self._courses[name] = _Course(epoch, epochs, self._clock())
         self._tasks[name] = self._progress.add_task(name, total=float(epochs), completed=epoch)
 
     def stepped(self, name: str, done: float) -> None:
@@ -133,18 +114,19 @@ class RichProgress(BarDisplay):
 
     def _move(self, name: str, done: float) -> None:
         assert self._progress is not None
-        self._courses[name].done, self._due[name] = done, self._clock() + REDRAWN
+        self._courses[name].moved(done, self._clock())
+        self._due[name] = self._clock() + REDRAWN
         self._progress.update(self._tasks[name], completed=done)
 
     def _words(self, name: str) -> str:
         course, now = self._courses[name], self._clock()
         facts = [f"{fact} {value}" for fact, value in course.facts().items() if fact != "lr"]
         times = f"{duration(course.elapsed(now))} left {duration(course.left(now))}"
-        return " ".join([f"epoch {int(course.done)}/{course.epochs}", *facts, times, name])
+        return " ".join([f"epoch {int(course.done)}/{course.total}", *facts, times, name])
 
 
 @contextmanager
-def training_progress(command: str) -> Iterator[Listener]:
+def training_progress(command: str) -> Iterator[TrainingListener]:
     """Bars if standard error is a terminal, lines otherwise, finished at the end in any case."""
     console = stderr_console()
     display = RichProgress(console) if shows_bars(console) else PlainProgress(command)

@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
 def _names() -> str:
     """What can be chosen."""
     from ifso.criteria.registry import names
-    from ifso.pruning.presets import NORMALIZERS, PRESETS
+    from ifso.pruning.budget import NORMALIZERS, PRESETS
     from ifso.training.precision import SCORE_PRECISIONS
 
     lists = {"criterion": names(), "preset": PRESETS, "normalize": NORMALIZERS, "precision": SCORE_PRECISIONS}
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.overwrite and args.resume:
         raise IfsoError("--overwrite gives up the run that --resume would go on with; leave one of them out")
     if args.resume == "auto":
-        from ifso.runs.folder import holds_run
+        from ifso.runs.files import holds_run
 
         args.resume = holds_run(args.out)
     settings, start = gather(args), Path.cwd()

@@ -162,7 +162,7 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
 
 def _stored(run: Path) -> dict[str, Any]:
     """The options that a run was started with. Where Algorithm 2 was the default then, it is named now."""
-    from ifso.runs.folder import CONFIG, TRAINING, is_there, read_config
+    from ifso.runs.files import CONFIG, TRAINING, is_there, read_config
 
     settings = read_config(run / CONFIG)["settings"] if is_there(run / CONFIG) else {}
     if TRAINING in settings:
@@ -178,7 +178,7 @@ def defaults_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> defaults_of({"lr": 0.1})["schedule"], defaults_of({"schedule": "staged", "stop": 1})["criterion"]
     ('incremental', 'true-loss')
     """
-    from ifso.pruning.presets import usual
+    from ifso.pruning.budget import usual
 
     other = settings.get("schedule", STAGED)
     asked = {name: settings.get(name) for name in ALGORITHM_2}

@@ -12,7 +12,7 @@ from typing import Any
 
 from ifso.cli.console import chatter_to_stderr
 from ifso.errors import RunError
-from ifso.runs.open import EXECUTED, refuse_foreign, told_options
+from ifso.runs.arguments import EXECUTED, refuse_foreign, told_options
 
 MAY_CHANGE = ("device",)
 """Options that a resumed run may have others of."""
@@ -22,7 +22,7 @@ FOLDERS = re.compile(r"[^:]*/")
 
 def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
     """The options of these names that ``command`` started a run with."""
-    from ifso.runs.folder import CONFIG, is_there, read_config
+    from ifso.runs.files import CONFIG, is_there, read_config
 
     if not is_there(run / CONFIG):
         raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder")
@@ -44,7 +44,7 @@ def check_same_options(given: Mapping[str, Any], stored: Mapping[str, Any], run:
     for option in EXECUTED:
         if option in stored and option not in given:
             refuse_foreign(option, str(stored[option]), (run, *others))
-    from ifso.runs.folder import differences
+    from ifso.runs.files import differences
 
     new = {name: without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
     old = {name: without_folders(stored[name]) for name in new if name in stored}
@@ -65,7 +65,7 @@ def without_folders(value: Any) -> Any:
 @contextmanager
 def resumable(command: Sequence[str], *folders: Path, shown: bool) -> Iterator[None]:
     """Send what libraries print to standard error; after Ctrl-C print ``command``, if all ``folders`` can go on."""
-    from ifso.runs.folder import CONFIG
+    from ifso.runs.files import CONFIG
 
     try:
         with chatter_to_stderr():

@@ -15,7 +15,8 @@ from ifso.cli.progress import training_progress
 from ifso.cli.resume import resumable, without_folders
 from ifso.cli.train_options import add_data, add_recipe, add_running, data_options, gather, report_notes, settings_of
 from ifso.errors import IfsoError
-from ifso.runs.open import PATHS, found_again
+from ifso.runs.arguments import PATHS
+from ifso.runs.open import found_again
 
 DESCRIPTION = (
     "Train a network; DIR/model.safetensors is then what ifso prune takes as --weights. "
@@ -67,7 +68,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
     from ifso.data import open_data
     from ifso.models.registry import network_for
     from ifso.surgery.recipe import digest_of
-    from ifso.training.runs import Silent, Training, finished_summary, remove_checkpoint, train_side_by_side
+    from ifso.training.runs import SilentTraining, Training, finished_summary, remove_checkpoint, train_side_by_side
 
     settings = settings_of(options)
     summary = finished_summary(args.out) if args.resume else None
@@ -75,7 +76,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
         if world.is_first:
             remove_checkpoint(args.out)
         return summary
-    with training_progress("train") if world.is_first else nullcontext(Silent()) as listener:
+    with training_progress("train") if world.is_first else nullcontext(SilentTraining()) as listener:
         data = open_data(options["data"], **data_options(options, settings, world, download=args.download))
         report_notes(data, listener.said)
         with torch.random.fork_rng(devices=[]):

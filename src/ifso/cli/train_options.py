@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ifso.cli.options import add_download, add_json, add_settings, positive, share
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import IfsoError, TrainingError
-from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, recipe_of
+from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, training_recipe
 
 if TYPE_CHECKING:
     from ifso.cli.distributed import World
@@ -109,7 +109,7 @@ def settings_of(options: Mapping[str, Any]) -> TrainSettings:
     if options.get("epochs") == 0:
         raise TrainingError("--epochs 0 trains nothing; give 1 or more")
     changes = {name: options[name] for name in FIELDS if name in options}
-    return recipe_of(options.get("recipe") or (BOXES if has_boxes(options.get("data")) else RECIPE), **changes)
+    return training_recipe(options.get("recipe") or (BOXES if has_boxes(options.get("data")) else RECIPE), **changes)
 
 
 def has_boxes(data: str | None) -> bool:

@@ -1,16 +1,21 @@
-"""Batches cut into samples: tensors along their first dim, or lists item by item, as detectors have them."""
+"""Batches: cut into samples along first dims or item by item, dealt in an order that can be resumed, looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import DataLoader
 
+from ifso.common.distributed import rank
 from ifso.common.tensors import map_tensors
-from ifso.errors import ScoreError, TrainingError
+from ifso.errors import DataError, ScoreError, TrainingError
 
 
 def num_samples(batch: Any) -> int:
@@ -171,3 +176,205 @@ def looks_like_one_batch(batches: Any) -> bool:
     if isinstance(batches, tuple):
         return bool(batches)
     return len({(item.dim(), item.dtype) for item in batches}) > 1
+
+
+_EMPTY = "train_batches is empty, or a generator that has run out; give an iterable with a batch in it"
+
+
+class BatchStream:
+    """Epoch after epoch of ``batches``.
+
+    What is random in them depends on ``seed`` and the epoch alone: the global random states of torch, numpy and Python
+    are set for each epoch, kept apart from what else happens, and put back after each batch. A ``generator`` of a
+    DataLoader or its sampler is seeded, and whatever has ``set_epoch`` is told. So a stream that starts at an epoch and
+    index goes on as one that was there before. Ranks have seeds of their own.
+
+    >>> stream = BatchStream([1, 2, 3], seed=0)
+    >>> [next(stream) for _ in range(5)], stream.position
+    ([1, 2, 3, 1, 2], (1, 2))
+    >>> next(BatchStream([1, 2, 3], seed=0, position=(1, 2)))
+    3
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int, position: tuple[int, int] = (0, 0)) -> None:
+        if looks_like_one_batch(batches):
+            raise DataError(f"train_batches is one batch ({type(batches).__name__}); give an iterable of batches")
+        if not isinstance(batches, Iterable):
+            raise DataError(
+                f"train_batches is a {type(batches).__name__}; give an iterable of batches, e.g. a DataLoader"
+            )
+        self._batches, self._seed = batches, seed
+        self._epoch, self._index = position[0], 0
+        self._inner = _States.seeded(seed, self._epoch)
+        self._items: Iterator[Any] | None = None
+        for _ in range(position[1]):
+            next(self)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches were taken."""
+        return self._epoch, self._index
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            with self._own_randomness():
+                if self._items is None:
+                    self._items = self._start()
+                for batch in self._items:
+                    self._index += 1
+                    return batch
+            self._end_epoch()
+        raise DataError(_EMPTY)
+
+    def _start(self) -> Iterator[Any]:
+        for part in _parts(self._batches):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(self._epoch)
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(_number(self._seed, self._epoch))
+        return iter(self._batches)
+
+    def _end_epoch(self) -> None:
+        if self._index == 0:
+            raise DataError(_EMPTY)
+        if self._items is self._batches:
+            raise DataError(
+                f"train_batches ran out after {self._index} batches; give an iterable that can be gone through again "
+                "(a list, a DataLoader), not a generator"
+            )
+        self._epoch, self._index, self._items = self._epoch + 1, 0, None
+        self._inner = _States.seeded(self._seed, self._epoch)
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        outer = _States.current()
+        self._inner.put()
+        try:
+            yield
+        finally:
+            self._inner = _States.current()
+            outer.put()
+
+
+REMEMBERS = (
+    "the workers of this DataLoader live on from epoch to epoch (persistent_workers), and what is random in them is "
+    "not as in a run that was never stopped; leave that out to resume exactly"
+)
+
+
+def remembers(batches: Iterable[Any]) -> bool:
+    """Do batches come from processes whose random state goes on from epoch to epoch, where no checkpoint holds it?"""
+    loaders = (batches, getattr(batches, "loader", None))
+    return any(isinstance(each, DataLoader) and each.num_workers > 0 and each.persistent_workers for each in loaders)
+
+
+def first_batches(batches: Iterable[Any], seed: int, samples: int | None, least: int) -> list[Any]:
+    """The first batches of an epoch, up to so many ``samples``; or, with None, the ``least`` first of the stream.
+
+    A generator that can be gone through only once will do where samples are asked for.
+    """
+    stream = BatchStream(batches, seed)
+    found: list[Any] = []
+    if samples is None:
+        return [next(stream) for _ in range(least)]
+    total = 0
+    while total < samples:
+        try:
+            batch = next(stream)
+        except DataError:
+            if found:
+                break
+            raise
+        if stream.position[0]:
+            break
+        found.append(batch)
+        total += rough_count(batch)
+    return found
+
+
+def dealt_again(batches: list[Any], seed: int) -> list[Any]:
+    """The same samples in batches of the same sizes, in random order: a batch is then not of one class alone.
+
+    Batches that are anything else than tensors with the samples along their first dim come back as they are.
+
+    >>> [batch.tolist() for batch in dealt_again([torch.tensor([0, 1]), torch.tensor([2, 3])], seed=1)]
+    [[1, 3], [2, 0]]
+    """
+    flat = [tree_flatten(batch) for batch in batches]
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=False))
+    alike = len({str(spec) for _, spec in flat}) == 1 and all(map(_can_be_joined, columns))
+    sizes = [{len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()} for leaves, _ in flat]
+    if len(batches) < 2 or not alike or any(len(size) != 1 for size in sizes):
+        return batches
+    counts = [size.pop() for size in sizes]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed), device="cpu")
+    joined = [torch.cat(column)[order.to(column[0].device)].split(counts) for column in columns]
+    return [tree_unflatten(list(leaves), flat[0][1]) for leaves in zip(*joined, strict=True)]
+
+
+def _can_be_joined(leaves: Sequence[Any]) -> bool:
+    """Return whether they are tensors that differ in nothing but the length of their first dim."""
+    if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return False
+    return len({(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) == 1
+
+
+def _parts(batches: Any) -> list[Any]:
+    """What is random in a DataLoader, or in something around one: innermost first."""
+    inner = [getattr(batches, name, None) for name in ("loader", "batch_sampler", "sampler")]
+    return [*(part for one in inner if one is not None for part in _parts(one)), batches]
+
+
+class _States:
+    """The global random states of torch (CPU), numpy and Python."""
+
+    def __init__(self, torch_state: Tensor, numpy_state: Any, python_state: Any) -> None:
+        self._torch, self._numpy, self._python = torch_state, numpy_state, python_state
+
+    @classmethod
+    def current(cls) -> _States:
+        return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002 (what users use)
+
+    @classmethod
+    def seeded(cls, seed: int, epoch: int) -> _States:
+        number = _number(seed, epoch)
+        return cls(
+            torch.Generator().manual_seed(number).get_state(),
+            np.random.RandomState(number).get_state(),
+            random.Random(number).getstate(),  # noqa: S311 (no secret)
+        )
+
+    def put(self) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._python)
+
+
+def _number(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, epoch, *([rank()] if rank() else [])]).generate_state(1)[0])
+
+
+def seed_of(seed: int, rounds: int) -> int:
+    """Another seed for each round: what is random in a model does not depend on where a run was resumed."""
+    return (seed * 1_000_003 + rounds * 97 + rank()) % 2**31
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on a device."""
+    if not isinstance(batch, (Tensor, tuple, list, dict)) and callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def not_finite(batch: Any) -> Tensor:
+    """Does a batch hold NaN or infinity? A bool scalar on the batch's device, so that nobody need wait for it.
+
+    Minus infinity is left alone: masks of attention are made of it.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not leaves:
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    return torch.stack([(leaf.isnan() | leaf.isposinf()).any() for leaf in leaves]).any()

@@ -24,10 +24,7 @@ class NotCaptured(RuntimeError):
 
 @contextlib.contextmanager
 def capturing(
-    graph: torch.cuda.CUDAGraph,
-    *,
-    pool: Any = None,
-    stream: torch.cuda.Stream | None = None,
+    graph: torch.cuda.CUDAGraph, *, pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> Iterator[None]:
     """What is put on the GPU within it becomes ``graph``, which does not run yet.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ifso.errors import RankError, ScoreError
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Is this one of several processes of ``torch.distributed``?"""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 def rank() -> int:
     """The number of this process, 0 if it is alone."""
-    return dist.get_rank() if several() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def together(work: Callable[[], T]) -> T:
@@ -113,7 +113,7 @@ def together(work: Callable[[], T]) -> T:
 
     There must be nothing in ``work`` that waits for other ranks.
     """
-    if not several():
+    if not is_distributed():
         return work()
     try:
         done = work()
@@ -129,7 +129,7 @@ def together(work: Callable[[], T]) -> T:
 
 def from_first(document: T) -> T:
     """What the first rank gives, plain JSON values, on every rank."""
-    if not several():
+    if not is_distributed():
         return document
     data = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8, device=collective_device())
     length = torch.tensor(len(data), device=collective_device())
@@ -141,7 +141,7 @@ def from_first(document: T) -> T:
 
 def sum_over_ranks(total: Tensor) -> Tensor:
     """The sum, on every rank."""
-    if several():
+    if is_distributed():
         total = total.clone()
         collective(dist.all_reduce, total)
     return total
@@ -156,7 +156,7 @@ def mean_over_ranks(total: Tensor, count: int) -> Tensor:
 @torch.no_grad()
 def average_over_ranks_(tensors: Iterable[Tensor]) -> None:
     """Every tensor becomes its mean over the ranks, in place."""
-    if several():
+    if is_distributed():
         for tensor in tensors:
             held = tensor.detach().contiguous()
             collective(dist.all_reduce, held)
@@ -166,7 +166,7 @@ def average_over_ranks_(tensors: Iterable[Tensor]) -> None:
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor]) -> None:
     """Every tensor becomes that of the first rank, in place."""
-    if several():
+    if is_distributed():
         for tensor in tensors:
             held = tensor.detach().contiguous()
             collective(dist.broadcast, held, src=0)
@@ -175,7 +175,7 @@ def copy_from_first_(tensors: Iterable[Tensor]) -> None:
 
 def number_of_each(number: int) -> list[int]:
     """The number that each rank gives, on every rank."""
-    return gathered(number) if several() else [number]
+    return gathered(number) if is_distributed() else [number]
 
 
 def _failures(failed: int) -> list[int]:

@@ -28,7 +28,7 @@ ROUNDS = 6
 """Holders of holders that are looked for: a tensor in a tuple in a dict in an object …"""
 
 
-class Stage(FakeTensorMode):
+class FakeStage(FakeTensorMode):
     """Fake tensors for one run, none of which may be alive after it; ``writes`` are told of every call.
 
     ``listen`` is told of the calls that the model makes, not of those that are made for them.

@@ -25,6 +25,39 @@ NARROW = 56
 """Characters of a terminal that has no room for a bar beside the words."""
 
 
+class Estimate:
+    """How far work has come on its way to ``total``, and how long it may still take at the pace so far.
+
+    >>> estimate = Estimate(10, 20, now=0.0)
+    >>> estimate.moved(12.5, now=50.0)
+    >>> estimate.left(now=50.0), estimate.left(now=60.0)
+    (150.0, 140.0)
+    """
+
+    def __init__(self, done: float, total: float, now: float) -> None:
+        self.done, self.total = done, total
+        self._from, self._began, self._moved = done, now, now
+
+    def moved(self, done: float, now: float) -> None:
+        """So much is done now."""
+        self.done, self._moved = done, now
+
+    def elapsed(self, now: float) -> float:
+        """Seconds since this process took the work up."""
+        return now - self._began
+
+    def left(self, now: float) -> float | None:
+        """Seconds still to go, None while nothing is known."""
+        if self.done >= self.total:
+            return 0.0
+        pace = self.pace()
+        return None if pace is None else max(0.0, pace * (self.total - self.done) - (now - self._moved))
+
+    def pace(self) -> float | None:
+        """Seconds for a whole one of what is counted, None while nothing is known."""
+        return (self._moved - self._began) / (self.done - self._from) if self.done > self._from else None
+
+
 class PlainDisplay:
     """Lines of words after the name of a command, on standard error if ``file`` is None."""
 
@@ -87,10 +120,7 @@ class BarDisplay:
 
         width = self._console.width
         bar = BarColumn(
-            20 if width >= 100 else 8,
-            complete_style="cyan",
-            finished_style="green",
-            table_column=Column(no_wrap=True),
+            20 if width >= 100 else 8, complete_style="cyan", finished_style="green", table_column=Column(no_wrap=True)
         )
         columns = [*([bar] if width >= NARROW else []), Words()]
         self._progress = WithMoreBelow(

@@ -32,3 +32,9 @@ def amount(number: float) -> str:
 def describe_error(error: BaseException) -> str:
     """An error's kind and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as Python writes it, cut off where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"

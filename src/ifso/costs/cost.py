@@ -1,7 +1,8 @@
-"""``ifso.cost`` and ``ifso.unit_costs``."""
+"""``ifso.cost`` and ``ifso.unit_costs``, and whether a smaller network costs what was promised."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
-from ifso.graph.wiring import difference, wiring_of
+from ifso.graph.naming import wiring_difference, wiring_of
+from ifso.graph.terms import Term
 
 MAC_KINDS = ("conv", "linear", "matmul")
 
@@ -19,10 +21,14 @@ MAC_KINDS = ("conv", "linear", "matmul")
 class Cost:
     """What a network costs on the traced inputs.
 
-    ``macs`` counts the multiply-adds of all convolutions and matrix products: half of what
-    ``torch.utils.flop_counter`` reports. ``conv_macs`` are those of convolutions alone (what the paper counts),
-    ``linear_macs`` those of layers with a weight matrix, ``matmul_macs`` those of products of activations (attention).
-    ``params`` counts parameters, ``activations`` the numbers that convolutions and matrix products write.
+    ``macs`` is the sum of the first three: half of what ``torch.utils.flop_counter`` reports.
+
+    Attributes:
+        conv_macs: multiply-adds of convolutions (what the paper counts).
+        linear_macs: those of layers with a weight matrix.
+        matmul_macs: those of products of activations (attention).
+        params: parameters.
+        activations: the numbers that convolutions and matrix products write.
     """
 
     conv_macs: int
@@ -52,6 +58,18 @@ class Cost:
 
 def cost(model: nn.Module, graph: ChannelGraph, keep: Keep | None = None) -> Cost:
     """Cost of what ``keep`` leaves of the traced model, counted without running it.
+
+    Args:
+        model: the one that was traced.
+        graph: from :func:`ifso.trace`.
+        keep: for each group a bool tensor, True for units that stay; everything by default.
+
+    Returns:
+        Multiply-adds, parameters and activations.
+
+    Raises:
+        KeepError: ``keep`` does not fit the graph.
+        StaleGraphError: the graph is of another model.
 
     >>> from ifso.graph.tracing import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -83,7 +101,15 @@ _FIELDS = (
 
 @dataclass(frozen=True, eq=False)
 class UnitCosts:
-    """What the removal of each unit of a group, alone, would save [size]."""
+    """What the removal of each unit of a group, alone, would save [size].
+
+    Attributes:
+        macs: multiply-adds of convolutions, linear layers and matrix products.
+        conv_macs: those of convolutions.
+        params: parameters.
+        activations: numbers that convolutions and matrix products write, the paper's ΔMem: the sum over the unit's
+            producers of N·H·W of their outputs.
+    """
 
     macs: Tensor
     conv_macs: Tensor
@@ -92,9 +118,17 @@ class UnitCosts:
 
 
 def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitCosts]:
-    """What each kept unit would save, given what else is kept; 0 for units that are gone.
+    """Count what each kept unit would save, given what else is kept.
 
-    ``activations`` is the paper's ΔMem: the sum over the unit's producers of N·H·W of their outputs.
+    Args:
+        graph: from :func:`ifso.trace`.
+        keep: for each group a bool tensor, True for units that stay; everything by default.
+
+    Returns:
+        The savings by group; 0 for units that are gone.
+
+    Raises:
+        KeepError: ``keep`` does not fit the graph.
     """
     kept = graph.kept(keep)
     saved = {kind: torch.zeros(graph.num_units, dtype=torch.long, device="cpu") for _, kind in _FIELDS}
@@ -122,6 +156,55 @@ def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
                 f"the graph was traced from another model: {term.where} was {term.shape} and is {now}; "
                 "call ifso.trace again (after ifso.compact_, too)"
             )
-    changed = difference(graph.wiring, wiring_of(model))
+    changed = wiring_difference(graph.wiring, wiring_of(model))
     if changed is not None:
         raise StaleGraphError(f"the graph was traced from another model: {changed}; call ifso.trace again")
+
+
+COMPARED = ("macs", "conv_macs", "params", "activations")
+"""Costs that a budget can be about. A linear layer left with one input and one output may be recorded as a product."""
+
+_Place = tuple[str, str]
+"""(kind, where) of a term."""
+
+
+def recount(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
+    """What the ``smaller`` network's own graph counts otherwise than the ``original`` promises for ``kept``, in words.
+
+    A network whose course values decide, such as the second stage of a detector, may look at more or fewer regions than
+    it did when the original was traced: there every layer must cost the same for each row.
+    """
+    promised, found = count(original, kept).as_dict(), count(smaller, smaller.kept(None)).as_dict()
+    wrong = [kind for kind in COMPARED if found[kind] != promised[kind]]
+    if not original.on_real_tensors or "params" in wrong:
+        return [f"{kind} {found[kind]:,} instead of {promised[kind]:,}" for kind in wrong]
+    return _differing_rows(original, kept, smaller) if wrong else []
+
+
+def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
+    """A place may hold several terms: one of the smaller network must cost, for each row, what one of them does."""
+    wanted: dict[_Place, list[tuple[int, list[int], int]]] = {}
+    for term in original.terms:
+        dims = varying_dims(term)
+        here = wanted.setdefault((term.kind, term.where), [])
+        rest = math.prod(size for dim, size in enumerate(term.shape) if dim not in dims)
+        if rest:
+            here.append((len(term.shape), dims, term.count(kept) // rest))
+    strange = []
+    for term in smaller.terms:
+        place = f"{term.kind} in {term.where or 'the model'}"
+        known = wanted.get((term.kind, term.where))
+        if known is None:
+            strange.append(f"{place} is new")
+        elif known and 0 not in term.shape and not any(_costs_as(term, *one) for one in known):
+            strange.append(f"{place} costs otherwise for each row: its shape is {term.shape}")
+    return list(dict.fromkeys(strange))
+
+
+def _costs_as(term: Term, rank: int, dims: list[int], per_row: int) -> bool:
+    return len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row
+
+
+def varying_dims(term: Term) -> list[int]:
+    """Dims of a term along which units change."""
+    return [dim for dim in range(len(term.shape)) if any(layer.shape[dim] > 1 for layer in term.distinct)]

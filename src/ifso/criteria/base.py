@@ -116,15 +116,19 @@ class Task:
 
 
 class Criterion(ABC):
-    """Gives every unit a score, higher where it matters more. Subclasses are frozen dataclasses of their options."""
+    """Gives every unit a score, higher where it matters more. Subclasses are frozen dataclasses of their options.
+
+    Attributes:
+        name: that of the registry.
+        needs: what it looks at: ``"nothing"``, ``"weights"``, ``"activations"``, ``"gradients"`` or ``"curvature"``.
+        masks_itself: whether it sees the weights of removed units, and takes their masks into account itself.
+        prepares: whether it looks at all batches, in :meth:`prepare`, before it scores any.
+    """
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
     masks_itself: ClassVar[bool] = False
-    """Whether it sees the weights of removed units, and takes their masks into account itself."""
-
     prepares: ClassVar[bool] = False
-    """Whether it looks at all batches, in :meth:`prepare`, before it scores any."""
 
     @property
     def needs_batches(self) -> bool:
@@ -158,9 +162,14 @@ class Criterion(ABC):
 
     @abstractmethod
     def units(self, task: Task, batch: Any) -> Tensor:
-        """Scores ≥ 0 of all units [units] on one batch; entries of units that are not kept do not count.
+        """Score all units on one batch; the score of several batches is the mean.
 
-        The score of several batches is the mean. ``batch`` is None for criteria that need no data.
+        Args:
+            task: the model, its graph and loss, and what is kept.
+            batch: None for criteria that need no data.
+
+        Returns:
+            Scores ≥ 0 [units]; entries of units that are not kept do not count.
         """
 
     def __post_init__(self) -> None:

@@ -23,6 +23,10 @@ class Authors(Criterion):
     the step of both differences, H⁻¹ = I/``weight_decay``, batch norm always in train mode, a mask of its own in every
     layer that reads a unit (absolute values add up), and an all-ones vector that also moves the image's channels and
     the units that are already removed.
+
+    Args:
+        step: that of both differences.
+        weight_decay: of the training; H⁻¹ is its inverse.
     """
 
     name: ClassVar[str] = "authors"

@@ -30,6 +30,9 @@ class GroupFisher(Criterion):
     (windows, tokens), k rows after each other belong to one sample. After regions were cut out of images, as for the
     second stage of a detector, rows that are as many belong to the image they were cut out of. Where attention takes
     tokens first, it says how many samples there are, and layers that see [tokens, N, features] have them second.
+
+    Args:
+        reduction: how ``loss_fn`` puts the losses of samples together, ``"mean"`` or ``"sum"``.
     """
 
     name = "group-fisher"

@@ -23,17 +23,20 @@ from ifso.errors import ScoreError
 class Ifso(Criterion):
     """S = |1ᵀ · ∂²L/∂W∂M · H⁻¹ · ∂²L/∂M∂W| (Definition 1), the mean of it over the batches.
 
-    * ``inverse``: what stands for H⁻¹: ``"identity"`` (the paper's choice), ``"neumann"``, ``"sherman-morrison"``,
-      ``"cg"`` or ``"kfac"``, with ``inverse_options`` (see :mod:`ifso.curvature.solvers`) and, where the solver
-      multiplies by it, ``curvature`` for H: the Hessian itself or the Gauss-Newton matrix.
-    * ``coupled``: a unit that several layers read has one mask entry, ``"shared"`` (the paper: contributions add up
-      before the absolute value), or one in each of these ``"layers"`` (the authors' program: absolute values add up).
-    * ``weights``: ``W`` is the kernels and matrices of the ``"layers"``, or ``"all"`` trainable parameters.
-    * ``micro_batch``: differentiate so many samples at a time and add up, to fit into less memory. Exact for losses
-      that are means over samples; batch norm in train mode then takes its statistics over each part. What both passes
-      have in common is then computed twice rather than kept.
-    * ``careful``: compute the network itself in full float32 even where TF32 is allowed; tangents may be rounded. None
-      does so for layers of at most 64 channels, where it costs next to nothing.
+    Args:
+        inverse: what stands for H⁻¹: ``"identity"`` (the paper's choice), ``"neumann"``, ``"sherman-morrison"``,
+            ``"cg"`` or ``"kfac"`` (see :mod:`ifso.curvature.solvers`).
+        coupled: a unit that several layers read has one mask entry, ``"shared"`` (the paper: contributions add up
+            before the absolute value), or one in each of these ``"layers"`` (the authors' program: absolute values add
+            up).
+        weights: W is the kernels and matrices of the ``"layers"``, or ``"all"`` trainable parameters.
+        curvature: H where the solver multiplies by it: the ``"hessian"`` itself or the ``"gauss-newton"`` matrix.
+        inverse_options: those of the solver.
+        micro_batch: differentiate so many samples at a time and add up, to fit into less memory. Exact for losses that
+            are means over samples; batch norm in train mode then takes its statistics over each part. What both passes
+            have in common is then computed twice rather than kept.
+        careful: compute the network itself in full float32 even where TF32 is allowed; tangents may be rounded. None
+            does so for layers of at most 64 channels, where it costs next to nothing.
 
     Batch norm is in train or eval mode as the model is. Layers that draw random numbers draw the same in all passes
     over a batch. What forward mode cannot differentiate is scored another way (:mod:`ifso.curvature.fallbacks`), which

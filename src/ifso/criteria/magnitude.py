@@ -19,6 +19,9 @@ class Magnitude(Criterion):
 
     The paper's magnitude baseline, p = 1. A unit that no weight reads is measured where it is made.
 
+    Args:
+        p: the power, 1 or 2.
+
     >>> import torch
     >>> from ifso import trace
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))

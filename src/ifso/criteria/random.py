@@ -13,7 +13,11 @@ from ifso.criteria.base import Criterion, Task
 
 @dataclass(frozen=True)
 class Random(Criterion):
-    """Uniform numbers in [0, 1), the same for the same ``seed``: in every call, on every device and rank."""
+    """Uniform numbers in [0, 1), the same for the same ``seed``: in every call, on every device and rank.
+
+    Args:
+        seed: of the numbers.
+    """
 
     name = "random"
     needs = "nothing"

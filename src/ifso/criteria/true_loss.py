@@ -40,12 +40,13 @@ class TrueLoss(Criterion):
     that :mod:`ifso.pruning.least_squares` makes, with the curvature of whole samples (Group Fisher has x_i in the key
     of r_i). Layers coupled by the unit are added before squaring.
 
-    * ``target``: ``"outputs"`` takes ℓ to be half the squared distance of the outputs from those that the network has
-      now: its gradient is zero and its Hessian JᵀJ exactly, so that the quadratic model is right; labels are not
-      needed. One random direction of the outputs a sample stands for JᵀJ. ``"loss"`` takes ``loss_fn`` (the empirical
-      Fisher); so does ``"outputs"`` for a model that returns nothing but its loss.
-    * ``damping``: λ as a share of the mean variance of the inputs.
-    * ``seed``: of the random directions.
+    Args:
+        target: ``"outputs"`` takes ℓ to be half the squared distance of the outputs from those that the network has
+            now: its gradient is zero and its Hessian JᵀJ exactly, so that the quadratic model is right; labels are not
+            needed. One random direction of the outputs a sample stands for JᵀJ. ``"loss"`` takes ``loss_fn`` (the
+            empirical Fisher); so does ``"outputs"`` for a model that returns nothing but its loss.
+        damping: λ as a share of the mean variance of the inputs.
+        seed: of the random directions.
     """
 
     name: ClassVar[str] = "true-loss"

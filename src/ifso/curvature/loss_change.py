@@ -35,11 +35,17 @@ _AGREES = 0.25
 class LossChange:
     """The loss changes of one masked.
 
-    ``existing`` is ΔL_ex (old weights), ``true`` the estimate of ΔL_gt (weights settled), ``weight_update`` ΔW by
-    parameter name (zero on removed slices), ``reached`` the loss change really read at W* + ΔW, so that
-    ``true − reached`` is extrapolated. ``trust`` (0..1) is low if much is extrapolated or the quadratic model did not
-    agree with the loss: ``agreement`` is the real fall of the loss over the predicted one in the last steps,
-    ``gradient_left`` the norm of ∂L/∂W at W* + ΔW. ``gradients_spent``: a gradient 1, a product 2, a loss 1/3.
+    Attributes:
+        existing: ΔL_ex, with the old weights.
+        true: the estimate of ΔL_gt, with weights that have settled.
+        weight_update: ΔW by the name of the parameter, zero on removed slices.
+        trust: 0 to 1, low if much is extrapolated or the quadratic model did not agree with the loss.
+        reached: the loss change that was really read at W* + ΔW; ``true − reached`` is extrapolated.
+        gradient_left: the norm of ∂L/∂W at W* + ΔW.
+        agreement: the real fall of the loss over the predicted one in the last steps.
+        gradients_spent: a gradient is 1, a product 2, a loss 1/3.
+        path: the points of the path.
+        notes: what went otherwise than expected.
     """
 
     existing: float
@@ -106,6 +112,7 @@ def true_loss_change(
         The loss changes with old and with settled weights, the weight update, and how far to trust them.
 
     Raises:
+        KeepError: ``keep`` does not fit the graph.
         ScoreError: an option is out of range, a loss or gradient is not finite, or the solver does not fit the network.
     """
     if path_steps < 1:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from ifso.common.cuda_graphs import CONSTANTS, GraphRecord, NotCaptured, Record, captures_go_to, draws
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import several
+from ifso.common.distributed import is_distributed
 from ifso.common.text import describe_error
 from ifso.common.torch_state import conv_settings
 from ifso.curvature.captured_call import CapturedCall, SubmoduleCall, without_modes
@@ -230,7 +230,7 @@ def capture_submodules(
     ``names`` are the weights that passes look at. Other networks can be captured as a whole.
     """
     on_gpu = all(captures_go_to(parameter.device) for parameter in model.parameters())
-    if record is None and on_gpu and not several() and graph.on_real_tensors and not graph.reductions:
+    if record is None and on_gpu and not is_distributed() and graph.on_real_tensors and not graph.reductions:
         record = GraphRecord()
     return None if record is None else CapturedSubmodules(model, names, record)
 

@@ -65,12 +65,25 @@ def export(
 ) -> Exported:
     """Write ``model``, in eval mode, as an ONNX file (``"onnx"``, .onnx) or a torch.export program (``"torch"``, .pt2).
 
-    ``example_inputs`` are those of :func:`ifso.trace`. The first size of every input may vary (``"batch"``), unless
-    ``static``; all others are fixed. ``opset`` is ONNX's. ONNX needs ``pip install "ifso[onnx]"``.
-
     The file is run before it takes its place, by onnxruntime or by a fresh process that knows nothing of the network's
-    class, on batches of several sizes. VerificationError if the results differ by more than ``tolerance`` of the
-    largest value; an earlier file stays then, as after every failure. The model is left as it was.
+    class, on batches of several sizes. An earlier file stays after a failure. ONNX needs ``pip install "ifso[onnx]"``.
+
+    Args:
+        model: left as it was.
+        path: of the file.
+        example_inputs: those of :func:`ifso.trace`. The first size of every input may vary (``"batch"``); all others
+            are fixed.
+        to: ``"onnx"`` or ``"torch"``; by default what the suffix says.
+        opset: that of ONNX.
+        static: fix the first sizes, too.
+        tolerance: how far results of the file may differ, as a share of the largest value.
+
+    Returns:
+        What was written, and how it was checked.
+
+    Raises:
+        ExportError: a network or a place that cannot be exported, or a package that is missing.
+        VerificationError: the results of the file differ.
     """
     place = Path(path)
     kind = kind_of(place, to)
@@ -129,8 +142,8 @@ def kind_of(path: Path, to: str | None) -> str:
         raise ExportError(f"networks are exported to {' or '.join(SUFFIXES)}, not to {to!r}")
     fitting = [kind for kind, suffix in SUFFIXES.items() if path.suffix == suffix and to in (None, kind)]
     if not fitting:
-        wanted = f"a name that ends with {SUFFIXES[to]}" if to else f"one of {', '.join(SUFFIXES.values())}"
-        raise ExportError(f"{path}: {path.suffix or 'no suffix'} will not do for an exported network; give {wanted}")
+        wanted = SUFFIXES[to] if to else " or ".join(SUFFIXES.values())
+        raise ExportError(f"the suffix of an exported network must be {wanted}, got {path.suffix or 'none'} ({path})")
     return fitting[0]
 
 

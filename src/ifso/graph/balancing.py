@@ -21,8 +21,19 @@ from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Keep
 def balance(graph: ChannelGraph, keep: Keep, scores: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The nearest legal choice to ``keep``: equal counts where grouped convolutions, shuffles and norms need them.
 
-    Few units change sides; at a tie more stay. ``scores`` (importance per unit) decides which: the most
-    important come back first, the least important go first. Without it, units with lower numbers come back first.
+    Few units change sides; at a tie more stay.
+
+    Args:
+        graph: from :func:`ifso.trace`.
+        keep: for each group a bool tensor, True for units that stay; groups that are not named stay whole.
+        scores: importance per unit, by group: the most important come back first, the least important go first.
+            Without it, units with lower numbers come back first.
+
+    Returns:
+        A bool tensor for each group.
+
+    Raises:
+        KeepError: ``keep`` or ``scores`` do not fit the graph.
     """
     kept = graph.kept(keep)
     ranking = _ranking(graph, scores)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ifso.errors import KeepError
-from ifso.graph.wiring import Wiring
+from ifso.graph.naming import Wiring
 
 if TYPE_CHECKING:
     from ifso.graph.terms import Term
@@ -31,10 +31,14 @@ Keep = Mapping[str, Tensor]
 class Member:
     """A parameter (or buffer) axis that loses slices when units of the group are removed.
 
-    ``role`` is ``"produces"`` (the units are computed by these slices), ``"consumes"`` (they are read by them) or
-    ``"follows"`` (norms, biases, gains). ``owner`` holds, for each position along ``dim``, the unit of the group it
-    belongs to, or -1. In a grouped convolution it has a row for each output channel, since positions along ``dim`` 1
-    mean other channels in each of its groups.
+    Attributes:
+        parameter: its name in the model.
+        dim: the axis.
+        role: ``"produces"`` (the units are computed by these slices), ``"consumes"`` (they are read by them) or
+            ``"follows"`` (norms, biases, gains).
+        owner: for each position along ``dim`` the unit of the group it belongs to, or -1. In a grouped convolution it
+            has a row for each output channel, since positions along ``dim`` 1 mean other channels in each group.
+        size: units of the group.
     """
 
     parameter: str
@@ -56,7 +60,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Units that are coupled in the same places. ``first`` is the number of its first unit in the whole network."""
+    """Units that are coupled in the same places.
+
+    Attributes:
+        name: that of the first layer that makes the units.
+        first: the number of its first unit in the whole network.
+        size: how many units there are.
+        members: the axes that lose slices with them.
+        flags: why zeros alone would not be the same as removal, such as ``"layer norm"``.
+    """
 
     name: str
     first: int
@@ -72,7 +84,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A parameter axis (or part of it: ``index``) that cannot be pruned, and the reason in words."""
+    """A parameter axis, or a part of it, that cannot be pruned.
+
+    Attributes:
+        parameter: its name in the model.
+        dim: the axis.
+        reason: why, in words.
+        index: the positions along the axis.
+    """
 
     parameter: str
     dim: int
@@ -131,7 +150,27 @@ class SizeAttribute:
 
 @dataclass
 class ChannelGraph:
-    """The coupled channels of one network, as found by :func:`ifso.trace`."""
+    """The coupled channels of one network, as found by :func:`ifso.trace`.
+
+    Attributes:
+        groups: units that go together, in the order of the network.
+        frozen: what cannot be pruned, with reasons.
+        balances: units of which equally many must stay.
+        layouts: which unit each slice of a parameter or buffer belongs to, by name.
+        attributes: Python numbers that follow the channels.
+        terms: blocks of elements that costs add up.
+        inputs: the example inputs.
+        output_shapes: shapes of the outputs on them.
+        reductions: calls that take statistics over channels, with the units they see.
+        unmasked: parameters and dims of which a mask leaves alone what is removed.
+        gains: gains that are masked for a normed weight: the parameter and dim they stand for, by name.
+        written: names of what the model writes while it runs.
+        wiring: class and settings of each module, by name.
+        modes: which modules were in train mode.
+        on_real_tensors: whether the model ran with values, since they decide its course.
+        recording: what was recorded, for removals to be rehearsed.
+        notes: what a user should know of the trace.
+    """
 
     groups: tuple[Group, ...]
     frozen: tuple[Frozen, ...]

@@ -8,11 +8,9 @@ its place and the run goes on, so that one run finds every such place.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,63 +20,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ifso.common.fake_tensors import Stage
-from ifso.common.module_state import named_tensors, read_attribute, set_attribute, set_tensors
+from ifso.common.fake_tensors import FakeStage
+from ifso.common.module_state import named_tensors, set_tensors
 from ifso.common.tensors import LEAVING, WatchedLeavings, map_tensors, tensors_in
-from ifso.common.torch_state import forget_caches
 from ifso.errors import StaleGraphError
-from ifso.graph.channel_graph import STAYS, SizeAttribute
-from ifso.graph.channel_ids import Labels
 from ifso.graph.execution import call_model, on_fake_tensors, on_real_tensors
-from ifso.graph.layouts import compact, compact_shape
-from ifso.graph.numbers import new_numbers
-from ifso.graph.scalar_arguments import Values, content_of, place_of, values_of
-from ifso.graph.slim_attention import slim_attention
+from ifso.graph.layouts import compact
+from ifso.graph.naming import modes_of
+from ifso.graph.removal import Removal
+from ifso.graph.scalar_arguments import (
+    OWN_SCALES,
+    Computed,
+    ComputedNumbers,
+    changed_numbers,
+    recorded_numbers,
+    same_numbers,
+)
 from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, refs_in
-from ifso.graph.units import Units
-from ifso.graph.wiring import modes_of
-
-
-def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, blocks: list[Tensor]) -> tuple[int, ...]:
-    """Shape after removal of a tensor whose elements belong to the units in ``layers``.
-
-    ``blocks`` are axes that were cut into rows [rows, n]: these keep their number of rows.
-    """
-    result = list(shape)
-    for layer in layers:
-        if bool((layer == STAYS).all()):
-            continue
-        dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
-        for dim, size in zip(dims, _block(layer.squeeze(), kept, blocks), strict=True):
-            result[dim] = size
-    return tuple(result)
-
-
-def _block(units: Tensor, kept: Tensor, blocks: list[Tensor]) -> list[int]:
-    """Sizes of the block that the survivors form: a sub-block, or rows of equal length."""
-    alive = kept[units]
-    total = int(alive.sum())
-    filled = [int(_any_other(alive, dim).sum()) for dim in range(alive.dim())]
-    product = math.prod(filled)
-    if product == total:
-        return filled
-    for dim in _position_dims(units, blocks):
-        rest = product // max(filled[dim], 1)
-        counts = alive.sum(dim)
-        if int((counts > 0).sum()) == rest and len(set(counts[counts > 0].tolist())) == 1:
-            return [total // rest if d == dim else size for d, size in enumerate(filled)]
-    return filled
-
-
-def _position_dims(units: Tensor, blocks: list[Tensor]) -> list[int]:
-    """Dims along which rows may keep different positions, likeliest first."""
-    if units.dim() == 2 and any(units.t().equal(rows) for rows in blocks):
-        return [0]
-    return list(range(units.dim() - 1, -1, -1))
-
-
-def _any_other(alive: Tensor, dim: int) -> Tensor:
-    return alive.movedim(dim, 0).flatten(1).any(1) if alive.dim() > 1 else alive
 
 
 @dataclass(frozen=True)
@@ -105,53 +63,6 @@ class Diverged(Exception):
         self.module = module
 
 
-@dataclass(frozen=True)
-class Removal:
-    """What is to be removed from a traced model, and all that a rehearsal of it needs."""
-
-    units: Units
-    attributes: tuple[SizeAttribute, ...]
-    kept: Tensor
-    labels: Labels
-    inputs: Any
-    on_real_tensors: bool
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """New shapes of the parameters and buffers that lose something."""
-        return {name: compact_shape(layout, self.kept, name) for name, layout in self.units.layouts.items()}
-
-    def expected_results(self) -> dict[Ref, tuple[int, ...]]:
-        """The shape that each result of a torch function should have."""
-        return self._expected(ref for call in self.labels.tape.functions for ref in refs_in(call.result))
-
-    def expected_arguments(self) -> dict[Ref, tuple[int, ...]]:
-        """The shape that each argument of a torch function should have."""
-        return self._expected(ref for call in self.labels.tape.functions for ref in refs_in((call.args, call.kwargs)))
-
-    def _expected(self, refs: Iterable[Ref]) -> dict[Ref, tuple[int, ...]]:
-        tape, of = self.labels.tape, self.units.of
-        blocks = [of[rows] for rows, _ in self.labels.splits]
-        expected = {}
-        for ref in dict.fromkeys(refs):
-            value = tape.values[ref.index]
-            if value.name:
-                expected[ref] = self.shapes.get(value.name, value.shape)
-            else:
-                layers = [of[layer.ids] for layer in self.labels[ref]]
-                expected[ref] = expected_shape(value.shape, layers, self.kept, blocks)
-        return expected
-
-    def set_numbers(self, model: nn.Module) -> list[str]:
-        """Set the Python numbers; returns the names of attention layers whose class was exchanged."""
-        forget_caches(model)
-        modules, shapes = dict(model.named_modules()), self.shapes
-        for (module, name, position), value in new_numbers(model, self.attributes, self.kept, shapes).items():
-            if read_attribute(modules[module], name, position) is not None:
-                set_attribute(modules[module], name, position, value)
-        return slim_attention(model, shapes)
-
-
 def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:
     """Run the smaller model. Returns the problems, and the module where it could not go on or took another way."""
     if removal.on_real_tensors:
@@ -160,7 +71,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
     problems: list[Problem] = []
     exchanged: set[str] = set()
 
-    def run(stage: Stage) -> str | None:
+    def run(stage: FakeStage) -> str | None:
         rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems, stage)
         try:
             _run_smaller(model, removal, stage, rehearsal)
@@ -174,7 +85,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
 
 
 def _run_smaller(
-    model: nn.Module, removal: Removal, stage: Stage, watch: contextlib.AbstractContextManager[Any]
+    model: nn.Module, removal: Removal, stage: FakeStage, watch: contextlib.AbstractContextManager[Any]
 ) -> list[tuple[int, ...]]:
     """Shapes of the smaller model's outputs."""
     tensors = named_tensors(model)
@@ -228,7 +139,7 @@ def check_removal(
     if removal.on_real_tensors:
         return failure
 
-    def run(stage: Stage) -> list[tuple[int, ...]]:
+    def run(stage: FakeStage) -> list[tuple[int, ...]]:
         return _run_smaller(model, removal, stage, WatchedLeavings(stage.writes))
 
     try:
@@ -259,7 +170,7 @@ class Rehearsal(TorchFunctionMode):
         expected: dict[Ref, tuple[int, ...]],
         exchanged: set[str],
         problems: list[Problem],
-        stage: Stage | None,
+        stage: FakeStage | None,
     ) -> None:
         super().__init__()
         self.problems = problems
@@ -271,7 +182,7 @@ class Rehearsal(TorchFunctionMode):
         self._inside = False
         self._exchanged = exchanged
         self._stage = stage
-        self._computed = _Computed(model)
+        self._computed = ComputedNumbers(model)
 
     @property
     def module(self) -> str:
@@ -306,7 +217,7 @@ class Rehearsal(TorchFunctionMode):
             self._inside = False
 
     def _compare(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
-        changed = frozenset(_changed_numbers((call.args, call.kwargs), (args, kwargs)))
+        changed = frozenset(changed_numbers((call.args, call.kwargs), (args, kwargs)))
         before = len(self._computed.calls)
         try:
             result = func(*args, **kwargs)
@@ -314,7 +225,7 @@ class Rehearsal(TorchFunctionMode):
             self._computed.calls.clear()
             self._note(call, f"{type(error).__name__}: {error}", numbers=changed)
             return self._stand_in(call.result)
-        recorded = _recorded(call, self._tape) if self._stage is not None else []
+        recorded = recorded_numbers(call, self._tape) if self._stage is not None else []
         if (recorded or len(self._computed.calls) > before) and not self._computes_the_same(call, recorded, kwargs):
             self._note(call, "computes with a number that depends on how many channels there are", by_value=True)
         refs = list(refs_in(call.result))
@@ -335,7 +246,7 @@ class Rehearsal(TorchFunctionMode):
         self._computed.calls.clear()
         if call.name in OWN_SCALES:
             return bool(kwargs.get("scale") == call.kwargs.get("scale"))
-        return _same_numbers(recorded, now)
+        return same_numbers(recorded, now)
 
     def _note(
         self, call: FunctionCall, why: str, by_value: bool = False, numbers: frozenset[tuple[int, int]] = frozenset()
@@ -409,21 +320,6 @@ class LooseRehearsal(Rehearsal):
         )
 
 
-class _Computed:
-    """Notes what the ATen calls of one torch function compute with."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.calls: list[Computed] = []
-        self._known = {id(tensor) for tensor in named_tensors(model).values()}
-
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An ATen call is about to be made."""
-        self.calls.append(_computed(func, args, kwargs, self._content, lambda tensor: tuple(tensor.shape)))
-
-    def _content(self, item: Any) -> Any:
-        return None if id(item) in self._known else content_of(item)
-
-
 def _line_outside(frame: FrameType | None) -> str:
     """The innermost line of code that is neither PyTorch's nor ours, as ``file.py:12``; empty if there is none."""
     while frame is not None:
@@ -431,55 +327,3 @@ def _line_outside(frame: FrameType | None) -> str:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _changed_numbers(before: Any, now: Any) -> Iterator[tuple[int, int]]:
-    """(old, new) where arguments of a recorded call hold another int at the same place now.
-
-    >>> list(_changed_numbers((2, [1, 16]), (2, [1, 13])))
-    [(16, 13)]
-    """
-    if type(before) is int and type(now) is int:
-        if before != now:
-            yield before, now
-    elif isinstance(before, (tuple, list)) and isinstance(now, (tuple, list)):
-        for old, new in zip(before, now, strict=False):
-            yield from _changed_numbers(old, new)
-    elif isinstance(before, dict) and isinstance(now, dict):
-        yield from _changed_numbers([before[key] for key in before], [now.get(key) for key in before])
-
-
-Computed = tuple[str, Values, "tuple[int, ...] | None"]
-"""An ATen call: its operator, the numbers it computes with, and the place along an axis that it picks."""
-
-
-def _computed(func: Any, args: Any, kwargs: Any, content: Callable[[Any], Any], size: Callable[[Any], Any]) -> Computed:
-    return str(func.overloadpacket), values_of(func, args, kwargs, content), place_of(func, args, size)
-
-
-def _recorded(call: FunctionCall, tape: Tape) -> list[Computed]:
-    def content(item: Any) -> Any:
-        return tape.values[item.index].content if isinstance(item, Ref) else None
-
-    return [_computed(one.func, one.args, one.kwargs, content, tape.shape) for one in tape.calls_of(call.key)]
-
-
-def _same_numbers(before: list[Computed], now: list[Computed]) -> bool:
-    """Do two runs of a function compute with the same numbers? A place may move with the size of its axis.
-
-    Where PyTorch itself takes other operators for other sizes, as in an einsum, their dims and places tell nothing.
-    """
-    if [op for op, _, _ in before] != [op for op, _, _ in now]:
-        return _fractions(before) == _fractions(now)
-    if [values for _, values, _ in before] != [values for _, values, _ in now]:
-        return False
-    places = [[place for _, _, place in calls if place is not None] for calls in (before, now)]
-    return all(one == other or one[0] != other[0] for one, other in zip(*places, strict=True))
-
-
-def _fractions(calls: list[Computed]) -> list[Any]:
-    return [value for _, values, _ in calls for _, whole, value in values if not whole]
-
-
-OWN_SCALES = ("scaled_dot_product_attention", "multi_head_attention_forward")
-"""Functions that divide by the root of a head's size, which masks account for."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.devices import devices_apart
-from ifso.common.fake_tensors import Stage, forget_frames
+from ifso.common.fake_tensors import FakeStage, forget_frames
 from ifso.common.module_state import named_tensors
 from ifso.common.snapshot import Image
 from ifso.common.tensors import WatchedCalls, WatchedLeavings, Writes, map_tensors
@@ -39,7 +39,7 @@ def trainable() -> Iterator[None]:
         yield
 
 
-def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callable[[], Any] | None = None) -> T:
+def on_fake_tensors(model: nn.Module, run: Callable[[FakeStage], T], prepare: Callable[[], Any] | None = None) -> T:
     """What ``run`` returns, which must hold no tensor; it runs the model on tensors without values or memory.
 
     ``prepare`` changes the model beforehand, with values.
@@ -50,7 +50,7 @@ def on_fake_tensors(model: nn.Module, run: Callable[[Stage], T], prepare: Callab
             if prepare is not None:
                 prepare()
             with written_back(model, image) as writes:
-                stage = Stage(writes)
+                stage = FakeStage(writes)
                 with stage:
                     return run(stage)
     except BaseException as error:
@@ -82,12 +82,7 @@ def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
     """Whatever a run of the model changes within is put back: in Python, and in tensors that were there before."""
-    with (
-        preserved(model) as image,
-        written_back(model, image) as writes,
-        WatchedLeavings(writes),
-        WatchedCalls(writes),
-    ):
+    with preserved(model) as image, written_back(model, image) as writes, WatchedLeavings(writes), WatchedCalls(writes):
         yield
 
 
@@ -104,7 +99,7 @@ def written_back(model: nn.Module, image: Image) -> Iterator[Writes]:
 def run_fake(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
     """The tape of a run on fake tensors: shapes only, no memory."""
 
-    def run(stage: Stage) -> Tape:
+    def run(stage: FakeStage) -> Tape:
         forget_caches(model)
         fakes = map_tensors(inputs, stage.from_tensor)
         recorder.add_inputs(fakes)

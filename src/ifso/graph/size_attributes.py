@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.module_state import read_attribute
-from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.channel_ids import Labels
-from ifso.graph.dry_run import Problem, Removal, rehearse
+from ifso.graph.dry_run import Problem, rehearse
 from ifso.graph.naming import is_under
-from ifso.graph.numbers import Place
+from ifso.graph.removal import Place, Removal, leave_one_whole, trial
 from ifso.graph.tape import Ref, refs_in
 from ifso.graph.units import Units, build, partition
 
@@ -60,9 +59,9 @@ def settle(
         units, attributes = settler.units(), settler.attributes()
         if not units.groups:
             break
-        kept = _trial(units, seed=number, everywhere=clean == 0 or bool(labels.together), halve=whole)
+        kept = trial(units, seed=number, everywhere=clean == 0 or bool(labels.together), halve=whole)
         if clean:
-            kept = _leave_one_whole(kept, units, labels.together, clean)
+            kept = leave_one_whole(kept, units, labels.together, clean)
         removal = Removal(units, attributes, kept, labels, inputs, on_real_tensors)
         problems, stuck = rehearse(model, removal)
         if problems or stuck is not None:
@@ -93,7 +92,7 @@ def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Sett
     for number in range(max(map(len, by_module.values()), default=0)):
         dropped = {module: places[number] for module, places in by_module.items() if number < len(places)}
         attributes = settler.attributes(without=set(dropped.values()))
-        kept = _trial(units, seed=100 + number, everywhere=True)
+        kept = trial(units, seed=100 + number, everywhere=True)
         problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors))
         if stuck is None:
             needed = {name for problem in problems for name in _around(problem.module)}
@@ -101,38 +100,6 @@ def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Sett
             for module, place in dropped.items():
                 if module not in needed and place in changing:
                     settler.found.pop(place)
-
-
-def _trial(units: Units, seed: int, everywhere: bool, halve: Collection[int] = ()) -> Tensor:
-    """Some units of every group go, or of most groups, with different shares: sizes must not agree by chance.
-
-    Half of the groups in ``halve`` go: a balance had given them back all that an earlier trial took.
-    """
-    random = torch.Generator().manual_seed(1234 + seed)
-    total = sum(group.size for group in units.groups)
-    kept = torch.ones(total + 1, dtype=torch.bool, device="cpu")
-    for place, group in enumerate(units.groups):
-        share = 0.5 if place in halve else 0.2 + 0.4 * float(torch.rand(1, generator=random, device="cpu"))
-        count = min(max(1, round(group.size * share)), max(1, group.size - 1))
-        if everywhere or place in halve or float(torch.rand(1, generator=random, device="cpu")) < 0.7:
-            kept[group.first + torch.randperm(group.size, generator=random, device="cpu")[:count]] = False
-    for layout in units.layouts.values():
-        for layer in layout.layers:
-            if not bool(kept[layer].any()):
-                kept[layer.flatten()[0]] = True
-    return balance_vector(kept, units.balances, torch.rand(total, generator=random, device="cpu"))
-
-
-def _leave_one_whole(kept: Tensor, units: Units, together: list[Tensor], number: int) -> Tensor:
-    """Of parts of one axis that are taken apart one loses nothing, each time another: halves must not stay equal."""
-    kept, firsts = kept.clone(), torch.tensor([group.first for group in units.groups], device="cpu")
-    for ids in together:
-        found = units.of[ids]
-        parts = (torch.searchsorted(firsts, found[found != STAYS], right=True) - 1).unique().tolist()
-        if len(parts) > 1:
-            kept[units.groups[parts[number % len(parts)]].units] = True
-    total = kept.numel() - 1
-    return balance_vector(kept, units.balances, torch.arange(total, dtype=torch.float64, device="cpu"))
 
 
 class _Settler:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ifso.common.tensors import LEAVING, map_tensors, tensors_in, written_by
-from ifso.graph.scalar_arguments import content_of
 
 FunctionKey = tuple[str, int, int]
 """(module name, visit, n): the n-th torch function called while that module ran for the visit-th time in a run."""
@@ -320,3 +320,18 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exc)
         self._log.__exit__(*exc)
         self.stack.__exit__(*exc)
+
+
+MOST_ELEMENTS = 4096
+"""Constants with more elements are not compared."""
+
+
+def content_of(item: Any) -> Any:
+    """The numbers in a small tensor that has values, as shape and list; None for others."""
+    if not isinstance(item, Tensor) or isinstance(item, FakeTensor) or item.numel() > MOST_ELEMENTS:
+        return None
+    with _disable_current_modes():
+        try:
+            return tuple(item.shape), item.detach().cpu().tolist()
+        except (RuntimeError, NotImplementedError):
+            return None

@@ -184,9 +184,21 @@ def create_model(
 ) -> nn.Module:
     """The network called ``name``, randomly initialised or with ``weights`` from a file.
 
-    ``options``, and those that follow the name after commas, go to the network's builder. Detectors also take
-    ``norms`` and ``backbone`` (see :func:`ifso.models.detectors.prepare_`). Only with ``pretrained`` do torchvision and
-    timm load published weights, or those that options in the name ask for, and download them if need be.
+    Args:
+        name: any MODEL of the command line, such as ``"ifso:resnet32"`` or ``"timm:resnet18,in_chans=1"``.
+        weights: a file of weights.
+        num_classes: outputs of a classifier; by default what its builder has.
+        pretrained: let torchvision and timm load published weights, or those that options in the name ask for, and
+            download them if need be.
+        options: go to the network's builder, as do those that follow the name after commas. Detectors also take
+            ``norms`` and ``backbone`` (see :func:`ifso.models.detectors.prepare_`).
+
+    Returns:
+        The network on the CPU.
+
+    Raises:
+        ModelNotFound: no network has that name or takes these options.
+        WeightsError: weights that do not fit it.
 
     >>> create_model("ifso:resnet20", num_classes=100).fc.out_features
     100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from itertools import pairwise
 from numbers import Real
@@ -17,12 +18,18 @@ FLOPS = "FLOPs are counted as MACs (multiply-adds, two FLOPs each), of which the
 class Budget:
     """The share KEPT of each cost that is named; a run goes on until all of them are met.
 
-    ``macs`` counts the multiply-adds of convolutions, linear layers and matrix products, ``conv_macs`` those of
-    convolutions only (as in the paper), ``params`` the parameters, ``activations`` the numbers that these operations
-    write, ``latency`` the seconds of one forward pass on the traced inputs. ``flops`` is another word for ``macs``: a
-    multiply-add is two floating-point operations, so that the share kept is the same.
-
     A tuple of shares, largest first, leaves a network for each: a staged run passes through all of them.
+
+    Args:
+        macs: multiply-adds of convolutions, linear layers and matrix products.
+        conv_macs: those of convolutions only (as in the paper).
+        params: parameters.
+        activations: the numbers that these operations write.
+        latency: seconds of one forward pass on the traced inputs.
+        flops: another word for ``macs``: a multiply-add is two floating-point operations, the share is the same.
+
+    Raises:
+        BudgetError: no cost is named, or a share is not between 0 and 1, or several do not fall.
 
     >>> Budget(macs=0.5, params=0.7).targets
     {'macs': 0.5, 'params': 0.7}
@@ -109,7 +116,14 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A share of the way incrementally, the rest in one shot: ``Mixed(0.75)`` is the paper's t = 75 %."""
+    """A share of the way incrementally, the rest in one shot: ``Mixed(0.75)`` is the paper's t = 75 %.
+
+    Args:
+        incremental: that share, between 0 and 1.
+
+    Raises:
+        BudgetError: it is not between 0 and 1.
+    """
 
     incremental: float
 
@@ -179,3 +193,47 @@ def _stages(budget: Budget) -> tuple[Phase, ...]:
         found.append(Phase(wanted, None, False, ends_at=wanted))
         before = after
     return tuple(replace(phase, stage=number) for number, phase in enumerate(found, 1))
+
+
+ALGORITHM_2: Mapping[str, Any] = {
+    "criterion": "ifso", "schedule": "incremental", "normalize": "sqrt-memory", "update": False, "min_share": 0.0,
+    "learning_rate": 0.01,
+}  # fmt: skip
+
+STAGED: Mapping[str, Any] = {
+    "criterion": "true-loss", "schedule": "staged", "normalize": None, "update": True, "min_share": 0.1,
+    "learning_rate": 0.01,
+}  # fmt: skip
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "paper": ALGORITHM_2,
+    "authors": {**ALGORITHM_2, "criterion": "authors", "learning_rate": 0.1},
+}
+"""What a preset stands for where nothing else is said: Algorithm 2 as in the paper, or as in the authors' program."""
+
+
+def usual(preset: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What stands for options that were not given.
+
+    Without a preset that is the staged run; but an option that only Algorithm 2 has (``given`` and not None) asks for
+    that.
+
+    >>> usual(None, {})["schedule"], usual(None, {"accumulate": 5})["schedule"], usual("authors", {})["criterion"]
+    ('staged', 'incremental', 'authors')
+    """
+    if preset is not None and preset not in PRESETS:
+        raise BudgetError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if preset is not None:
+        return PRESETS[preset]
+    return ALGORITHM_2 if any(value is not None for value in given.values()) else STAGED
+
+
+NORMALIZERS = {
+    "sqrt-memory": ("activations", 0.5),
+    "memory": ("activations", 1.0),
+    "none": None,
+    "macs": ("macs", 1.0),
+    "params": ("params", 1.0),
+    "latency": ("latency", 1.0),
+}
+"""Name: the cost that a score is divided by, and the power it is raised to."""

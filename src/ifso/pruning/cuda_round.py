@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ifso.common.cuda_graphs import CONSTANTS, NotCaptured, captures_go_to, capturing, draws
-from ifso.common.distributed import several
+from ifso.common.distributed import is_distributed
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 def can_capture(network: ShrinkingNetwork) -> bool:
     """Return whether rounds can be captured: on the current GPU alone, without data-dependent control flow."""
     plain = not (network.graph.reductions or network.graph.on_real_tensors)
-    return captures_go_to(network.device) and not several() and plain
+    return captures_go_to(network.device) and not is_distributed() and plain
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.common.batch_stream import on_device
+from ifso.common.batches import on_device
 from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, steady_
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError

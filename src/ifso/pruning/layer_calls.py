@@ -19,7 +19,7 @@ _READER = "_ifso_read_by"
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer: what kind it is, its input and the options of a convolution."""
 
     function: Any
@@ -33,7 +33,7 @@ class Call:
     bias: Tensor | None
 
     @classmethod
-    def of(cls, function: Any, args: Any, kwargs: Any) -> Call:
+    def of(cls, function: Any, args: Any, kwargs: Any) -> LayerCall:
         """From the arguments of a torch function."""
         dims = LAYERS[function]
         transposed = function in TRANSPOSED
@@ -122,7 +122,7 @@ class LayerCalls(TorchFunctionMode):
     of, and what that was.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, Call], None]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], see: Callable[[str, LayerCall], None]) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in weights.items()}
         self._see = see
@@ -150,7 +150,7 @@ class LayerCalls(TorchFunctionMode):
         name = self._names.get(id(weight))
         if name is not None:
             with torch._C.DisableTorchFunction():
-                self._see(name, Call.of(func, args, kwargs))
+                self._see(name, LayerCall.of(func, args, kwargs))
         result = func(*args, **kwargs)
         if name is not None:
             self._outputs[name] = self._outputs.get(name, 0) + 1

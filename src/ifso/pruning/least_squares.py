@@ -31,7 +31,7 @@ from ifso.criteria.moments import Halves, mean_size
 from ifso.criteria.reader_hooks import TRANSPOSED
 from ifso.curvature.weight_space import Reader
 from ifso.errors import ScoreError
-from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix
+from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
 
 DAMPING = 0.01
 """The least λ, as a share of the mean of A's diagonal."""
@@ -278,7 +278,7 @@ def _pass(
     seen: dict[str, _Seen] = {}
     biases = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
-    def see(name: str, call: Call) -> None:
+    def see(name: str, call: LayerCall) -> None:
         transposed = call.function in TRANSPOSED
         reader = next((reader for reader in piece[name] if (reader.dim == 0) == transposed), None)
         if reader is None:

@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ifso.common.progress import loss_words
-from ifso.common.serialization import parsed, read_lines
+from ifso.common.serialization import read_lines
 from ifso.pruning.events import Plan, Removal
-from ifso.runs.folder import METRICS, STRUCTURE
+from ifso.runs.files import METRICS, STRUCTURE, read_object
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -71,7 +71,7 @@ class Layers:
         from ifso.runs.structure import from_document
         from ifso.runs.values import mapping, number, wholes
 
-        structure = from_document(parsed((Path(plan.folder) / STRUCTURE).read_bytes()) or {}, {})
+        structure = from_document(read_object(Path(plan.folder) / STRUCTURE) or {}, {})
         writers = [group for layer in structure.layers for group in layer.groups]
         others = [max(writers.count(index) - 1, 0) for index in range(len(structure.groups))]
         layers = cls(

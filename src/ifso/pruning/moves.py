@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ifso.errors import BudgetError, ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group
-from ifso.pruning.constraints import Axes, Family, Pattern, ProducedAxes, families_of
-from ifso.pruning.floors import Floors, MinShare, MinUnits
+from ifso.pruning.constraints import Axes, Family, Floors, MinShare, MinUnits, Pattern, ProducedAxes, families_of
 
 LEFT_ALONE = "only= names other layers"
 """Why a group is stuck that nobody asked for."""

@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ifso.common.batch_stream import (
-    REMEMBERS,
-    BatchStream,
-    dealt_again,
-    first_batches,
-    not_finite,
-    on_device,
-    remembers,
-)
-from ifso.common.batches import rough_count
-from ifso.common.distributed import from_first, rank, together
-from ifso.common.loss_fn import LossFn, WatchedLoss
+from ifso.common.batches import REMEMBERS, BatchStream, dealt_again, on_device, remembers
+from ifso.common.distributed import rank, together
+from ifso.common.loss_fn import LossFn
 from ifso.common.module_state import copy_of
 from ifso.common.torch_state import same_modes
-from ifso.costs.cost import count
 from ifso.criteria.base import Criterion
-from ifso.errors import BudgetError, DataError, TraceError
-from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.execution import trainable, unmarked
+from ifso.errors import BudgetError
+from ifso.graph.execution import trainable
 from ifso.graph.naming import names_in
-from ifso.graph.tracing import check_model, trace
-from ifso.graph.units import UNUSED
+from ifso.graph.tracing import check_model
 from ifso.pruning.budget import Budget, Schedule
-from ifso.pruning.cost_tracker import Ledger
+from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.events import Listener
-from ifso.pruning.finalize import LOSS_BATCHES, Finisher
-from ifso.pruning.floors import ALL, MinShare, MinUnits
-from ifso.pruning.latency_budget import timed
-from ifso.pruning.moves import Moves
-from ifso.pruning.presets import STAGED, usual
+from ifso.pruning.finalize import finish
+from ifso.pruning.measures import LOSS_BATCHES, measure
+from ifso.pruning.preflight import Traced, agreed_config, check_budget, checked_batches, trace_and_moves
 from ifso.pruning.progress import listener_for
-from ifso.pruning.recovery import Evaluate, mean_loss, norms_of, refuse_spoilt_weights
-from ifso.pruning.reminders import reminders
-from ifso.pruning.reopening import finished_result
-from ifso.pruning.result import PruneResult
+from ifso.pruning.recovery import Evaluate
+from ifso.pruning.result import PruneResult, finished_result
 from ifso.pruning.run import Progress, Run
 from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
-from ifso.pruning.selection import Target, check_reachable
-from ifso.pruning.settings import Settings, criterion_of, describe, sgd
+from ifso.pruning.settings import Settings, settings_of, sgd
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.state import shrink_to_
-from ifso.runs.folder import RESUMED, STRUCTURE, Checkpoint, RunFolder, holds_run, refuse_other
+from ifso.runs.files import RESUMED, STRUCTURE, holds_run
+from ifso.runs.folder import Checkpoint, RunFolder
 from ifso.runs.structure import structure_of
-from ifso.surgery.recipe import digest_of, name_of
 
 PathLike = str | os.PathLike[str]
 AUTO = "auto"
@@ -166,34 +147,63 @@ def prune(
         compact: take units out of memory during the run when that pays. The result does not depend on it, but for
             rounding.
 
-    Every result is verified: the smaller network against the masked one, its cost counted anew, the budget. A
-    :class:`~ifso.errors.VerificationError` says what failed.
+    Returns:
+        The smaller network with its costs, measures, checks and recipe. It was verified: against the masked network,
+        its cost counted anew, the budget.
+
+    Raises:
+        BudgetError: an option that cannot be meant, or a budget that cannot be met.
+        TraceError: a model that does not run on ``example_inputs``, or cannot be followed.
+        WeightsError: weights with NaN or infinity.
+        DataError: batches with NaN or infinity.
+        ScoreError: scores that are all zero or cannot be computed.
+        DivergedError: a loss that became NaN or infinite; the last good state is in the model.
+        RunError: a folder that cannot be written or resumed.
+        VerificationError: a result that failed a check, and which.
     """
     if torch.get_default_device().type == "meta":
         raise BudgetError("torch's default device is meta, where there are no numbers; set another, or leave its block")
     together(partial(check_model, model))
-    ignored, chosen_modules = (_names(model, given, name) for name, given in (("ignore", ignore), ("only", only)))
     for name, floor in (("min_units", min_units), ("min_share", min_share)):
-        _names(model, [pattern for pattern in floor if pattern != ALL] if isinstance(floor, Mapping) else (), name)
-    of_algorithm_2: dict[str, Any] = {
-        "accumulate": accumulate, "accumulation": accumulation, "batches_per_score": batches_per_score,
-        "units_per_step": units_per_step,
-    }  # fmt: skip
-    other = schedule if schedule != "staged" else None
-    chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
-    if schedule == "staged":
-        chosen = STAGED if preset is None else {**chosen, "update": True, "min_share": STAGED["min_share"]}
-    if isinstance(min_share, Mapping):
-        min_share = {ALL: chosen["min_share"], **min_share}
-    given: dict[str, Any] = {"schedule": schedule, "update": update, "min_share": min_share}
-    settings = Settings(
-        budget=budget, criterion=criterion_of(criterion or chosen["criterion"]),
-        **{name: chosen[name] if value is None else value for name, value in given.items()},
-        normalize=normalize or chosen["normalize"], recover=recover, stop=stop, calibration=calibration,
-        **{name: value for name, value in of_algorithm_2.items() if value is not None},
-        round_to=round_to, min_units=min_units, ignore=ignored, only=chosen_modules, seed=seed,
-        train_mode=train_mode, recalibrate=recalibrate, weight_update=weight_update, damping=damping,
+        names_in(model, [pattern for pattern in floor if pattern != ALL] if isinstance(floor, Mapping) else (), name)
+    settings, learning_rate = settings_of(
+        preset, optimizer, budget=budget, criterion=criterion, schedule=schedule, normalize=normalize, update=update,
+        recover=recover, stop=stop, calibration=calibration, accumulate=accumulate, accumulation=accumulation,
+        batches_per_score=batches_per_score, units_per_step=units_per_step, round_to=round_to, min_units=min_units,
+        min_share=min_share, ignore=names_in(model, ignore, "ignore", BudgetError),
+        only=names_in(model, only, "only", BudgetError), seed=seed, train_mode=train_mode,
+        recalibrate=recalibrate, weight_update=weight_update, damping=damping,
     )  # fmt: skip
+    resume, out = _folders(resume, out, overwrite=overwrite)
+    make_optimizer, told = optimizer or partial(sgd, learning_rate=learning_rate), listener_for(progress, listener)
+    devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
+    with trainable(), same_modes(model), torch.random.fork_rng(devices=devices):
+        so_far = Progress()
+        config = agreed_config(model, settings, make_optimizer, about or {})
+        traced = trace_and_moves(model, example_inputs, settings, so_far)
+        least = LOSS_BATCHES if evaluate is None or weight_update > 0 else 1
+        batches, notes = checked_batches(model, traced.graph, settings, train_batches, loss_fn, least)
+        if resume is None:
+            check_budget(model, traced, settings, so_far)
+        with _opened(config, resume, out, overwrite=overwrite) as folder:
+            if folder is not None and folder.finished:
+                return together(lambda: finished_result(folder, model, traced.graph))
+            checkpoint = together(lambda: None if folder is None else folder.newest_checkpoint())
+            if checkpoint is None and resume is not None:
+                check_budget(model, traced, settings, so_far)
+            run = together(lambda: _begin(
+                model, traced, settings, loss_fn, make_optimizer, train_batches, batches, so_far, checkpoint,
+                listener=told, evaluate=evaluate, config=config, checkpoint_every=checkpoint_every, shrink=compact,
+            ))  # fmt: skip
+            for note in notes:
+                run.say(note)
+            if folder is not None and rank() == 0:
+                _write_into(folder, run, remembered=remembers(train_batches))
+            return _complete(run)
+
+
+def _folders(resume: Any, out: Any, *, overwrite: bool) -> tuple[Path | None, Path | None]:
+    """``resume`` and ``out`` as paths; ``resume="auto"`` is decided by what is there."""
     resume, out = (None if path is None else _place(name, path) for name, path in (("resume", resume), ("out", out)))
     if overwrite and (out is None or resume is not None):
         raise BudgetError("overwrite=True needs out=, the folder of the run that makes room, and no resume=")
@@ -203,22 +213,7 @@ def prune(
         resume = out if holds_run(out) else None
     if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
-    devices = sorted({tensor.device for tensor in model.parameters() if tensor.is_cuda}, key=str)
-    with trainable(), same_modes(model), torch.random.fork_rng(devices=devices):
-        start = _Start(
-            model, train_batches, loss_fn, settings, optimizer or partial(sgd, learning_rate=chosen["learning_rate"]),
-            listener_for(progress, listener), dict(about or {}), checkpoint_every,
-            compact and not settings.criterion.masks_itself and settings.criterion.needs != "nothing",
-        )  # fmt: skip
-        return start.prune(example_inputs, resume, out, evaluate, overwrite=overwrite)
-
-
-def _names(model: nn.Module, given: Any, option: str) -> tuple[str, ...]:
-    """The names of what the user calls by name, by pattern or as a module."""
-    if isinstance(given, str) or not isinstance(given, (nn.Module, Iterable)):
-        what = f"one string; give a tuple of names: {option}=({given!r},)" if isinstance(given, str) else "no tuple"
-        raise BudgetError(f"{option}={given!r} is {what}")
-    return names_in(model, given, option)
+    return resume, out
 
 
 def _place(name: str, path: Any) -> Path:
@@ -229,261 +224,97 @@ def _place(name: str, path: Any) -> Path:
         raise BudgetError(f"{name} must be a path, got {path!r} ({error})") from None
 
 
-class _Start:
-    """A run put together: traced, checked, its folder opened, its state brought back."""
+@contextmanager
+def _opened(
+    config: Mapping[str, Any], resume: Path | None, out: Path | None, *, overwrite: bool
+) -> Iterator[RunFolder | None]:
+    """The folder of the run, None where nothing is written. Ranks but the first only read one that goes on.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        train_batches: Iterable[Any],
-        loss_fn: LossFn,
-        settings: Settings,
-        make_optimizer: MakeOptimizer,
-        listener: Listener,
-        about: dict[str, Any],
-        checkpoint_every: float,
-        shrink: bool,
-    ) -> None:
-        self._model, self._batches, self._loss_fn, self._settings = model, train_batches, loss_fn, settings
-        self._make_optimizer, self._listener, self._about = make_optimizer, listener, about
-        self._checkpoint_every, self._shrink = checkpoint_every, shrink
-        self._ignore = settings.ignore
-        self._reminders: list[str] = []
+    A new run that fails before its first removal leaves none behind.
+    """
 
-    def prune(
-        self,
-        example_inputs: Any,
-        resume: PathLike | None,
-        out: PathLike | None,
-        evaluate: Evaluate | None,
-        *,
-        overwrite: bool,
-    ) -> PruneResult:
-        """The whole way."""
-        progress = Progress()
-        config = together(self._config)
-        first = from_first(config["settings"])
-        together(lambda: refuse_other(config["settings"], first, "the first rank"))
-        with progress.timed("trace"):
-            graph, moves = together(lambda: self._trace(example_inputs, progress))
-        looked_at = LOSS_BATCHES if evaluate is None or self._settings.weight_update > 0 else 1
-        batches = together(lambda: self._first_batches(graph, looked_at))
-        if resume is None:
-            self._check_budget(graph, moves, progress)
-        folder = together(lambda: self._open(config, resume, out, overwrite) if rank() == 0 else None)
-        try:
-            if resume is not None:
-                folder = together(lambda: folder or RunFolder.resume(resume, config, reading=True))
-            if folder is not None and folder.finished:
-                return together(lambda: finished_result(folder, self._model, graph))
-            found = together(lambda: None if folder is None else folder.newest_checkpoint())
-            if found is None and resume is not None:
-                self._check_budget(graph, moves, progress)
-            run = together(lambda: self._run(graph, moves, progress, batches, found))
-            for note in self._reminders:
-                run.say(note)
-            if folder is not None and rank() == 0:
-                self._write_into(folder, run)
-            return self._through(run, evaluate, config)
-        except (Exception, SystemExit):
-            if folder is not None and rank() == 0 and resume is None:
-                folder.discard_if_empty()
-            raise
-        finally:
-            if folder is not None:
-                folder.close()
-
-    def _trace(self, example_inputs: Any, progress: Progress) -> tuple[ChannelGraph, Moves]:
-        """In the mode the model is in, or the other one where only that runs, or runs more of the model."""
-        try:
-            graph = trace(self._model, example_inputs, ignore=self._ignore)
-        except TraceError:
-            if not self._model.training:
-                raise
-            found = self._traced(example_inputs, training=True)
-            graph = found or trace(self._model.eval(), example_inputs, ignore=self._ignore)
-        graph = self._both_modes(graph, example_inputs, progress)
-        limits = self._settings
-        moves = Moves(
-            graph, round_to=limits.round_to, min_units=limits.min_units, min_share=limits.min_share, only=limits.only
-        )
-        return graph, moves
-
-    def _both_modes(self, graph: ChannelGraph, example_inputs: Any, progress: Progress) -> ChannelGraph:
-        """The graph of the mode in which more of the model runs: heads that only train must lose their inputs, too.
-
-        What such heads make themselves is left alone, as scores say nothing of it. Where each mode has heads of its
-        own, no graph shows all of them, and what leads to those that it does not show is left alone.
-        """
-        idle, mode = _idle(graph), self._model.training
-        if not idle and not (mode and _answers(graph) > 1):
-            return graph
-        with same_modes(self._model):
-            other = self._traced(example_inputs, training=not mode) or graph
-        here, there = _idle(other) - idle, idle - _idle(other)
-        widest = mode if here or not there else not mode
-        if not here and not there:
-            return graph
-        heads, where = there or here, "train" if widest else "eval"
-        named = f"{min(heads)} and {len(heads) - 1} other parameters" if len(heads) > 1 else min(heads)
-        if here and there:
-            alone = _holding(other, lambda members: members - there if members & there else set())
-            note = f"each mode has heads of its own; what leads to {named} is left alone"
-        else:
-            alone = _holding(other if there else graph, lambda members: members if members <= heads else set())
-            note = f"costs are those of {where} mode, in which {named} run{'' if len(heads) > 1 else 's'}, too"
-        progress.notes.append(note)
-        self._ignore = (*self._ignore, *sorted(alone))
-        if widest != mode:
-            return self._traced(example_inputs, training=widest) or graph
-        return trace(self._model, example_inputs, ignore=self._ignore)
-
-    def _traced(self, example_inputs: Any, *, training: bool) -> ChannelGraph | None:
-        """The graph in that mode, or None if there is none. Batch norms that cannot train on one sample do not."""
-        for trains in (True, False) if training and norms_of(self._model) else (True,):
-            self._model.train(training)
-            for norm in norms_of(self._model) if not trains else ():
-                norm.eval()
-            with suppress(TraceError):
-                return trace(self._model, example_inputs, ignore=self._ignore)
-        return None
-
-    def _first_batches(self, graph: ChannelGraph, least: int) -> list[Any]:
-        """The first batches, looked at before there is a folder: are they numbers, and can the loss be computed?"""
-        refuse_spoilt_weights(self._model)
-        macs = count(graph, graph.kept(None)).macs / rough_count(graph.inputs)
-        samples = self._settings.samples(macs) if self._settings.schedule == "staged" else None
-        batches = first_batches(self._batches, self._settings.seed, samples, least)
-        for number, batch in enumerate(batches):
-            if bool(not_finite(batch)):
-                raise DataError(f"batch {number} of train_batches holds NaN or infinity; nothing was pruned")
-        device = next(self._model.parameters()).device
-        watched = WatchedLoss(self._loss_fn)
-        with unmarked(self._model):
-            loss = mean_loss(self._model, watched, [on_device(batches[0], device)])
-        watched.where = " of the first batch"
-        watched.refuse_infinite()
-        self._reminders = reminders(self._model, graph, self._settings.budget, loss, batches[0])
-        return batches
-
-    def _through(self, run: Run, evaluate: Evaluate | None, config: Mapping[str, Any]) -> PruneResult:
-        try:
-            finisher = Finisher(run, evaluate, config)
-            if not run.progress.measures:
-                finisher.measure("unpruned")
-            if self._settings.train_mode:
-                self._model.train()
-            run.go()
-            return finisher.finish()
-        finally:
-            for parameter in self._model.parameters():
-                parameter.grad = None
-            self._listener.finished()
-
-    def _check_budget(self, graph: ChannelGraph, moves: Moves, progress: Progress) -> None:
-        """Before any work and before any file. All ranks count with the seconds of the first."""
-        progress.latency = from_first(together(lambda: self._timed_if_reachable(graph, moves, progress)))
-
-    def _timed_if_reachable(self, graph: ChannelGraph, moves: Moves, progress: Progress) -> dict[str, Any] | None:
-        if not graph.num_units:
-            raise BudgetError(f"nothing in {type(self._model).__name__} can be pruned; see graph.frozen of ifso.trace")
-        plain = {kind: share for kind, share in self._settings.budget.targets.items() if kind != "latency"}
-        if plain:
-            check_reachable(graph, Ledger(graph), moves, Target(Budget(**plain)))
-        if not self._settings.needs_latency or rank():
-            return None
-        with progress.timed("latency"):
-            return timed(self._model, graph, moves, self._settings)
-
-    def _config(self) -> dict[str, Any]:
-        some = next((parameter for parameter in self._model.parameters() if parameter.requires_grad), None)
-        if some is None:
-            raise BudgetError(f"{type(self._model).__name__} has no trainable parameters; set requires_grad")
-        if not callable(self._make_optimizer):
-            given = type(self._make_optimizer).__name__
-            raise BudgetError(f"optimizer is a {given}; give a function from parameters to an optimizer")
-        optimizer = self._make_optimizer([nn.Parameter(torch.zeros_like(some))])
-        if not isinstance(optimizer, Optimizer):
-            raise BudgetError(f"optimizer gave a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise BudgetError("optimizer gave LBFGS, which evaluates the loss itself; give one that takes plain steps")
-        settings = {
-            **self._settings.as_dict(),
-            "optimizer": describe(optimizer),
-            "model": name_of(self._model),
-            "weights": digest_of(self._model),
-        }
-        from ifso._version import __version__
-
-        versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-        return {"settings": settings, "versions": versions, "about": self._about}
-
-    def _open(
-        self, config: dict[str, Any], resume: PathLike | None, out: PathLike | None, overwrite: bool
-    ) -> RunFolder | None:
-        if resume is not None:
+    def begin() -> RunFolder | None:
+        if resume is not None and not rank():
             return RunFolder.resume(resume, config)
-        return None if out is None else RunFolder.create(out, config, overwrite=overwrite)
+        return RunFolder.create(out, config, overwrite=overwrite) if out is not None and not rank() else None
 
-    def _run(
-        self, graph: ChannelGraph, moves: Moves, progress: Progress, batches: list[Any], found: Checkpoint | None
-    ) -> Run:
-        """The run at its beginning, or where a checkpoint says."""
-        fitted = self._settings.schedule == "staged" and self._settings.update
-        teacher = copy_of(self._model) if fitted or self._settings.recover else None
-        network = ShrinkingNetwork(self._model, graph, self._ignore)
-        position = (0, 0)
-        if found is not None:
-            _, tensors, state = found
-            progress = Progress.from_json(state["progress"])
-            position = (state["position"][0], state["position"][1])
-            shrink_to_(network, tensors)
-        worker = ScoringLoop(
-            network, self._settings.criterion, self._loss_fn, self._make_optimizer,
-            capture=self._settings.schedule != "staged",
-        )  # fmt: skip
-        if found is not None:
-            worker.fill_(tensors, state["optimizer"])
-        staged = self._settings.schedule == "staged"
-        examples = [on_device(batch, network.device) for batch in batches[:LOSS_BATCHES]]
-        run = Run(
-            network, worker, self._settings, BatchStream(self._batches, self._settings.seed, position), examples,
-            worker.loss_fn, moves, progress, self._listener, checkpoint_every=self._checkpoint_every,
-            shrink=self._shrink, calibration=dealt_again(batches, self._settings.seed) if staged else (),
-            teacher=teacher,
-        )  # fmt: skip
-        if found is not None:
-            run.go_on_(tensors, state)
-        return run
-
-    def _write_into(self, folder: RunFolder, run: Run) -> None:
-        """From now on a run writes into its folder, after what is already there."""
-        run.folder = folder
-        folder.rewind(run.progress.removals)
-        run.metrics = folder.metrics()[0]
-        folder.write_json(STRUCTURE, structure_of(run.network.original))
-        if run.progress.removals:
-            run.say(f"{RESUMED} {run.progress.removals}")
-            if remembers(self._batches):
-                run.say(REMEMBERS)
-        for note in folder.notes:
-            run.say(note)
+    folder = together(begin)
+    try:
+        if resume is not None:
+            folder = together(lambda: folder or RunFolder.resume(resume, config, reading=True))
+        yield folder
+    except (Exception, SystemExit):
+        if folder is not None and rank() == 0 and resume is None:
+            folder.discard_if_empty()
+        raise
+    finally:
+        if folder is not None:
+            folder.close()
 
 
-def _holding(graph: ChannelGraph, chosen: Callable[[set[str]], set[str]]) -> set[str]:
-    """Parameters whose being left alone leaves groups alone: vectors among those ``chosen`` of a group, if any."""
-    found = set()
-    for group in graph.groups:
-        names = chosen({member.parameter for member in group.members})
-        found |= {name for name in names if len(graph.layouts[name].shape) == 1} or names
-    return found
+def _begin(
+    model: nn.Module,
+    traced: Traced,
+    settings: Settings,
+    loss_fn: LossFn,
+    make_optimizer: MakeOptimizer,
+    train_batches: Iterable[Any],
+    batches: list[Any],
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+    *,
+    shrink: bool,
+    **others: Any,
+) -> Run:
+    """The run at its beginning, or where a checkpoint says."""
+    staged = settings.schedule == "staged"
+    teacher = copy_of(model) if (staged and settings.update) or settings.recover else None
+    network = ShrinkingNetwork(model, traced.graph, traced.left_alone)
+    position = (0, 0)
+    if checkpoint is not None:
+        _, tensors, state = checkpoint
+        progress = Progress.from_json(state["progress"])
+        position = (state["position"][0], state["position"][1])
+        shrink_to_(network, tensors)
+    scoring = ScoringLoop(network, settings.criterion, loss_fn, make_optimizer, capture=not staged)
+    if checkpoint is not None:
+        scoring.fill_(tensors, state["optimizer"])
+    examples = [on_device(batch, network.device) for batch in batches[:LOSS_BATCHES]]
+    run = Run(
+        network, scoring, settings, BatchStream(train_batches, settings.seed, position), examples, scoring.loss_fn,
+        traced.moves, progress, teacher=teacher, calibration=dealt_again(batches, settings.seed) if staged else (),
+        shrink=shrink and not settings.criterion.masks_itself and settings.criterion.needs != "nothing", **others,
+    )  # fmt: skip
+    if checkpoint is not None:
+        run.go_on_(tensors, state)
+    return run
 
 
-def _answers(graph: ChannelGraph) -> int:
-    """How many outputs have values for each sample or place, as losses have not."""
-    return sum(bool(shape) for shape in graph.output_shapes)
+def _write_into(folder: RunFolder, run: Run, *, remembered: bool) -> None:
+    """From now on a run writes into its folder, after what is already there."""
+    run.folder = folder
+    folder.rewind(run.progress.removals)
+    run.metrics = folder.metrics()[0]
+    folder.write_json(STRUCTURE, structure_of(run.network.original))
+    if run.progress.removals:
+        run.say(f"{RESUMED} {run.progress.removals}")
+        if remembered:
+            run.say(REMEMBERS)
+    for note in folder.notes:
+        run.say(note)
 
 
-def _idle(graph: ChannelGraph) -> set[str]:
-    """Parameters that take no part in what was traced."""
-    return {frozen.parameter for frozen in graph.frozen if frozen.reason == UNUSED}
+def _complete(run: Run) -> PruneResult:
+    """Measure, remove, finish."""
+    model = run.network.model
+    try:
+        if not run.progress.measures:
+            measure(run, "unpruned")
+        if run.settings.train_mode:
+            model.train()
+        run.go()
+        return finish(run)
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        run.listener.finished()

@@ -33,7 +33,7 @@ from ifso.errors import KeepError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.layouts import compact
 from ifso.pruning.distillation import distance
-from ifso.pruning.layer_calls import Call, LayerCalls, as_kernel, as_matrix
+from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
 from ifso.pruning.least_squares import PIECE, POSITIONS
 from ifso.pruning.recovery import Undo, norms_of
 
@@ -164,10 +164,10 @@ def _layers(network: nn.Module, loss_fn: LossFn, batch: Any) -> dict[str, _Layer
     """Conv and linear layers whose weights may change, in the order in which they first run."""
     tensors = named_tensors(network)
     names = {id(tensor): name for name, tensor in tensors.items()}
-    seen: dict[str, list[Call]] = {}
+    seen: dict[str, list[LayerCall]] = {}
     sizes: dict[str, int] = {}
 
-    def see(name: str, call: Call) -> None:
+    def see(name: str, call: LayerCall) -> None:
         seen.setdefault(name, []).append(call)
         rows = call.columns(POSITIONS, _generator(name, 0, 0)).shape[1]
         sizes[name] = sizes.get(name, 0) + 4 * rows * _outputs(call)
@@ -214,7 +214,7 @@ def _targets(
     for number, batch in enumerate(batches()):
         left = sum(layer.calls for layer in layers.values())
 
-        def see(name: str, call: Call, number: int = number) -> None:
+        def see(name: str, call: LayerCall, number: int = number) -> None:
             nonlocal left
             here = found[name][number]
             columns = call.columns(POSITIONS, _generator(name, number, len(here)))
@@ -242,7 +242,7 @@ def _see(
     for number, batch in enumerate(batches()):
         seen: list[Tensor] = []
 
-        def see(_: str, call: Call, number: int = number, seen: list[Tensor] = seen) -> None:
+        def see(_: str, call: LayerCall, number: int = number, seen: list[Tensor] = seen) -> None:
             seen.append(call.columns(POSITIONS, _generator(name, number, len(seen))))
             if len(seen) == layer.calls:
                 raise _Enough
@@ -307,7 +307,7 @@ def _in_order(numbers: Tensor) -> Tensor:
     return torch.tensor(list(dict.fromkeys(numbers.flatten(2)[:, :, 0].flatten().tolist())), device="cpu")
 
 
-def _outputs(call: Call) -> int:
+def _outputs(call: LayerCall) -> int:
     return call.weight.shape[1] * call.groups if call.function in TRANSPOSED else len(call.weight)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.common.batch_stream import not_finite
+from ifso.common.batches import not_finite
 from ifso.common.loss_fn import LossFn, scalar, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
@@ -107,7 +107,7 @@ class Undo:
             tensor.copy_(self._copies[name])
 
 
-def numbers(found: Any) -> dict[str, float]:
+def as_numbers(found: Any) -> dict[str, float]:
     """What ``evaluate`` returned as numbers by name."""
     values = found if isinstance(found, Mapping) else {"value": found}
     if not values:

@@ -9,15 +9,24 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ifso.costs.cost import Cost
+from ifso.common.module_state import named_tensors
+from ifso.common.serialization import read_tensor_file
+from ifso.common.text import one_line
+from ifso.costs.cost import Cost, count
+from ifso.errors import RunError, VerificationError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.recovery import Measure
-from ifso.pruning.verify import Check
-from ifso.runs.folder import NETWORKS, STRUCTURE, RunFolder
+from ifso.pruning.verify import Check, refuse_failed
+from ifso.runs.files import NETWORKS, SCORES, STRUCTURE, SUMMARY, read_summary, refuse_other_files
+from ifso.runs.folder import RunFolder
 from ifso.runs.structure import structure_of
-from ifso.surgery.recipe import Recipe
+from ifso.surgery.compact import compact_
+from ifso.surgery.recipe import Recipe, Round, remember
+from ifso.surgery.store import WEIGHTS, read_recipe
 
 UNDONE = " (undone)"
 """How the name of a measure ends that was taken of a network which is no more."""
@@ -72,14 +81,30 @@ def networks_of(
 class PruneResult:
     """The end of a pruning run.
 
-    ``model`` is the smaller network, ``graph`` that of the network before the run and ``keep`` what is left of its
-    units. ``shares`` are the shares kept of every cost, ``targets`` those asked for. ``measures`` say what the network
-    was worth after each stage, ``checks`` what was verified, ``scores`` the last ones before normalisation.
-    ``timings`` are seconds by part of the run, ``notes`` what went otherwise than expected.
-
-    Of a staged run, ``stages`` has one entry for each stage: ``stage`` (its number), ``units`` (how many went in it),
-    ``shares`` (left of every cost), ``values`` (measured after it, perhaps none) and ``seconds`` (since the run began).
-    ``floors`` names the groups that kept no more units than they must.
+    Attributes:
+        model: the smaller network.
+        graph: that of the network before the run.
+        keep: what is left of its units, by group.
+        recipe: what was removed, for a fresh model.
+        before: the cost before.
+        after: the cost after.
+        targets: the shares asked for, by cost.
+        shares: the shares kept of every cost.
+        removals: how many there were.
+        seconds: how long the run took.
+        timings: seconds by part of the run.
+        checks: what was verified.
+        measures: what the network was worth, by stage of the run.
+        notes: what went otherwise than expected.
+        latency: seconds ``before`` and ``after``, the ``share`` and its ``spread``; None if nobody asked.
+        scores: the last ones before normalisation, by group.
+        metrics: a line for each removal.
+        config: what stands in ``config.json``.
+        folder: the folder of the run, if there is one.
+        networks: the networks at several budgets.
+        stages: of a staged run, for each stage its number ``stage``, the ``units`` that went in it, the ``shares``
+            left of every cost, the ``values`` measured after it and the ``seconds`` since the run began.
+        floors: groups that kept no more units than they must.
     """
 
     model: nn.Module
@@ -116,7 +141,17 @@ class PruneResult:
         return min(target - self.shares[kind] for kind, target in self.targets.items())
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a run folder: recipe and weights, for :func:`ifso.load`, and what else is known of the run."""
+        """Write a run folder: recipe and weights, for :func:`ifso.load`, and what else is known of the run.
+
+        Args:
+            folder: empty or not there yet.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RunError: the folder is taken or cannot be written.
+        """
         path = Path(folder)
         if self.folder is not None and path.resolve() == self.folder.resolve():
             return path
@@ -304,3 +339,52 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
                   for place, (cell, width) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]  # fmt: skip
+
+
+def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
+    """The result that was written, with the smaller network in ``model``; a check that failed then fails again."""
+    summary, (scores, _) = read_summary(folder.path), read_tensor_file(folder.path / SCORES)
+    refuse_other_files(folder.path, folder.config)
+    recipe = read_recipe(folder.path)
+    if not recipe.rounds:
+        raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
+    keep = _keep(graph, recipe.rounds[-1])
+    compact_(model, graph, keep)
+    _fill_(model, folder)
+    remember(model, recipe)
+    measures = tuple(_measure(dict(one)) for one in summary["measures"])
+    result = PruneResult(
+        model=model, graph=graph, keep=keep, recipe=recipe, before=count(graph, graph.kept(None)),
+        after=count(graph, graph.kept(keep)), targets=summary["targets"], shares=summary["shares"],
+        removals=summary["removals"], seconds=summary["seconds"], timings=summary["timings"],
+        checks=tuple(Check(**check) for check in summary["checks"]),
+        measures=measures,
+        networks=networks_of(summary.get("stages", ()), folder.path, measures, summary["shares"]),
+        notes=(*summary["notes"], "the run had already come to its end"), latency=summary["latency"],
+        scores=scores, metrics=tuple(folder.metrics()[0]), config=folder.config, folder=folder.path,
+        stages=tuple(summary.get("stages", ())), floors=tuple(summary.get("floors", ())),
+    )  # fmt: skip
+    try:
+        refuse_failed(result.checks)
+    except VerificationError as error:
+        raise VerificationError(f"{folder.path / SUMMARY}: {one_line(error)}") from None
+    return result
+
+
+def _keep(graph: ChannelGraph, last: Round) -> dict[str, Tensor]:
+    """What the last round has left; those before it were made before the run."""
+    keep = {name: torch.zeros_like(choice) for name, choice in graph.keep_all().items()}
+    for group in last.groups:
+        keep[group.name][list(group.kept)] = True
+    return keep
+
+
+@torch.no_grad()
+def _fill_(model: nn.Module, folder: RunFolder) -> None:
+    stored = load_file(folder.path / WEIGHTS)
+    for name, tensor in named_tensors(model).items():
+        tensor.copy_(stored[name])
+
+
+def _measure(values: dict[str, Any]) -> Measure:
+    return Measure(values.pop("stage"), values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,8 +14,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from ifso.common.batch_stream import BatchStream, on_device, seed_of
-from ifso.common.batches import rough_count
+from ifso.common.batches import BatchStream, on_device, rough_count, seed_of
 from ifso.common.distributed import from_first, number_of_each, together
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.serialization import finite
@@ -23,11 +22,12 @@ from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
 from ifso.costs.latency import LatencyModel
 from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
-from ifso.pruning.budget import Budget, Phase, phases
+from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.moves import Move, Moves
-from ifso.pruning.recovery import norms_of
+from ifso.pruning.recovery import Evaluate, norms_of
+from ifso.pruning.result import Network
 from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select
 from ifso.pruning.settings import Settings
@@ -45,7 +45,6 @@ WORTH_IT = {"cpu": 1e10, "cuda": 2e12}
 
 MULTIPLE = {"cpu": 1, "cuda": 8}
 """Then groups keep a multiple of so many, zeros among them."""
-
 
 SCORES = "scores"
 """The last scores among the tensors of a checkpoint."""
@@ -89,12 +88,12 @@ class Run:
 
     ``examples`` are the first batches of all, on the device, for checks and measures: the same after a resume.
     ``calibration`` are the batches of a staged run, wherever they are; ``teacher`` is the unpruned network, if weights
-    are fitted or steps of distillation are asked for. ``measure`` gives what the network is worth now, with new
-    statistics in its batch norms; ``reached`` is told of every budget of the path that is met.
+    are fitted or steps of distillation are asked for. ``evaluate`` gives numbers about a model, by default its loss on
+    the examples; ``networks`` are those for budgets on the way, ``config`` is what stands in ``config.json``.
     """
 
     network: ShrinkingNetwork
-    worker: ScoringLoop
+    scoring: ScoringLoop
     settings: Settings
     stream: BatchStream
     examples: Sequence[Any]
@@ -107,11 +106,12 @@ class Run:
     shrink: bool = True
     calibration: Sequence[Any] = ()
     teacher: nn.Module | None = None
-    measure: Callable[[], dict[str, float]] = dict
-    reached: Callable[[Budget, dict[str, float]], dict[str, Any]] = lambda *_: {}
+    evaluate: Evaluate | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    networks: list[Network] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.worker.tell = self.say
+        self.scoring.tell = self.say
         self.checks: list[Check] = []
         self.metrics: list[dict[str, Any]] = []
         self.scores = torch.zeros(self.network.original.num_units, dtype=torch.float64, device="cpu")
@@ -119,7 +119,7 @@ class Run:
         self._written = time.perf_counter()
         self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
         self._open_ledgers()
-        self._good = Snapshot(lambda: {**self.worker.tensors(), SCORES: self.scores})
+        self._good = Snapshot(lambda: {**self.scoring.tensors(), SCORES: self.scores})
         self._remember()
 
     def _remember(self) -> None:
@@ -130,7 +130,7 @@ class Run:
         self._good_state = {
             "progress": copy.deepcopy(finite(vars(self.progress))),
             "position": list(self.stream.position),
-            "optimizer": plain_state_of(self.worker.optimizer),
+            "optimizer": plain_state_of(self.scoring.optimizer),
             "can_shrink": self.network.can_shrink,
         }
 
@@ -145,20 +145,20 @@ class Run:
     def reopen(self) -> None:
         """The model of latency is another one, and the network smaller: count from now on by what holds now."""
         self._open_ledgers()
-        self.worker.renew()
+        self.scoring.renew()
         self._remember()
 
     def undo(self) -> None:
         """Back to the last good state, which must be of the same shape."""
         self._good.restore_()
-        self.worker.renew()
+        self.scoring.renew()
         self._open_ledgers()
 
     def refuse_zeros(self, scores: Tensor) -> None:
         """ScoreError if nothing can be chosen by these scores."""
         if not bool(scores.any()) and not self.progress.removals:
             raise ScoreError(
-                f"all scores of {self.worker.criterion.name!r} are zero, so that nothing can be chosen by them; "
+                f"all scores of {self.scoring.criterion.name!r} are zero, so that nothing can be chosen by them; "
                 "loss_fn must use the model that it is given, and the data must not be constant; nothing was pruned"
             )
 
@@ -221,7 +221,7 @@ class Run:
             ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
             made = select(self.ledger, self.moves, ranked, target, most=phase.most)
             self.progress.step += 1
-            self.worker.remove_([unit for move in made for unit in move.units])
+            self.scoring.remove_([unit for move in made for unit in move.units])
         self.scores.copy_(scores)
         if self.folder is not None and self.progress.step == 1:
             self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
@@ -240,15 +240,15 @@ class Run:
 
     def _collect(self, train: bool) -> tuple[Tensor, float]:
         """Scores [original units], of all rounds or of the last, and the mean loss of ``accumulate`` rounds."""
-        needed = self.settings.accumulate if self.worker.criterion.needs_batches or train else 1
+        needed = self.settings.accumulate if self.scoring.criterion.needs_batches or train else 1
         for number in range(needed):
             if self.settings.accumulation == "last" and number == needed - 1:
-                self.worker.forget_scores()
+                self.scoring.forget_scores()
             batches = together(lambda: [next(self.stream) for _ in range(self.settings.batches_per_score)])
             torch.manual_seed(seed_of(self.settings.seed, self.progress.rounds))
-            self.worker.round(batches, train=train)
+            self.scoring.round(batches, train=train)
             self.progress.rounds += 1
-        scores, loss = self.worker.collect()
+        scores, loss = self.scoring.collect()
         if not math.isfinite(loss) or not bool(scores.isfinite().all()):
             self.stop(loss)
         self.refuse_zeros(scores)
@@ -256,7 +256,7 @@ class Run:
 
     def stop(self, loss: float) -> NoReturn:
         """The last good state is put back, made smaller, and saved; then an error says what happened."""
-        spoilt, (epoch, index) = number_of_each(int(self.worker.spoilt)), self.stream.position
+        spoilt, (epoch, index) = number_of_each(int(self.scoring.spoilt)), self.stream.position
         self._good.restore_()
         self.finish_surgery()
         kept = f"{self.ledger.shares()['macs']:.1%} of the MACs"
@@ -306,7 +306,7 @@ class Run:
                 self.say("units stay in memory until the end: a smaller network could not be told apart unit by unit")
                 return
             self._compact(multiple)
-            self.worker.renew()
+            self.scoring.renew()
 
     @cached_property
     def _passes(self) -> float:
@@ -318,9 +318,9 @@ class Run:
 
     def _compact(self, multiple: int = 1) -> None:
         """Take units out for real, and look whether the network still does the same."""
-        self.network.zero_(self.worker.optimizer)
+        self.network.zero_(self.scoring.optimizer)
         before = outputs(self.network, self.loss_fn, self.examples[0])
-        self.network.compact_(self.worker.optimizer, multiple)
+        self.network.compact_(self.scoring.optimizer, multiple)
         self.checks.append(compare(before, outputs(self.network, self.loss_fn, self.examples[0])))
         self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
 

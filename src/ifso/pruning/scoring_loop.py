@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ifso.common.batch_stream import not_finite, on_device
-from ifso.common.batches import micro_batches, num_samples
+from ifso.common.batches import micro_batches, not_finite, num_samples, on_device
 from ifso.common.devices import out_of_memory
 from ifso.common.distributed import average_over_ranks_, mean_over_ranks, together
 from ifso.common.loss_fn import LossFn, WatchedLoss, checked, scalar

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ifso.errors import ScoreError, UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.budget import Budget
+from ifso.pruning.budget import NORMALIZERS, Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
-from ifso.pruning.presets import NORMALIZERS
 
 if TYPE_CHECKING:
     from torch import Tensor

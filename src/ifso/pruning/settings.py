@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create, names
 from ifso.errors import BudgetError, ScoreError
-from ifso.pruning.budget import Budget, Mixed, Schedule, phases
-from ifso.pruning.floors import MinShare, MinUnits
+from ifso.pruning.budget import STAGED, Budget, Mixed, Schedule, phases, usual
+from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.selection import check_normalizer, of_budget
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
@@ -30,6 +30,9 @@ ResNet-50, of 100 for a detector of large ones …"""
 
 FEWEST = 64
 """… but so many in any case."""
+
+ALGORITHM_2_ONLY = ("accumulate", "accumulation", "batches_per_score", "units_per_step")
+"""Options of which any asks for Algorithm 2."""
 
 ACCUMULATIONS = ("sum", "last")
 """What counts of the scores before a removal: all of them, or only the last."""
@@ -75,7 +78,7 @@ class Settings:
         for name, least in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise BudgetError(f"{name}={value!r} will not do; give a whole number from {least} up")
+                raise BudgetError(f"{name} must be a whole number from {least} up, got {value!r}")
         if not isinstance(self.damping, (int, float)) or not 0 < self.damping < math.inf:
             raise BudgetError(f"damping={self.damping!r} must be above 0")
         phases(self.schedule, self.budget, self.units_per_step)
@@ -96,8 +99,8 @@ class Settings:
             raise BudgetError(
                 f"several shares need schedule='staged', got schedule={self.schedule!r} with {self.budget}"
             )
-        for name, usual in (("update", False), ("stop", None), ("recover", 0)):
-            if getattr(self, name) != usual:
+        for name, unset in (("update", False), ("stop", None), ("recover", 0)):
+            if getattr(self, name) != unset:
                 raise BudgetError(f"{name}={getattr(self, name)!r} needs schedule='staged', got {self.schedule!r}")
 
     @property
@@ -121,8 +124,8 @@ class Settings:
         Options that were added later are not among them where they are what they were before, so that old runs go on.
         """
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name, usual in _ADDED_LATER.items():
-            if plain[name] == usual:
+        for name, before in _ADDED_LATER.items():
+            if plain[name] == before:
                 del plain[name]
         plain |= {name: _plain(plain[name]) for name in ("min_units", "min_share", "only") if name in plain}
         options = {key: _plain(value) for key, value in vars(self.criterion).items()}
@@ -141,6 +144,23 @@ _ADDED_LATER: Mapping[str, Any] = {
     "accumulation": "sum", "min_share": 0.0, "update": False, "recover": 0, "stop": None, "calibration": None,
     "only": (),
 }  # fmt: skip
+
+
+def settings_of(preset: str | None, optimizer: object, **given: Any) -> tuple[Settings, float]:
+    """Settings and learning rate: what was ``given`` and is not None, else what the preset has, or the staged run."""
+    schedule, min_share = given["schedule"], given["min_share"]
+    of_algorithm_2 = {name: given[name] for name in ALGORITHM_2_ONLY}
+    other = schedule if schedule != "staged" else None
+    chosen = usual(preset, {**of_algorithm_2, "optimizer": optimizer, "schedule": other})
+    if schedule == "staged":
+        chosen = STAGED if preset is None else {**chosen, "update": True, "min_share": STAGED["min_share"]}
+    if isinstance(min_share, Mapping):
+        given["min_share"] = {ALL: chosen["min_share"], **min_share}
+    for name in ("criterion", "schedule", "normalize", "update", "min_share"):
+        given[name] = chosen[name] if given[name] is None else given[name]
+    given["criterion"] = criterion_of(given["criterion"])
+    unset = [name for name, value in of_algorithm_2.items() if value is None]
+    return Settings(**{name: given[name] for name in given.keys() - unset}), chosen["learning_rate"]
 
 
 def criterion_of(criterion: str | Criterion) -> Criterion:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ifso.common.batch_stream import seed_of
-from ifso.common.batches import rough_count
+from ifso.common.batches import rough_count, seed_of
 from ifso.common.distributed import sum_over_ranks, together
 from ifso.common.loss_fn import scalar
 from ifso.common.module_state import named_tensors
@@ -21,6 +20,7 @@ from ifso.curvature.weight_space import Reader, readers
 from ifso.pruning.distillation import is_loss
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
+from ifso.pruning.measures import keep_network, measure_in_place
 from ifso.pruning.selection import Target, normalized, select
 
 FEW = 4
@@ -41,10 +41,10 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     if run.settings.update and units:
         with run.progress.timed("update"):
             _fit_(run, units)
-    run.worker.remove_(units)
+    run.scoring.remove_(units)
     run.scores.copy_(scores)
     asked = phase.ends_at is not None or run.settings.stop is not None
-    values = run.measure() if asked else {"loss": _loss(run)}
+    values = measure_in_place(run) if asked else {"loss": _loss(run)}
     if _fell(run, values):
         _end_before(run, phase, values)
         return
@@ -54,7 +54,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     for move in made:
         run.record(move, math.nan)
     shares, seconds = run.ledger.shares(), round(run.seconds, 3)
-    reached = run.reached(phase.ends_at, values) if phase.ends_at is not None else {}
+    reached = keep_network(run, phase.ends_at, values) if phase.ends_at is not None else {}
     values = reached.get("values", values)
     done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
     run.progress.stages.append({**done, **reached})
@@ -67,12 +67,12 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
 def _scores(run: Run) -> Tensor:
     """Scores [original units] over all calibration batches."""
     with run.progress.timed("scores"), run.calibrating():
-        together(lambda: run.worker.prepare(run.calibration))
-        for batch in run.calibration if run.worker.criterion.needs_batches else run.calibration[:1]:
+        together(lambda: run.scoring.prepare(run.calibration))
+        for batch in run.calibration if run.scoring.criterion.needs_batches else run.calibration[:1]:
             torch.manual_seed(seed_of(run.settings.seed, run.progress.rounds))
-            run.worker.round([batch], train=None)
+            run.scoring.round([batch], train=None)
             run.progress.rounds += 1
-        scores, _ = run.worker.collect()
+        scores, _ = run.scoring.collect()
     if not bool(scores.isfinite().all()):
         run.stop(math.nan)
     run.refuse_zeros(scores)

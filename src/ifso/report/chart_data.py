@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ifso.report.results import QUALITIES, STAGES, Quality, quality
-from ifso.runs.record import RunRecord
-from ifso.runs.structure import Group
+from ifso.runs.reading import RunRecord
+from ifso.runs.structure import GroupRecord
 from ifso.runs.values import numbers
 
 COSTS = ("macs", "params", "activations", "latency")
@@ -69,7 +69,7 @@ def _units(run: RunRecord) -> dict[str, Any]:
     return {"groups": groups, "scale": scale}
 
 
-def _members(group: Group) -> list[str]:
+def _members(group: GroupRecord) -> list[str]:
     """The layers that write, follow or read the units, in that order."""
     words = {"produces": "written by", "follows": "followed by", "consumes": "read by"}
     order = list(words)
@@ -123,12 +123,7 @@ def _quality(run: RunRecord, found: Quality) -> dict[str, Any]:
         if stage in found.by_stage and (stage == "unpruned" or kept is not None)
     ]
     path = [[1.0, short(found.by_stage["unpruned"], 6)]] if "unpruned" in found.by_stage else []
-    return {
-        "name": found.name,
-        "percent": found.is_percent,
-        "points": points,
-        "path": [*path, *_along(run, found.key)],
-    }
+    return {"name": found.name, "percent": found.is_percent, "points": points, "path": [*path, *_along(run, found.key)]}
 
 
 def stage_losses(run: RunRecord) -> list[list[float | None]]:

@@ -15,11 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ifso._version import __version__
 from ifso.common.files import write_text
 from ifso.errors import RunError
-from ifso.report import chart_data, commands, results, sections
-from ifso.report.comparison import Comparison
-from ifso.report.sections import LINKS
-from ifso.runs.reading import read_run
-from ifso.runs.record import RunRecord
+from ifso.report import chart_data, results, sections
+from ifso.report.sections import LINKS, Comparison
+from ifso.runs.reading import RunRecord, read_run
 from ifso.runs.values import percent
 
 NAME = "report.html"
@@ -98,7 +96,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    found.globals.update(sections=sections, results=results, chart_data=chart_data, commands=commands)
+    found.globals.update(sections=sections, results=results, chart_data=chart_data)
     found.filters.update(percent=percent, written=written, cells=astuple, capital=results.capital)
     return found
 

@@ -1,13 +1,16 @@
-"""What the sections about a run say beside their templates: sentences, facts, and the rows of tables."""
+"""What sections say beside their templates: sentences, facts, rows of tables, commands, and runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from ifso.pruning.result import LABELS
-from ifso.report.results import binding, costs_in_words, quality
-from ifso.runs.record import RunRecord
+from ifso.report.results import STAGES, Quality, binding, costs_in_words, quality
+from ifso.runs.reading import RunRecord, TuningRecord
 from ifso.runs.values import at, mapping, number, numbers, text, whole
 
 LINKS = {
@@ -163,3 +166,154 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+REPEATED = ("criterion_option",)
+"""Options that are given once for each value."""
+
+RENAMED = {"decay_all": "decay_norms"}
+"""Options that are stored under another name."""
+
+JOINED = ("input",)
+"""Options whose values stand behind commas."""
+
+
+def prune_command(run: RunRecord) -> str | None:
+    """The command that repeats a pruning; None if Python began it."""
+    told = text(at(run.config, "about", "command"))
+    if told is not None or not run.arguments:
+        return told
+    return shlex.join(["ifso", "prune", *options(run.arguments), "--out", str(run.folder)])
+
+
+def resume_command(run: RunRecord) -> str | None:
+    """The command that goes on with an unfinished pruning; None if only Python can."""
+    return shlex.join(["ifso", "prune", "--resume", "--out", str(run.folder)]) if run.arguments else None
+
+
+def finetune_command(run: RunRecord, tuning: TuningRecord) -> str | None:
+    """The command that repeats a fine-tuning; None if Python began it."""
+    told = text(at(tuning.config, "about", "command"))
+    given = mapping(at(tuning.config, "about", "arguments"))
+    if told is not None or not given:
+        return told
+    out = [] if tuning.folder == run.folder / "finetune" else ["--out", str(tuning.folder)]
+    return shlex.join(["ifso", "finetune", str(run.folder), *options(given, negatable=True), *out])
+
+
+def load_command(run: RunRecord) -> str | None:
+    """The Python that loads the network that was made last; None if there is none yet."""
+    tuned = run.tuning is not None and run.tuning.weights_bytes is not None and run.tuning.summary is not None
+    if not tuned and run.weights_bytes is None:
+        return None
+    folder = run.tuning.folder if tuned and run.tuning is not None else run.folder
+    name = text(run.arguments.get("model")) or text(at(run.config, "about", "model"))
+    if name is None:
+        name = f"{run.model}(...)" if run.model.isidentifier() else "build_it()"
+        return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {name})  # with the original, unpruned"
+    outputs = [layer.channels for layer in run.structure.layers if not layer.groups]
+    known = name.startswith(("ifso:", "timm:", "torchvision:")) and "num_classes" not in name and len(outputs) == 1
+    original = f"ifso.create_model({name!r}{f', num_classes={outputs[0]}' if known else ''})"
+    return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {original})"
+
+
+def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[str]:
+    """Stored arguments as they are typed; with ``negatable`` a switch that is off is said so.
+
+    >>> options({"model": "ifso:resnet32", "macs": 0.5, "channels_last": True, "criterion_option": ["a=1", "b=2"]})
+    ['--model', 'ifso:resnet32', '--macs', '0.5', '--channels-last', '--criterion-option', 'a=1',
+    '--criterion-option', 'b=2']
+    >>> options({"input": [1, 3, 32, 32], "ignore": ["fc", "stem"], "compile": False}, negatable=True)
+    ['--input', '1,3,32,32', '--ignore', 'fc', 'stem', '--no-compile']
+    """
+    found: list[str] = []
+    for name, value in arguments.items():
+        word = RENAMED.get(name, name).replace("_", "-")
+        option = f"--{word}"
+        if isinstance(value, bool):
+            found += [option] if value else [f"--no-{word}"] if negatable else []
+        elif isinstance(value, list) and name in REPEATED:
+            found += [part for each in value for part in (option, str(each))]
+        elif isinstance(value, list):
+            words = list(map(str, value))
+            found += [option, *([",".join(words)] if name in JOINED else words)]
+        elif value is not None:
+            found += [option, str(value)]
+    return found
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Runs of one criterion and budget: the quality of each in the end, by the number of the run."""
+
+    name: str
+    values: dict[int, float]
+
+    @property
+    def row(self) -> tuple[str, int, float, float | None]:
+        """Name, number of runs, mean, and standard deviation if there are several."""
+        values = list(self.values.values())
+        return self.name, len(values), fmean(values), stdev(values) if len(values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs with the names they have on the page."""
+
+    runs: Sequence[RunRecord]
+    names: Sequence[str]
+
+    @property
+    def qualities(self) -> list[Quality]:
+        """Of each run."""
+        return [quality(run) for run in self.runs]
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return " or ".join(dict.fromkeys(each.name for each in self.qualities if each.name)) or "accuracy"
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether all are of one network, one data set and one measure, as far as something was measured."""
+        pairs = zip(self.runs, self.qualities, strict=True)
+        return len({(run.model, run.data, each.name) for run, each in pairs if each.by_stage}) <= 1
+
+    @property
+    def has_same_layers(self) -> bool:
+        """Whether all networks had the same layers."""
+        layers = [[(layer.name, layer.channels) for layer in run.structure.layers] for run in self.runs]
+        return bool(layers[0]) and all(each == layers[0] for each in layers)
+
+    @property
+    def groups(self) -> list[Alike]:
+        """Runs of the same criterion and budget together, in order."""
+        budgets = [costs_in_words(run.targets, 0) for run in self.runs]
+        groups: dict[str, dict[int, float]] = {}
+        for place, (run, each, budget) in enumerate(zip(self.runs, self.qualities, budgets, strict=True)):
+            if each.last is not None:
+                name = f"{run.criterion}, {budget}" if len(set(budgets)) > 1 and budget else run.criterion
+                groups.setdefault(name, {})[place] = each.last
+        return [Alike(name, values) for name, values in groups.items()]
+
+    @property
+    def table(self) -> Table:
+        """A row for each run."""
+        stages = [stage for stage in STAGES if any(stage in each.by_stage for each in self.qualities)]
+        costs = {"macs": "MACs kept", "params": "parameters kept", "activations": "activations kept"}
+        columns = [("run", "text"), ("criterion", "text"), *((name, "share") for name in costs.values()),
+                   *((stage, "text") for stage in stages), ("time", "text"), ("state", "text")]  # fmt: skip
+        rows = []
+        for run, name, each in zip(self.runs, self.names, self.qualities, strict=True):
+            worth = (each.shown(stage) if stage in each.by_stage else None for stage in stages)
+            time = None if run.seconds is None else duration(run.seconds)
+            rows.append((name, run.criterion, *map(run.shares.get, costs), *worth, time, status(run)))
+        return Table(columns, rows)
+
+    @property
+    def differing(self) -> list[tuple[Any, ...]]:
+        """The settings in which the runs differ, with their values."""
+        settings = [dict(flattened(run.settings)) for run in self.runs]
+        names = dict.fromkeys(name for each in settings for name in each)
+        rows = [(name, *(each.get(name, "–") for each in settings)) for name in names]
+        return [row for row in rows if len(set(row[1:])) > 1]

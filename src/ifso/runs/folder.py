@@ -6,8 +6,6 @@ there as a whole or not at all. A line of ``metrics.jsonl`` that was cut short i
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ifso.common.files import (
-    FolderLock,
     NotPlain,
     append_bytes,
     provisional,
@@ -31,48 +28,42 @@ from ifso.common.files import (
     sync_file,
     write_bytes,
 )
+from ifso.common.locks import FolderLock
 from ifso.common.serialization import (
-    MAX_JSON_BYTES,
     finite,
     json_line,
     located,
-    parsed,
     pretty_json,
     read_lines,
     read_tensor_file,
-    refuse_special,
-    strict_json,
     write_tensor_file,
 )
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, RunError
-from ifso.surgery.store import RECIPE, RUN_SUMMARY, save, seal_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ifso.surgery.recipe import Recipe
-
-CONFIG = "config.json"
-
-SCORES = "scores.safetensors"
-
-FIRST_SCORES = "first_scores.safetensors"
-
-STRUCTURE = "structure.json"
-
-METRICS = "metrics.jsonl"
-
-SUMMARY = RUN_SUMMARY
-
-CHECKPOINTS = "checkpoints"
-
-NETWORKS = "networks"
-
-LOCK = ".lock"
-
-TRAINING = "training"
-"""The name of the settings that tell a training from a pruning."""
+from ifso.runs.files import (
+    CHECKPOINTS,
+    CONFIG,
+    DIGESTS,
+    FIRST_SCORES,
+    HEAD,
+    LOCK,
+    METRICS,
+    NETWORKS,
+    RUN,
+    SCORES,
+    STRUCTURE,
+    SUMMARY,
+    TRAINING,
+    digest,
+    digests,
+    holds_run,
+    is_config,
+    number_of,
+    read_config,
+    refuse_other,
+)
+from ifso.surgery.recipe import Recipe
+from ifso.surgery.store import RECIPE, save
 
 _OF_A_RUN = re.compile(
     r"\.lock|\..+\.new(\.d)?|config\.json|recipe\.json|model\.safetensors|(first_)?scores\.safetensors|structure\.json|metrics\.jsonl"
@@ -82,17 +73,7 @@ _OF_A_RUN = re.compile(
 
 KEPT_CHECKPOINTS = 2
 
-RUN = "run"
-"""In the state of a checkpoint: the run that it is of."""
-
-DIGESTS = "digests"
-"""In a summary: the files that it belongs to."""
-
-_BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
-
 _CHECKPOINT_BEGUN = re.compile(r"\.(\d{8,}\.safetensors)\.new(?:\.d)?")
-
-_HEAD = {"format": "ifso-run", "version": 1}
 
 Checkpoint = tuple[int, dict[str, Tensor], dict[str, Any]]
 """Number, tensors and state."""
@@ -127,7 +108,7 @@ class RunFolder:
         _refuse_taken(path, hint)
         with located(path):
             path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path, {**_HEAD, **config}, _locked(path))
+        folder = cls(path, {**HEAD, **config}, _locked(path))
         try:
             _refuse_taken(path)
             folder._write(CONFIG, pretty_json(folder.config, path / CONFIG))
@@ -165,7 +146,7 @@ class RunFolder:
             return
         files = (self.path / name for name in (METRICS, FIRST_SCORES, STRUCTURE, CONFIG, LOCK))
         for path in (*self._checkpoints().values(), *files):
-            self._remove(path)
+            self._unless_refused(path, _unlink_plain)
         with suppress(OSError):
             (self.path / CHECKPOINTS).rmdir()
         with suppress(OSError):
@@ -195,7 +176,7 @@ class RunFolder:
         known = self._checkpoints()
         earlier = [other for other in known if other < number]
         for other in known.keys() - {number, *earlier[1 - KEPT_CHECKPOINTS :]}:
-            self._remove(known[other])
+            self._unless_refused(known[other], _unlink_plain)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Number, tensors (on the CPU) and state of the newest whole checkpoint. Damaged ones are told in ``notes``."""
@@ -247,7 +228,8 @@ class RunFolder:
 
     def rewind(self, removals: int) -> None:
         """Keep the lines of ``metrics.jsonl`` with ``"removal"`` up to ``removals``, each once, and nothing else."""
-        lines = {_removal(line): line for line in self.metrics()[0] if 0 <= _removal(line) <= removals}
+        numbered = {number_of(line, "removal"): line for line in self.metrics()[0]}
+        lines = {number: line for number, line in numbered.items() if 0 <= number <= removals}
         missing = removals - sum(number > 0 for number in lines)
         if missing:
             self._note(f"{self.path / METRICS}: {missing} of the {removals} removals so far are not in it any more")
@@ -304,7 +286,7 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is at its end: ``summary.json``."""
         self._sync_metrics()
-        self.write_json(SUMMARY, {**summary, DIGESTS: _digests(self.path, self.config)})
+        self.write_json(SUMMARY, {**summary, DIGESTS: digests(self.path, self.config)})
 
     @property
     def finished(self) -> bool:
@@ -330,9 +312,6 @@ class RunFolder:
         for path in begun:
             self._unless_refused(path, remove_provisional)
 
-    def _remove(self, path: Path) -> None:
-        self._unless_refused(path, _unlink_plain)
-
     def _unless_refused(self, path: Path, remove: Callable[[Path], None]) -> None:
         try:
             remove(path)
@@ -351,82 +330,10 @@ def _unlink_plain(path: Path) -> None:
     path.unlink()
 
 
-def refuse_other_files(folder: Path, config: Mapping[str, Any]) -> None:
-    """RunError if settings, network or metrics are others than those that the summary in ``folder`` was written for.
-
-    Summaries of earlier versions do not tell.
-    """
-    with located(folder / SUMMARY):
-        refuse_special(folder / SUMMARY)
-        bound = (parsed((folder / SUMMARY).read_bytes()) or {}).get(DIGESTS)
-        if not isinstance(bound, dict):
-            return
-        now = _digests(folder, config)
-        other = [_BOUND[name] for name in _BOUND if bound.get(name, now[name]) != now[name]]
-        if other:
-            raise RunError(f"of another run than {' and '.join(other)} beside it; restore what belongs together")
-
-
-def _digests(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
-    """What binds a summary to the other files of a run."""
-    with located(folder / METRICS):
-        refuse_special(folder / METRICS)
-        lines = hashlib.sha256()
-        if (folder / METRICS).exists():
-            with (folder / METRICS).open("rb") as file:
-                lines = hashlib.file_digest(file, "sha256")
-    return {"settings": digest(config["settings"]), "recipe": seal_of(folder), "metrics": lines.hexdigest()}
-
-
-def digest(document: Any) -> str:
-    """SHA-256 of JSON values, whatever the order of keys."""
-    canonical = json.dumps(json.loads(strict_json(document)), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _refuse_link(folder: Path) -> None:
     """What a link leads to may be another run's, and is neither written nor cleaned."""
     if folder.is_symlink():
         raise NotPlain(f"it is a link to {os.readlink(folder)}, which other runs may use; put the folder itself there")  # noqa: PTH115
-
-
-def refuse_other(now: Mapping[str, Any], before: Mapping[str, Any], whose: str) -> None:
-    """RunError that shows where settings differ from ``before``, which were read as JSON."""
-    found = differences(json.loads(strict_json(now)), before)
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunError(f"other settings than {whose}: {'; '.join(found[:5])}{more}")
-
-
-def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Where two trees of settings differ, in words.
-
-    >>> differences({"accumulate": 5, "budget": {"macs": 0.4}}, {"accumulate": 10, "budget": {"macs": 0.5}})
-    ['accumulate is 5 and was 10', 'budget.macs is 0.4 and was 0.5']
-    """
-    found: list[str] = []
-    for name in {**now, **before}:
-        new, old = now.get(name, _NOT_SET), before.get(name, _NOT_SET)
-        if isinstance(new, dict) and isinstance(old, dict):
-            found += differences(new, old, f"{prefix}{name}.")
-        elif name in _WEIGHTS and not prefix and new != old:
-            found.append(_WEIGHTS[name])
-        elif new != old or isinstance(new, bool) != isinstance(old, bool):
-            found.append(f"{prefix}{name} is {_shown(new)} and was {_shown(old)}")
-    return found
-
-
-_NOT_SET = object()
-
-_WEIGHTS = {
-    "weights": "the weights are other ones (give the network as it was before the run)",
-    "teacher_weights": "the teacher's weights are other ones (give those that the run began with)",
-}
-
-
-def _shown(value: object) -> str:
-    text = "not set" if value is _NOT_SET else repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _refuse_no_text(path: Path) -> None:
@@ -444,7 +351,7 @@ def _refuse_taken(path: Path, hint: str = "") -> None:
         if not path.is_dir():
             raise RunError("is no folder; give another place for the run")
         inside = {entry.name for entry in path.iterdir()} - {LOCK, provisional(path / CONFIG).name}
-    if CONFIG in inside and _is_run(path / CONFIG):
+    if CONFIG in inside and is_config(path / CONFIG):
         state = "finished" if (path / SUMMARY).is_file() else "unfinished"
         raise RunError(
             f"{path} already holds a run ({_done(path)}, {state}); "
@@ -452,11 +359,6 @@ def _refuse_taken(path: Path, hint: str = "") -> None:
         )
     if inside:
         raise RunError(f"{path} is not empty and no run folder; give another")
-
-
-def holds_run(path: Path) -> bool:
-    """Is there a run, finished or not, in a folder?"""
-    return not path.is_symlink() and is_there(path / CONFIG) and _is_run(path / CONFIG)
 
 
 def _clear(path: Path) -> None:
@@ -482,15 +384,7 @@ def _clear(path: Path) -> None:
 def _done(path: Path) -> str:
     """How far the run in a folder has come, in removals or, if a network is trained in it, in epochs."""
     kind = "epoch" if TRAINING in read_config(path / CONFIG)["settings"] else "removal"
-    return f"{max((_number(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        read_config(path)
-    except RunError:
-        return False
-    return True
+    return f"{max((number_of(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
 
 
 def _locked(path: Path) -> FolderLock:
@@ -500,45 +394,3 @@ def _locked(path: Path) -> FolderLock:
         except BlockingIOError:
             pass
     raise RunError(f"{path} is in use by another process; wait until it has ended, or give another folder")
-
-
-def is_there(path: Path) -> bool:
-    """Is there anything? RunError where the system will not say."""
-    with located(path):
-        try:
-            path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-    return True
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """What stands in a ``config.json``, if it is that of a run."""
-    with located(path):
-        refuse_special(path)
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
-            raise RunError(f"larger than {MAX_JSON_BYTES} bytes, which no run's settings are; give another folder")
-        config = parsed(data)
-        if config is None or not isinstance(config.get("settings"), dict) or config.get("format") != _HEAD["format"]:
-            raise RunError("damaged, or not of a run of ifso; restore it or start the run in another folder")
-        if config.get("version") != _HEAD["version"] or isinstance(config["version"], bool):
-            raise RunError(
-                f"version {_shown(config.get('version'))} is unknown; resume with the ifso that began the run"
-            )
-    return config
-
-
-def _removal(line: Mapping[str, Any]) -> int:
-    """Which removal a line is about; -1 if about none."""
-    return _number(line, "removal")
-
-
-def _number(line: Mapping[str, Any], kind: str) -> int:
-    number = line.get(kind)
-    return number if isinstance(number, int) and not isinstance(number, bool) else -1
-
-
-RESUMED = "resumed after removal"
-"""How the note about a resume begins; the number of the removal follows."""

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import RunError
+from ifso.runs.arguments import (
+    FINETUNE,
+    PATHS,
+    came_with,
+    parts_of,
+    places_of,
+    pruning_of,
+    refuse_foreign,
+    told_options,
+)
+from ifso.runs.values import at
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ifso.data import Data
-
-
-FINETUNE = "finetune"
-"""The folder within a run in which ``ifso finetune`` works."""
-
-EXECUTED = ("model", "data", "teacher")
-"""Options whose value may name a program."""
-
-PATHS = ("model", "weights", "data")
-"""Options whose value may hold a path."""
-
-LEVELS = 3
-"""How many of the folders above a run are tried for a relative path; what lies higher is likely to be another's."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class OpenedRun:
     @property
     def finetuning(self) -> str:
         """``"none"``, ``"unfinished"`` or ``"finished"``."""
-        from ifso.runs.folder import CONFIG, SUMMARY
+        from ifso.runs.files import CONFIG, SUMMARY
 
         place = self.finetune
         if (place / SUMMARY).is_file():
@@ -65,7 +61,7 @@ class OpenedRun:
     @property
     def set_apart(self) -> dict[str, Any]:
         """``validation`` and ``seed`` of the images that its fine-tuning was not shown; empty if it was shown all."""
-        from ifso.runs.folder import CONFIG, TRAINING, read_config
+        from ifso.runs.files import CONFIG, TRAINING, read_config
 
         if not (self.finetune / CONFIG).is_file():
             return {}
@@ -90,12 +86,7 @@ class OpenedRun:
         return open_data(name, device=device, seed=seed, validation=validation, **options)
 
     def original(
-        self,
-        *,
-        device: Any = "cpu",
-        weights: str | None = None,
-        pretrained: bool = False,
-        data: Data | None = None,
+        self, *, device: Any = "cpu", weights: str | None = None, pretrained: bool = False, data: Data | None = None
     ) -> nn.Module:
         """The network before pruning, with the weights that the run began with; ``weights`` says where they are now.
 
@@ -131,7 +122,7 @@ class OpenedRun:
 
     def _refuse_other_start(self, data: Data | None) -> None:
         """RunError if the fine-tuning began with another pruned network than the run holds now."""
-        from ifso.runs.folder import CONFIG, read_config, refuse_other_files
+        from ifso.runs.files import CONFIG, read_config, refuse_other_files
         from ifso.surgery.recipe import digest_of
 
         place = self.finetune / CONFIG
@@ -172,12 +163,12 @@ class OpenedRun:
         if not isinstance(self.arguments.get(option), str):
             raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}")
         value = self.arguments[option]
-        before, path, after = _parts(option, value)
+        before, path, after = parts_of(option, value)
         if path is None:
             return value
         from ifso.common.files import exists
 
-        places = list(self._places(path))
+        places = list(places_of(self.folder, path))
         for place in places:
             if exists(place):
                 self._refuse_program(option, path, place, after)
@@ -196,16 +187,9 @@ class OpenedRun:
         if option in self.told or not path.endswith(".py"):
             return
         if place != Path(path):
-            raise RunError(_came_with(self.folder, option, f"{place}{factory}"))
-        refuse_foreign(option, f"{place}{factory}", self._folders)
-
-    @property
-    def _folders(self) -> tuple[Path, ...]:
-        """What was opened: nothing in them is executed."""
-        return (self.folder,) if self.tuned is None else (self.folder, self.tuned)
-
-    def _places(self, path: str) -> Iterator[Path]:
-        return _places(self.folder, path)
+            raise RunError(came_with(self.folder, option, f"{place}{factory}"))
+        opened = (self.folder,) if self.tuned is None else (self.folder, self.tuned)
+        refuse_foreign(option, f"{place}{factory}", opened)
 
 
 def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -213,46 +197,6 @@ def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[st
     run = OpenedRun(folder, arguments)
     names = [name for name in PATHS if name in arguments and name not in given]
     return {**arguments, **{name: run.there(name) for name in names}}
-
-
-def refuse_foreign(option: str, value: str, folders: Iterable[Path]) -> None:
-    """RunError if acting on an option that a run tells would do what only the user may ask for by name.
-
-    That is to execute a program in one of ``folders``, which hold what the run tells: by its name or by where links
-    lead to. Or to load or download weights by options of a MODEL.
-    """
-    if option not in EXECUTED:
-        return
-    _, path, _ = _parts(option, value)
-    if path is not None and path.endswith(".py"):
-        for folder in folders:
-            if _lies_in(path, folder):
-                raise RunError(_came_with(folder, option, value))
-    elif option != "data":
-        from ifso.models.registry import loading
-
-        if loading(value):
-            raise RunError(
-                f"the run would have {value} load or download weights; if you want that, "
-                f"give --{option} {value} --pretrained"
-            )
-
-
-def _lies_in(path: str, folder: Path) -> bool:
-    """As it is written, or where it leads to."""
-    try:
-        ways = (Path(os.path.abspath(path)), Path(path).resolve())  # noqa: PTH100
-        places = (Path(os.path.abspath(folder)), folder.resolve())  # noqa: PTH100
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RunError(f"{path!r}, which the run in {folder} names, is no path ({error})") from None
-    return any(place in way.parents for way in ways for place in places)
-
-
-def _came_with(folder: Path, option: str, value: str) -> str:
-    return (
-        f"the run in {folder} would have the program {_parts(option, value)[1]} executed, which came with it; "
-        f"if you trust it, give --{option} {value}"
-    )
 
 
 def add_unverified(group: Any) -> None:
@@ -267,7 +211,7 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments. One that failed its check,
     or whose files are of several runs, is refused unless ``unverified``.
     """
-    from ifso.runs.folder import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
+    from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
     from ifso.surgery.store import RECIPE, refuse_failed_run
 
     given = {} if model is None else {"model": model}
@@ -280,8 +224,7 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     config = read_config(folder / CONFIG)
     arguments = told_options(config, folder / CONFIG) or {}
     if TRAINING in config["settings"]:
-        about = config.get("about")
-        raise RunError(_not_pruned(folder, about.get("run") if isinstance(about, dict) else None, arguments))
+        raise RunError(_not_pruned(folder, at(config, "about", "run"), arguments))
     if not (folder / SUMMARY).is_file():
         how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
@@ -294,27 +237,15 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
 
 def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
-    from ifso.runs.folder import CONFIG, TRAINING, is_there, read_config
+    from ifso.runs.files import CONFIG, TRAINING, is_there, read_config
 
     if not is_there(folder / CONFIG):
         return open_run(folder, model=model, unverified=unverified)
     config = read_config(folder / CONFIG)
-    about = config.get("about")
-    name = about.get("run") if TRAINING in config["settings"] and isinstance(about, dict) else None
+    name = at(config, "about", "run") if TRAINING in config["settings"] else None
     if not isinstance(name, str):
         return open_run(folder, model=model, unverified=unverified)
-    from ifso.common.files import is_file
-    from ifso.common.text import one_line
-
-    places = [*([folder.parent] if folder.name == FINETUNE else ()), *_places(folder, name)]
-    for place in places:
-        if is_file(place / CONFIG):
-            return replace(open_run(place, model=model, unverified=unverified), tuned=folder)
-    tried = one_line(", ".join(map(str, places)))
-    raise RunError(
-        f"{folder} is the fine-tuning of the run in {one_line(name)}, which is not there any more (tried {tried}); "
-        "put it back there"
-    )
+    return replace(open_run(pruning_of(folder, name), model=model, unverified=unverified), tuned=folder)
 
 
 def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
@@ -324,148 +255,3 @@ def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
     given = {**arguments, "weights": folder / "model.safetensors"}
     options = " ".join(f"--{name} {given[name]}" for name in ("model", "weights", "data") if name in given)
     return f"{folder} holds a training and no pruning; ifso prune and ifso eval take it as {options}"
-
-
-def _places(folder: Path, path: str) -> Iterator[Path]:
-    """Where a path told by a run may lead: from here, or from one of the folders that the run lies in."""
-    yield Path(path)
-    if not Path(path).is_absolute():
-        yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
-
-
-def _parts(option: str, value: str) -> tuple[str, str | None, str]:
-    """The path in a value, and what stands before and after it.
-
-    >>> _parts("data", "cifar10:sets/cifar.npz"), _parts("model", "nets/small.py:make")
-    (('cifar10:', 'sets/cifar.npz', ''), ('', 'nets/small.py', ':make'))
-    >>> _parts("data", "coco:sets/cells,size=480")
-    ('coco:', 'sets/cells', ',size=480')
-    >>> _parts("model", "ifso:resnet32"), _parts("data", "digits")
-    (('', None, 'ifso:resnet32'), ('', None, 'digits'))
-    """
-    if option in ("weights", "teacher_weights"):
-        return "", value, ""
-    path = _program(option, value)
-    if path is not None:
-        return "", path, value.removeprefix(path)
-    kind, colon, path = value.partition(":")
-    if option == "data" and path:
-        path, behind = _before_options(kind, path)
-        return f"{kind}{colon}", path, behind
-    return "", None, value
-
-
-def _program(option: str, value: str) -> str | None:
-    """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
-    from ifso.errors import ModelNotFound
-    from ifso.models.registry import read_name
-
-    if option == "data":
-        path = value.rpartition(":")[0]
-    else:
-        try:
-            path = read_name(value).source
-        except ModelNotFound:
-            return None
-    return path if path.endswith(".py") else None
-
-
-def _before_options(kind: str, path: str) -> tuple[str, str]:
-    from ifso.data.base import path_and_options
-
-    return path_and_options(kind, path)
-
-
-LARGEST = 2**63 - 1
-"""The largest whole number that torch takes, as a seed among other things."""
-
-
-def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
-    """The arguments that a run was begun with, by name; None if it does not tell them."""
-    about = config.get("about")
-    arguments = about.get("arguments") if isinstance(about, dict) else None
-    if not isinstance(arguments, dict):
-        return None
-    for name, value in arguments.items():
-        is_right, words = KINDS.get(name, (_is_anything, ""))
-        if not is_right(value):
-            raise RunError(f"{where}: {name} must be {words}, got {_shown(value)}; restore the file, or start anew")
-    return dict(arguments)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def _is_anything(_: object) -> bool:
-    return True
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _is_from_one(value: object) -> bool:
-    return _is_whole(value) and bool(value) and value > 0  # type: ignore[operator]
-
-
-def _is_number(value: object) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_truth(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _list_of(is_right: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_whole(size) and 0 < size < 2**31 for size in value)
-
-
-def _is_budget(value: object) -> bool:
-    return _is_number(value) or (_list_of(_is_number)(value) and bool(value))
-
-
-Kind = tuple[Callable[[object], bool], str]
-
-_TEXT: Kind = (_is_text, "a text")
-
-_WHOLE: Kind = (_is_whole, "a whole number")
-
-_NUMBER: Kind = (_is_number, "a number")
-
-_TRUTH: Kind = (_is_truth, "true or false")
-
-KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(
-        ("model", "weights", "data", "device", "precision", "criterion", "schedule", "preset", "normalize",
-         "accumulation", "recipe", "teacher", "teacher_weights"), _TEXT
-    ),
-    **dict.fromkeys(
-        ("batch", "seed", "round_to", "min_units", "recalibrate", "weight_update", "recover", "calibration",
-         "accumulate", "batches_per_score", "units_per_step", "epochs", "warm_up_steps"), _WHOLE
-    ),
-    **dict.fromkeys(
-        ("lr", "min_share", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
-         "distill", "temperature", "cutmix", "validation"), _NUMBER
-    ),
-    **dict.fromkeys(
-        ("train_mode", "update", "channels_last", "nesterov", "decay_all", "compile", "padded"), _TRUTH
-    ),
-    **dict.fromkeys(
-        ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
-    ),
-    **dict.fromkeys(("criterion_option", "ignore", "only"), (_list_of(_is_text), "a list of texts")),
-    "evaluate_every": (_is_from_one, "a whole number from 1 up"),
-    "milestones": (_list_of(_is_number), "a list of numbers"),
-    "input": (_is_shape, "a list of sizes"),
-}  # fmt: skip
-"""What the value of each option is, as JSON has it."""

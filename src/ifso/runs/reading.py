@@ -1,36 +1,205 @@
-"""Reads the folder of a run. What is missing or broken is left out and told; what is no run is refused."""
+"""All that the folder of a run tells, finished or not; what is broken is left out and told, what is no run refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, read_lines, read_tensor_file, refuse_special
+from ifso.common.serialization import parsed, read_lines, read_tensor_file, refuse_special
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, RecipeError, RunError
-from ifso.runs.folder import (
+from ifso.runs.arguments import FINETUNE, pruning_of
+from ifso.runs.files import (
     CHECKPOINTS,
     CONFIG,
     FIRST_SCORES,
     METRICS,
+    RESUMED,
     SCORES,
     STRUCTURE,
     SUMMARY,
     TRAINING,
     read_config,
+    read_object,
 )
-from ifso.runs.record import Removal, RunRecord, Scores, Tuning
 from ifso.runs.structure import Structure, from_document, from_recipe, gone_by_group
-from ifso.runs.values import at, mapping, number, numbers, text, whole, wholes
+from ifso.runs.values import at, listing, mapping, number, numbers, objects, text, whole, wholes
 from ifso.surgery.recipe import Recipe
 from ifso.surgery.store import RECIPE, WEIGHTS, read_recipe
 
-FINETUNE, EVALUATION = "finetune", "eval.json"
-"""Where the fine-tuning of a run is, and what ``ifso eval`` measured, if it was written there."""
+EVALUATION = "eval.json"
+"""What ``ifso eval`` measured, if it was written there."""
+
+
+@dataclass(frozen=True)
+class RemovalRecord:
+    """One removal, as ``metrics.jsonl`` has it."""
+
+    number: int
+    units: Mapping[str, tuple[int, ...]]
+    score: float | None
+    costs: Mapping[str, float]
+    shares: Mapping[str, float]
+    loss: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class TuningRecord:
+    """A fine-tuning: its epochs (numbers by name), the summary if it has come to its end, and bytes of its weights."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    epochs: tuple[Mapping[str, float], ...]
+    summary: Mapping[str, Any] | None
+    weights_bytes: int | None = None
+
+    @property
+    def planned(self) -> int | None:
+        """Epochs in all."""
+        value = at(self.config, "settings", "training", "epochs")
+        return value if isinstance(value, int) else None
+
+    @property
+    def seconds(self) -> float:
+        """How long its epochs took."""
+        return sum(epoch.get("seconds", 0.0) for epoch in self.epochs)
+
+    @property
+    def split(self) -> str:
+        """Where its accuracies are from."""
+        if self.summary is not None:
+            return text(self.summary.get("split")) or "test"
+        return "validation" if at(self.config, "settings", "validation") else "test"
+
+
+@dataclass(frozen=True)
+class ScoresRecord:
+    """Scores by group; ``first`` are those of the first step, normalised, else the last ones of what is left."""
+
+    by_group: Mapping[str, list[float]]
+    first: bool
+
+    @property
+    def are_positive(self) -> bool:
+        """Whether there is one that a logarithmic scale can show."""
+        return any(value > 0 for values in self.by_group.values() for value in values)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run. ``state`` is what the newest checkpoint says of an unfinished one, ``problems`` what could not be read.
+
+    ``recipe`` is the file as it is, ``weights_bytes`` the size of the file with the pruned network.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    structure: Structure = field(default_factory=Structure)
+    removals: tuple[RemovalRecord, ...] = ()
+    cost_before: Mapping[str, float] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    tuning: TuningRecord | None = None
+    evaluation: Mapping[str, Any] | None = None
+    scores: ScoresRecord | None = None
+    recipe: bytes | None = None
+    weights_bytes: int | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Has the pruning come to its end?"""
+        return self.summary is not None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was asked to do."""
+        return mapping(self.config.get("settings"))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Options of the command line; none for a run that Python began."""
+        return mapping(at(self.config, "about", "arguments"))
+
+    @property
+    def criterion(self) -> str:
+        """By what units were chosen."""
+        return text(at(self.settings, "criterion", "name")) or "unknown criterion"
+
+    @property
+    def model(self) -> str:
+        """MODEL as it was given, else the class."""
+        told = text(self.arguments.get("model")) or text(at(self.config, "about", "model"))
+        named = text(self.settings.get("model")) or text(mapping(self.summary).get("model")) or "network"
+        return told or named.rpartition(".")[2]
+
+    @property
+    def data(self) -> str | None:
+        """DATA as it was given, else what the fine-tuning says."""
+        told = text(self.arguments.get("data")) or text(at(self.config, "about", "data"))
+        return told or (text(at(self.tuning.config, "settings", "data")) if self.tuning else None)
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """Shares to keep, by the name of a cost."""
+        return numbers(self.settings.get("budget")) or numbers(mapping(self.summary).get("targets"))
+
+    @property
+    def notes(self) -> list[str]:
+        """What the run said of itself."""
+        source = self.summary if self.summary is not None else self.state
+        return [note for note in listing(source.get("notes")) if isinstance(note, str)]
+
+    @property
+    def resumes(self) -> list[str]:
+        """The notes that tell of a resume."""
+        return [note for note in self.notes if note.startswith(RESUMED)]
+
+    @property
+    def stages(self) -> list[Mapping[str, Any]]:
+        """The stages of a staged run so far: what each left, and what the network was worth after it."""
+        return list(objects((self.summary or self.state).get("stages")))
+
+    @property
+    def measures(self) -> list[tuple[str, dict[str, float]]]:
+        """What the network was worth, by stage."""
+        if self.summary is not None:
+            return [(text(one.get("stage")) or "", numbers(one)) for one in objects(self.summary.get("measures"))]
+        return [
+            (text(one.get("stage")) or "", numbers(one.get("values"))) for one in objects(self.state.get("measures"))
+        ]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the pruning took, or has taken so far."""
+        told = number(mapping(self.summary).get("seconds"))
+        return self.removals[-1].seconds if told is None and self.removals else told
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What is left of every cost, at the end or so far."""
+        found = numbers(mapping(self.summary).get("shares"))
+        if found or not self.removals:
+            return found or {
+                name: value / self.cost_before[name]
+                for name, value in self.cost_after.items()
+                if self.cost_before.get(name)
+            }
+        return dict(self.removals[-1].shares)
+
+    @property
+    def cost_after(self) -> dict[str, float]:
+        """Every cost at the end, or so far."""
+        found = numbers(mapping(self.summary).get("after"))
+        if found:
+            return found
+        return dict(self.removals[-1].costs) if self.removals else dict(self.cost_before)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -38,7 +207,10 @@ def read_run(folder: Path) -> RunRecord:
     tuned = None
     config = _config(folder)
     if TRAINING in mapping(config.get("settings")):
-        tuned, folder = folder, _pruning_of(folder, config)
+        name = text(at(config, "about", "run"))
+        if name is None and folder.resolve().name != FINETUNE:
+            raise RunError(f"{folder} holds a training and no pruning; give a folder that ifso prune --out made")
+        tuned, folder = folder, pruning_of(folder, name)
         config = _config(folder)
     return _Reader(folder).read(config, tuned or folder / FINETUNE)
 
@@ -46,7 +218,7 @@ def read_run(folder: Path) -> RunRecord:
 def _config(folder: Path) -> dict[str, Any]:
     """What stands in ``config.json``; nothing where only a network was saved."""
     if (folder / CONFIG).is_file():
-        return _known_config(folder)
+        return read_config(folder / CONFIG)
     if (folder / RECIPE).is_file():
         return {}
     if not folder.is_dir():
@@ -58,36 +230,9 @@ def _config(folder: Path) -> dict[str, Any]:
     raise RunError(f"{folder} holds no run (no {CONFIG}){hint}")
 
 
-def _known_config(folder: Path) -> dict[str, Any]:
-    try:
-        return read_config(folder / CONFIG)
-    except RunError as error:
-        with located(folder / CONFIG):
-            found = mapping(parsed((folder / CONFIG).read_bytes()[: MAX_JSON_BYTES + 1]))
-        if found.get("format") == "ifso-run" and isinstance(found.get("settings"), dict):
-            raise RunError(f"{folder} is a run of another version of ifso; make the report with that one") from error
-        raise
-
-
 def _some(names: list[str], limit: int = 4) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return one_line(", ".join(names[:limit])) + more
-
-
-def _pruning_of(folder: Path, config: Mapping[str, Any]) -> Path:
-    """The pruning that a fine-tuning began with."""
-    name, place = text(at(config, "about", "run")), folder.resolve()
-    if name is None and place.name != FINETUNE:
-        raise RunError(f"{folder} holds a training and no pruning; give a folder that ifso prune --out made")
-    places = [place.parent] if place.name == FINETUNE else []
-    if name is not None:
-        places += [Path(name), *(parent / name for parent in place.parents[:3])]
-    for each in places:
-        with suppress(OSError):
-            if (each / CONFIG).is_file():
-                return each
-    where = one_line(name or "the folder above")
-    raise RunError(f"{folder} is the fine-tuning of the run in {where}, which is not there any more; put it back there")
 
 
 class _Reader:
@@ -111,7 +256,7 @@ class _Reader:
             structure=structure,
             removals=tuple(removals),
             cost_before=_cost_before(summary, document, recipe, removals),
-            summary=summary if summary is not None or config else {"after": _cost_after(recipe)},
+            summary=summary or (summary if config else {"after": recipe.cost_after if recipe else {}}),
             state={} if summary is not None else self._state(),
             tuning=self._tuning(tuned),
             evaluation=self._json(folder / EVALUATION, "networks"),
@@ -125,9 +270,7 @@ class _Reader:
         """The object in a file; one that has none of the keys that matter is as good as damaged."""
         if not path.is_file():
             return None
-        with located(path):
-            data = path.read_bytes()[: MAX_JSON_BYTES + 1]
-        found = parsed(data)
+        found = read_object(path)
         if found is not None and (not keys or found.keys() & set(keys)):
             return found
         self._problems.append(f"{path.name} is damaged and was left out")
@@ -149,7 +292,7 @@ class _Reader:
             f"{place}: {count} {words} no whole JSON of a run and {'was' if count == 1 else 'were'} left out"
         )
 
-    def _removals(self) -> list[Removal]:
+    def _removals(self) -> list[RemovalRecord]:
         found = filter(None, map(_removal, self._lines(self._folder / METRICS, _removal)))
         by_number = {removal.number: removal for removal in found}
         return [by_number[each] for each in sorted(by_number)]
@@ -164,7 +307,7 @@ class _Reader:
             return None
 
     def _structure(
-        self, removals: list[Removal], recipe: Recipe | None, document: Mapping[str, Any] | None
+        self, removals: list[RemovalRecord], recipe: Recipe | None, document: Mapping[str, Any] | None
     ) -> Structure:
         gone: dict[str, dict[int, int | None]] = {}
         for removal in removals:
@@ -193,14 +336,14 @@ class _Reader:
                 return mapping(at(state, "progress"))
         return {}
 
-    def _tuning(self, folder: Path) -> Tuning | None:
+    def _tuning(self, folder: Path) -> TuningRecord | None:
         config = self._json(folder / CONFIG)
         if config is None:
             return None
         epochs = map(numbers, self._lines(folder / METRICS, lambda line: "epoch" in numbers(line)))
-        return Tuning(folder, config, tuple(epochs), self._json(folder / SUMMARY), _size_of(folder / WEIGHTS))
+        return TuningRecord(folder, config, tuple(epochs), self._json(folder / SUMMARY), _size_of(folder / WEIGHTS))
 
-    def _scores(self, structure: Structure) -> Scores | None:
+    def _scores(self, structure: Structure) -> ScoresRecord | None:
         for name in (FIRST_SCORES, SCORES):
             path = self._folder / name
             if not path.is_file():
@@ -213,7 +356,7 @@ class _Reader:
             sizes = {group.name: group.size for group in structure.groups}
             found = {key: tensor.double().flatten().tolist() for key, tensor in tensors.items()}
             fitting = {key: values for key, values in found.items() if sizes.get(key) == len(values)}
-            return Scores(fitting, first=name == FIRST_SCORES)
+            return ScoresRecord(fitting, first=name == FIRST_SCORES)
         return None
 
 
@@ -229,13 +372,13 @@ def _bytes_of(path: Path) -> bytes | None:
     return None
 
 
-def _removal(line: Mapping[str, Any]) -> Removal | None:
+def _removal(line: Mapping[str, Any]) -> RemovalRecord | None:
     count = whole(line.get("removal"))
     if count is None or not isinstance(line.get("units"), dict):
         return None
     units = {name: wholes(places) for name, places in line["units"].items()}
     costs, shares = numbers(line.get("costs")), numbers(line.get("shares"))
-    return Removal(
+    return RemovalRecord(
         count, units, number(line.get("score")), costs, shares, number(line.get("loss")), number(line.get("seconds"))
     )
 
@@ -244,7 +387,7 @@ def _cost_before(
     summary: Mapping[str, Any] | None,
     document: Mapping[str, Any] | None,
     recipe: Recipe | None,
-    removals: list[Removal],
+    removals: list[RemovalRecord],
 ) -> dict[str, float]:
     found = numbers(mapping(summary).get("before")) or numbers(mapping(document).get("cost"))
     if found:
@@ -255,7 +398,3 @@ def _cost_before(
         return {}
     first = removals[0]
     return {name: round(cost / first.shares[name]) for name, cost in first.costs.items() if first.shares.get(name)}
-
-
-def _cost_after(recipe: Recipe | None) -> dict[str, int]:
-    return {} if recipe is None else recipe.cost_after

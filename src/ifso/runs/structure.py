@@ -20,7 +20,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Member:
+class MemberRecord:
     """An axis of a parameter that loses slices; ``positions`` of them belong to the group."""
 
     parameter: str
@@ -35,13 +35,13 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRecord:
     """Units that go together; ``gone`` are the removed ones by their place, with the number of the removal if known."""
 
     name: str
     size: int
     flags: tuple[str, ...]
-    members: tuple[Member, ...]
+    members: tuple[MemberRecord, ...]
     gone: Mapping[int, int | None]
 
     @property
@@ -51,7 +51,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRecord:
     """Output channels of a layer before and after, and the groups (by number) that they belong to.
 
     ``params`` are its parameters before and after, ``macs`` its multiply-adds, if the folder has them.
@@ -66,7 +66,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Axis:
+class AxisRecord:
     """An axis that cannot be pruned, so many slices of it."""
 
     parameter: str
@@ -76,7 +76,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class FrozenReason:
+class ReasonRecord:
     """Why something cannot be pruned: how many channels (slices along axes) of which parameters."""
 
     reason: str
@@ -88,9 +88,9 @@ class FrozenReason:
 class Structure:
     """All that is known of the network."""
 
-    groups: tuple[Group, ...] = ()
-    layers: tuple[Layer, ...] = ()
-    frozen: tuple[FrozenReason, ...] = ()
+    groups: tuple[GroupRecord, ...] = ()
+    layers: tuple[LayerRecord, ...] = ()
+    frozen: tuple[ReasonRecord, ...] = ()
 
     @property
     def coupled(self) -> dict[int, int]:
@@ -119,7 +119,7 @@ def from_document(
     shapes = {name: wholes(shape) for name, shape in mapping(document.get("shapes")).items()}
     groups = [found for each in objects(document.get("groups")) if (found := _group(each, gone)) is not None]
     frozen = [
-        Axis(
+        AxisRecord(
             parameter,
             whole(each.get("dim")) or 0,
             text(each.get("reason")) or "not told",
@@ -138,12 +138,13 @@ def from_recipe(recipe: Recipe, gone: Mapping[str, Mapping[int, int | None]]) ->
     last = recipe.rounds[-1] if recipe.rounds else Round()
     groups = []
     for each in last.groups:
-        members = tuple(Member(name, dim, _role(shapes, name, dim), each.size) for name, dim in each.members)
+        members = tuple(MemberRecord(name, dim, _role(shapes, name, dim), each.size) for name, dim in each.members)
         known, kept = gone.get(each.name, {}), set(each.kept)
         lost = {place: known.get(place) for place in range(each.size) if place not in kept}
-        groups.append(Group(each.name, each.size, each.flags, members, lost))
+        groups.append(GroupRecord(each.name, each.size, each.flags, members, lost))
     frozen = [
-        Axis(each.parameter, each.dim, each.reason, _size(shapes, each.parameter, each.dim)) for each in last.frozen
+        AxisRecord(each.parameter, each.dim, each.reason, _size(shapes, each.parameter, each.dim))
+        for each in last.frozen
     ]
     return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe, {})), tuple(_reasons(frozen)))
 
@@ -165,13 +166,13 @@ def _size(shapes: Shapes, parameter: str, dim: int) -> int:
     return shape[dim] if dim < len(shape) else 0
 
 
-def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | None]]) -> Group | None:
+def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | None]]) -> GroupRecord | None:
     name, size = text(document.get("name")), whole(document.get("size"))
     if name is None or not size or size > MOST_UNITS:
         return None
     flags = tuple(flag for flag in listing(document.get("flags")) if isinstance(flag, str))
     members = tuple(
-        Member(
+        MemberRecord(
             parameter,
             whole(each.get("dim")) or 0,
             text(each.get("role")) or "follows",
@@ -181,18 +182,18 @@ def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | No
         if (parameter := text(each.get("parameter"))) is not None
     )
     lost = {place: when for place, when in gone.get(name, {}).items() if place < size}
-    return Group(name, size, flags, members, lost)
+    return GroupRecord(name, size, flags, members, lost)
 
 
 def _layers(
-    groups: Sequence[Group],
+    groups: Sequence[GroupRecord],
     shapes: Shapes,
-    frozen: Sequence[Axis],
+    frozen: Sequence[AxisRecord],
     recipe: Recipe | None,
     macs: Mapping[str, int],
-) -> Iterator[Layer]:
+) -> Iterator[LayerRecord]:
     """Every weight of two axes or more that writes channels, in the order of the network."""
-    writers: dict[str, dict[int, Member]] = {}
+    writers: dict[str, dict[int, MemberRecord]] = {}
     for number, group in enumerate(groups):
         for member in group.members:
             if len(shapes.get(member.parameter, ())) >= 2 and _writes(member):
@@ -208,10 +209,12 @@ def _layers(
             bias = f"{parameter.removesuffix('weight')}bias"
             params = (before + math.prod(shapes[bias]), left + math.prod(after[bias])) if bias in shapes else None
             work = (macs[parameter], macs[parameter] * left // before) if parameter in macs and before else None
-            yield Layer(layer_of(parameter), size, after[parameter][dim], tuple(parts), params or (before, left), work)
+            yield LayerRecord(
+                layer_of(parameter), size, after[parameter][dim], tuple(parts), params or (before, left), work
+            )
 
 
-def _shapes_after(groups: Sequence[Group], shapes: Shapes, recipe: Recipe | None) -> dict[str, list[int]]:
+def _shapes_after(groups: Sequence[GroupRecord], shapes: Shapes, recipe: Recipe | None) -> dict[str, list[int]]:
     """Shapes of what is left: those of the recipe, else what follows from the units that went."""
     lost: dict[tuple[str, int], float] = {}
     for group in groups:
@@ -228,17 +231,17 @@ def _shapes_after(groups: Sequence[Group], shapes: Shapes, recipe: Recipe | None
     }
 
 
-def _writes(member: Member) -> bool:
+def _writes(member: MemberRecord) -> bool:
     return member.role == "produces" or (member.role == "follows" and member.dim == 0)
 
 
-def _reasons(frozen: Sequence[Axis]) -> list[FrozenReason]:
+def _reasons(frozen: Sequence[AxisRecord]) -> list[ReasonRecord]:
     """By reason, the most channels first."""
-    alike: dict[str, list[Axis]] = {}
+    alike: dict[str, list[AxisRecord]] = {}
     for axis in frozen:
         alike.setdefault(axis.reason, []).append(axis)
     found = [
-        FrozenReason(reason, sum(axis.slices for axis in axes), tuple(dict.fromkeys(axis.parameter for axis in axes)))
+        ReasonRecord(reason, sum(axis.slices for axis in axes), tuple(dict.fromkeys(axis.parameter for axis in axes)))
         for reason, axes in alike.items()
     ]
     return sorted(found, key=lambda each: -each.slices)

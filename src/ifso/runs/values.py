@@ -1,12 +1,21 @@
-"""Values from files that people and older versions may have written: of the type that is wanted, or not there."""
+"""Values from files that people and older versions may have written: of the type that is wanted, or not there.
+
+Where a file must be right, a ``Kind`` says whether a value is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 LARGEST = 1e30
 """Numbers beyond this are no numbers of a run."""
+
+LARGEST_WHOLE = 2**63 - 1
+"""The largest whole number that torch takes, as a seed among other things."""
+
+Kind = Callable[[Any], bool]
 
 
 def number(value: object) -> float | None:
@@ -80,3 +89,51 @@ def at(document: Mapping[str, Any], *path: str) -> Any:
     for name in path:
         found = mapping(found).get(name)
     return found
+
+
+def is_text(value: object) -> bool:
+    """Return whether it is a text without NUL, which no path can hold."""
+    return isinstance(value, str) and "\0" not in value
+
+
+def is_truth(value: object) -> bool:
+    """Return whether it is true or false."""
+    return isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """Return whether it is a whole number that torch takes."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_WHOLE
+
+
+def is_number(value: object) -> bool:
+    """Return whether it is a finite number."""
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def optional(kind: Kind) -> Kind:
+    """None, or a value of a kind."""
+    return lambda value: value is None or kind(value)
+
+
+def list_of(kind: Kind) -> Kind:
+    """A list of values of a kind."""
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+def dict_of(kind: Kind) -> Kind:
+    """An object whose values are of a kind."""
+    return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
+
+
+def with_keys(needed: Mapping[str, Kind], later: Mapping[str, Kind] | None = None) -> Kind:
+    """An object with these keys, each of its kind; those that came ``later`` need not be there.
+
+    >>> with_keys({"a": is_whole}, {"b": is_text})({"a": 1, "c": 2}), with_keys({"a": is_whole})({"a": "1"})
+    (True, False)
+    """
+    return lambda value: (
+        isinstance(value, dict)
+        and all(name in value and kind(value[name]) for name, kind in needed.items())
+        and all(kind(value[name]) for name, kind in (later or {}).items() if name in value)
+    )

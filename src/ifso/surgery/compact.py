@@ -14,10 +14,10 @@ from ifso.costs.cost import check_fits, count
 from ifso.errors import CompactionError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
-from ifso.graph.dry_run import Removal, check_removal
+from ifso.graph.dry_run import check_removal
 from ifso.graph.execution import trainable
 from ifso.graph.layouts import compact, compact_shape
-from ifso.graph.numbers import new_numbers
+from ifso.graph.removal import Removal, new_numbers
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.mask import left_of, refuse_masked
 from ifso.surgery.recipe import (
@@ -45,9 +45,24 @@ def compact_(
     """Remove the units that ``keep`` does not keep, in place, and return the recipe of what was done.
 
     Parameters stay the same objects (so ties and optimizers hold), with their requires_grad, dtype, device and memory
-    format; gradients shrink along, and so does the state of ``optimizer`` if given. The smaller model is first run on
-    fake tensors and must give the same output shapes, and on the example inputs of the trace, where it must give what
-    the masked model gives (not with ``verify=False``, which saves two passes); if it does not, nothing was changed.
+    format; gradients shrink along. The smaller model is first run on fake tensors and must give the same output shapes.
+    If a check fails, nothing was changed.
+
+    Args:
+        model: the one that was traced; changed in place.
+        graph: from :func:`ifso.trace`; trace again afterwards.
+        keep: for each group a bool tensor, True for units that stay; groups that are not named stay whole.
+        optimizer: whose state is to shrink along.
+        verify: run the smaller model on the example inputs of the trace, where it must give what the masked model
+            gives; False saves two passes.
+
+    Returns:
+        What was removed from the model, all compactions together.
+
+    Raises:
+        KeepError: ``keep`` does not fit the graph, or is not balanced.
+        CompactionError: the smaller model does not run, or does not give what the masked one gives.
+        StaleGraphError: the graph is of another model, or from before a compaction.
 
     >>> from ifso.graph.tracing import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))

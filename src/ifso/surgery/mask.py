@@ -31,6 +31,18 @@ def masked(model: nn.Module, graph: ChannelGraph, keep: Keep) -> Iterator[nn.Mod
     removed slices have no gradient and stay zero whatever the optimizer remembers; afterwards the kept slices have
     their trained values and the removed ones, running statistics too, their old.
 
+    Args:
+        model: the one that was traced.
+        graph: from :func:`ifso.trace`.
+        keep: for each group a bool tensor, True for units that stay; groups that are not named stay whole.
+
+    Yields:
+        The model.
+
+    Raises:
+        KeepError: ``keep`` does not fit the graph, or is not balanced.
+        StaleGraphError: the graph is of another model.
+
     >>> from ifso.graph.tracing import trace
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> graph = trace(net, torch.zeros(1, 3, 8, 8))

@@ -27,10 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ifso.common.module_state import named_tensors
+from ifso.common.module_state import named_tensors, unwrapped
 from ifso.common.schema import from_plain, scalar, to_plain
 from ifso.errors import RecipeError
-from ifso.surgery.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -147,8 +146,14 @@ class Round:
 class Recipe:
     """All that a fresh model needs to take in compacted weights, and the story of how it got there.
 
-    ``shapes`` holds every parameter and buffer, persistent or not, also unchanged ones; tied ones under their first
-    name. A model that is compacted again gains a further round (:meth:`then`); one that never was has none.
+    A model that is compacted again gains a further round (:meth:`then`); one that never was has none.
+
+    Attributes:
+        model: the class of the network.
+        shapes: those of every parameter and buffer, before and after, also unchanged ones; tied ones under their first
+            name.
+        attributes: Python numbers of modules, before and after.
+        rounds: what each compaction removed.
     """
 
     model: str
@@ -276,8 +281,14 @@ def recipe_of(model: nn.Module) -> Recipe | None:
 def recipe(model: nn.Module) -> Recipe:
     """What was removed from ``model``, which may be a copy (moving average, unpickled …) or wrapped (DDP, compiled …).
 
-    The recipe of a model from which nothing was removed has no rounds. A RecipeError if something was, as its shapes
-    or its parts say, and the recipe is not known.
+    Args:
+        model: compacted or whole.
+
+    Returns:
+        The recipe; that of a model from which nothing was removed has no rounds.
+
+    Raises:
+        RecipeError: something was removed, as shapes or parts say, and the recipe is not known.
 
     >>> recipe(nn.Linear(2, 2)).rounds
     ()

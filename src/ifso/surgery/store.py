@@ -29,11 +29,11 @@ from ifso.common.files import (
     storable,
     sync_file,
     sync_folder,
-    turn_in,
     write_bytes,
     write_tensors,
 )
-from ifso.common.module_state import named_tensors
+from ifso.common.locks import turn_in
+from ifso.common.module_state import inner_name, named_tensors, unwrapped
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
 from ifso.graph.execution import trainable
@@ -41,7 +41,6 @@ from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.loading import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
 from ifso.surgery.recipe import Recipe, check_format, extend, remember
 from ifso.surgery.recipe import recipe as recipe_to_save
-from ifso.surgery.wrappers import inner_name, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,8 +67,19 @@ def save(
 
     All parameters and buffers are stored, also non-persistent ones; tied ones once. A compacted model and its copies
     (moving averages, ``copy.deepcopy``, unpickled ones) carry their recipe; of a wrapper (DDP, ``torch.compile`` …) the
-    network inside is saved. Where the recipe was lost, ``like`` says where it is: the folder of a run or of an earlier
-    save, or a model that has it. An interrupted save never spoils an earlier one.
+    network inside is saved. An interrupted save never spoils an earlier one.
+
+    Args:
+        model: compacted or whole.
+        folder: for ``recipe.json`` and ``model.safetensors``.
+        recipe: what was removed; by default what the model carries.
+        like: where the recipe is, if the model lost it: the folder of a run or of an earlier save, or a model.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RecipeError: the recipe is not known or does not fit, or the files cannot be written.
     """
     if recipe is not None and like is not None:
         raise RecipeError("both recipe= and like= were given; give one of them")
@@ -96,8 +106,18 @@ def load(folder: str | os.PathLike[str], model: M, *, unverified: bool = False) 
 
     Tensors come to the device of the fresh model (the CPU for the meta device) and keep its memory format; the dtype is
     that of the file. Parameters stay the same objects with their ties and ``requires_grad``; gradients are dropped.
-    Everything is checked before anything is changed, so a RecipeError leaves the model as it was. The network of a run
-    that failed its check is refused by a VerificationError unless ``unverified``.
+
+    Args:
+        folder: of a run or of :func:`save`.
+        model: fresh; changed in place.
+        unverified: take the network of a run even if a check of it failed.
+
+    Returns:
+        The model.
+
+    Raises:
+        RecipeError: files that are missing, damaged or of another model; the model is as it was.
+        VerificationError: the network of a run that failed its check.
     """
     if inner_name(model) is not None:
         kind = type(model).__name__

@@ -17,8 +17,8 @@ from ifso.common.torch_state import preserved
 from ifso.errors import CompactionError, KeepError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.dry_run import Removal
 from ifso.graph.execution import call_model, on_real_tensors
+from ifso.graph.removal import Removal
 from ifso.surgery.mask import left_of, masked
 
 UNSEEN = 1e-5

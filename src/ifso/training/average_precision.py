@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ifso.common.distributed import collective_device, rank, several, sum_over_ranks, together
+from ifso.common.distributed import collective_device, is_distributed, rank, sum_over_ranks, together
 from ifso.common.torch_state import eval_mode
 from ifso.data.coco_batches import Annotations
 from ifso.data.compatibility import is_detections
@@ -52,7 +52,7 @@ def evaluate_detector(
     """
     check_evaluator()
     truth = getattr(batches, "truth", None) if truth is None else truth
-    if over_ranks and several():
+    if over_ranks and is_distributed():
         seen = _joined(together(lambda: _predict(model, batches, truth)))
     else:
         seen = _predict(model, batches, truth)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ifso.common.files import remove_provisional
 from ifso.common.serialization import located, read_tensor_file, write_tensor_file
 from ifso.errors import RunError
-from ifso.runs.folder import differences
+from ifso.runs.files import differences
 from ifso.training.settings import TrainSettings
 
 FILE = "training.safetensors"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.common.distributed import several, sum_over_ranks
+from ifso.common.distributed import is_distributed, sum_over_ranks
 from ifso.common.torch_state import eval_mode
 from ifso.errors import TrainingError
 from ifso.tasks.detection import detection_losses, to_float32, unwrapped
@@ -82,7 +82,7 @@ def distillation_losses(
     }
     if CENTRE in teacher:
         distances["centres"] = _divergence(teacher[CENTRE], student[CENTRE]).sum(-1) * confident
-    count = sum_over_ranks(confident.sum()).clamp(min=1) / (dist.get_world_size() if several() else 1)
+    count = sum_over_ranks(confident.sum()).clamp(min=1) / (dist.get_world_size() if is_distributed() else 1)
     return {name: distance.sum() / count for name, distance in distances.items()}
 
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ifso.common.batch_stream import BatchStream
+from ifso.common.batches import BatchStream
 from ifso.common.cuda_graphs import NotCaptured, capturing, draws
-from ifso.common.distributed import number_of_each, several, together
+from ifso.common.distributed import is_distributed, number_of_each, together
 from ifso.data.batches import Epochs
 from ifso.errors import DataError, TrainingError
 from ifso.training.optimizers import rate, rates
@@ -79,7 +79,7 @@ def _middle_of_epoch(settings: TrainSettings, number: int) -> float:
 
 def same_count_on_all_ranks(batches: Iterator[Any], length: int | None) -> Iterator[Any]:
     """The batches; ranks that do not have equally many are refused, since each step is one of all ranks."""
-    if not several():
+    if not is_distributed():
         yield from batches
         return
     lengths = number_of_each(-1 if length is None else length)

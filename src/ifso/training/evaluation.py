@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ifso.common.batches import size_of
 from ifso.common.cuda_graphs import NotCaptured, captures_go_to, capturing
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import collective_device, several, sum_over_ranks, together
+from ifso.common.distributed import collective_device, is_distributed, sum_over_ranks, together
 from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.module_state import device_of
 from ifso.common.text import describe_error
@@ -63,7 +63,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], *, over_ranks: bool = Fal
 
 def total_over_ranks(sums: Callable[[], Tensor], *, over_ranks: bool) -> Tensor:
     """The result of ``sums``; with ``over_ranks`` its sum over all processes, and if one fails, none goes on."""
-    return sum_over_ranks(together(sums).to(collective_device())) if over_ranks and several() else sums()
+    return sum_over_ranks(together(sums).to(collective_device())) if over_ranks and is_distributed() else sums()
 
 
 def accuracy_of(sums: Tensor, samples: int) -> Accuracy:
@@ -151,7 +151,7 @@ class Evaluator:
 
     def __init__(self, batches: Any, precision: str = "float32") -> None:
         self._batches, self._precision = batches, precision
-        self._capturable = hasattr(batches, "images") and not several()
+        self._capturable = hasattr(batches, "images") and not is_distributed()
         self._model: nn.Module | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._total = torch.zeros(0)

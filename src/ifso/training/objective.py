@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ifso.common.distributed import several
+from ifso.common.distributed import is_distributed
 from ifso.common.loss_fn import LossFn
 from ifso.data.base import Data, detects, has_own_loss
 from ifso.data.batches import ExtendedBatches, TrainBatches, generator
@@ -74,7 +74,7 @@ def _distilled(
     if detects(data):
         return batches, NamedLosses(detector_distillation(teacher, **options))
     options["label_smoothing"] = settings.label_smoothing
-    cached = not several() and cache_pays_off(batches, networks * settings.epochs, data.num_classes or 1000)
+    cached = not is_distributed() and cache_pays_off(batches, networks * settings.epochs, data.num_classes or 1000)
     if not cached or not isinstance(batches, TrainBatches):
         return batches, distillation(teacher, **options, mixed=settings.cutmix > 0)
     if teacher not in caches:

@@ -18,13 +18,14 @@ from torch import nn
 
 from ifso._version import __version__
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import rank, several, together
+from ifso.common.distributed import is_distributed, rank, together
 from ifso.common.loss_fn import LossFn
-from ifso.common.serialization import located, parsed, refuse_special
+from ifso.common.serialization import located
 from ifso.data.base import Data, headline
 from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
-from ifso.runs.folder import CONFIG, DIGESTS, SUMMARY, TRAINING, RunFolder, read_config, refuse_other_files
+from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, read_object, refuse_other_files
+from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import make_evaluator, with_clear_errors
@@ -36,7 +37,7 @@ from ifso.training.settings import TrainSettings
 from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
 
 
-class Listener(Protocol):
+class TrainingListener(Protocol):
     """The interface of those who follow trainings, each by its name."""
 
     def started(self, name: str, epoch: int, epochs: int) -> None:
@@ -52,7 +53,7 @@ class Listener(Protocol):
         """There is a line for a person."""
 
 
-class Silent:
+class SilentTraining:
     """A listener that ignores everything."""
 
     def started(self, *_: Any, **__: Any) -> None:
@@ -93,7 +94,7 @@ class Training:
 
 
 def train_side_by_side(
-    trainings: Sequence[Training], listener: Listener, *, resume: bool = False, ranks: int = 1
+    trainings: Sequence[Training], listener: TrainingListener, *, resume: bool = False, ranks: int = 1
 ) -> list[dict[str, Any] | IfsoError]:
     """Train all networks in turns, none waiting for another; return the summary or the error of each.
 
@@ -139,7 +140,7 @@ def _open_folder(training: Training, resume: bool) -> RunFolder | None:
 
 
 def _batches_and_loss(
-    training: Training, listener: Listener, caches: TeacherCaches, ranks: int, networks: int
+    training: Training, listener: TrainingListener, caches: TeacherCaches, ranks: int, networks: int
 ) -> tuple[Any, LossFn]:
     """Batches, and the loss with clear errors; ``networks`` have the same teacher."""
     data = training.data
@@ -164,7 +165,7 @@ def _on_end(
         return
     if trainer.folder is not None:
         _discard_if_empty(trainer.folder)
-    if several():
+    if is_distributed():
         raise failure
     if turns.size:
         trainer.say(f"failed: {failure}")
@@ -186,9 +187,8 @@ def finished_summary(folder: Path) -> dict[str, Any] | None:
     path = folder / SUMMARY
     if not path.is_file():
         return None
+    summary = read_object(path)
     with located(path):
-        refuse_special(path)
-        summary = parsed(path.read_bytes())
         if summary is not None and "shares" in summary:
             raise RunError(f"of a pruning, not of a training; go on with ifso prune --resume --out {folder}")
         if summary is None or not {"last_top1", "last_map"} & summary.keys():
@@ -201,7 +201,7 @@ class RunningTraining(Trainer):
     """A trainer that writes its folder and informs its listener; ``summary`` is there at its end."""
 
     def __init__(
-        self, training: Training, folder: RunFolder | None, listener: Listener, material: tuple[Any, LossFn]
+        self, training: Training, folder: RunFolder | None, listener: TrainingListener, material: tuple[Any, LossFn]
     ) -> None:
         batches, loss_fn = material
         self._training, self.folder, self._listener = training, folder, listener

@@ -151,10 +151,10 @@ warm-up and the largest gradient, is MMDetection's.
 """
 
 
-def recipe_of(name: str, **changes: Any) -> TrainSettings:
+def training_recipe(name: str, **changes: Any) -> TrainSettings:
     """The recipe of that name with ``changes``.
 
-    >>> recipe_of("paper", epochs=20).milestones
+    >>> training_recipe("paper", epochs=20).milestones
     (0.6, 0.8)
     """
     if name not in RECIPES:

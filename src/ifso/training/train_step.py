@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ifso.common.batches import is_listed, part_of
 from ifso.common.cuda_graphs import captures_go_to
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import among_ranks, number_of_each, several
+from ifso.common.distributed import among_ranks, is_distributed, number_of_each
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
@@ -44,12 +44,12 @@ class TrainStep:
         self.scaler = scaler(settings.precision, self.device)
         self.total = torch.zeros((), device=self.device)
         self.narrow = True
-        self._net = None if several() else _compiled(model, settings)
+        self._net = None if is_distributed() else _compiled(model, settings)
 
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph may hold the step: not if it asks other processes or looks at its own result."""
-        return captures_go_to(self.device) and not several() and not self.scaler.is_enabled()
+        return captures_go_to(self.device) and not is_distributed() and not self.scaler.is_enabled()
 
     def __call__(self, batch: Any) -> None:
         """Take a step on ``batch`` and add its loss to ``total``."""
@@ -72,7 +72,7 @@ class TrainStep:
         net = self.model if self._net is None else self._net
         for number in range(parts):
             part = part_of(batch, number, parts)
-            unsynced = several() and number < parts - 1
+            unsynced = is_distributed() and number < parts - 1
             with (
                 autocast(precision, self.device),
                 narrow_layers(precision, self.device) if self.narrow and not is_listed(part) else nullcontext(),

@@ -32,7 +32,7 @@ from ifso.common.files import append_bytes, explained, replacing, storable, sync
 from ifso.common.plots import PlotUnavailable
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
-from ifso.runs.folder import differences
+from ifso.runs.files import differences
 from ifso_repro.cli import FIGURE1
 from ifso_repro.commands import refuse_below_one
 from ifso_repro.figure1 import masks

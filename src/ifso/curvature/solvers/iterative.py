@@ -15,7 +15,11 @@ from ifso.errors import ScoreError
 
 @dataclass(frozen=True)
 class Identity:
-    """u = scale·v. The paper has scale 1; the authors' program 1/weight_decay, which leaves every ranking as it is."""
+    """u = scale·v. The paper has scale 1; the authors' program 1/weight_decay, which leaves every ranking as it is.
+
+    Args:
+        scale: above 0.
+    """
 
     scale: float = 1.0
 
@@ -32,9 +36,14 @@ class Neumann:
     """u = γ Σ_{k=0..terms} V_k with V_0 = v, V_k = (I − γ(C + λI)) V_{k−1}.
 
     The paper's Neumann-1 and Neumann-2 are ``terms`` 1 and 2 without the factor γ, which changes no ranking; with it
-    u tends to (C + λI)⁻¹v. The series converges for 0 < γ < 2/λ_max and C + λI positive definite. Without ``step``,
-    γ = 1/λ_max, estimated by ``power_iterations`` products. ``measure=True`` spends one more product on the residual,
-    which is V_{terms+1}.
+    u tends to (C + λI)⁻¹v. The series converges for 0 < γ < 2/λ_max and C + λI positive definite.
+
+    Args:
+        terms: of the series, beyond the first.
+        step: γ; by default 1/λ_max.
+        damping: λ.
+        power_iterations: products that estimate λ_max.
+        measure: spend one more product on the residual, which is V_{terms+1}.
     """
 
     terms: int = 2
@@ -98,8 +107,13 @@ class ConjugateGradients:
     """Solve (C + λI) u = v until ‖v − (C + λI)u‖ ≤ tolerance·‖v‖, in at most ``iterations`` products.
 
     A direction d with dᵀ(C + λI)d ≤ 0 (negative curvature: C is indefinite and λ too small) ends it at the last u; both
-    that and running out of iterations is in the note and a :class:`SolverWarning`. ``truncated=True`` asks for
-    the first ``iterations`` steps on purpose (Martens' Hessian-free training): then running out is no news.
+    that and running out of iterations is in the note and a :class:`SolverWarning`.
+
+    Args:
+        damping: λ.
+        tolerance: of the residual.
+        iterations: products, at most.
+        truncated: the first ``iterations`` steps are meant (Martens' Hessian-free training): running out is no news.
     """
 
     damping: float = 1e-3

@@ -35,9 +35,13 @@ _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 class JacobianRows:
     """Solve (RᵀR + diag(D) + λI) u = v with the rows of :func:`sample_rows`.
 
-    ``rank`` rows per sample at ``rank`` backward passes; as many as the model has outputs give the Gauss-Newton matrix
-    itself. All of the spectrum is there, which conjugate gradients need a product each to find. For models with up to
-    256 outputs per sample whose weights are in conv, linear and (in eval mode) batch-norm layers.
+    All of the spectrum is there, which conjugate gradients need a product each to find. For models with up to 256
+    outputs per sample whose weights are in conv, linear and (in eval mode) batch-norm layers.
+
+    Args:
+        damping: λ.
+        rank: rows per sample, at a backward pass each; as many as the model has outputs give the Gauss-Newton matrix
+            itself.
     """
 
     damping: float = 1e-3

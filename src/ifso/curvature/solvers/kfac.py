@@ -32,9 +32,12 @@ class Kfac:
     """Solve with the empirical Fisher as blocks G ⊗ A + λI, one for each conv or linear layer.
 
     A = E[a aᵀ] over the layer's inputs (patches for a convolution), G = E[g gᵀ] over the gradients at its outputs; the
-    damping is exact, in the eigenbasis Q_G ⊗ Q_A. ``corrected=True`` is EK-FAC: the eigenvalues are replaced by the
-    second moments of the samples' gradients in that basis. Weights of other layers (norms, grouped and transposed
-    convolutions) have a diagonal Fisher from the gradients of whole batches.
+    damping is exact, in the eigenbasis Q_G ⊗ Q_A. Weights of other layers (norms, grouped and transposed convolutions)
+    have a diagonal Fisher from the gradients of whole batches.
+
+    Args:
+        damping: λ.
+        corrected: EK-FAC: the eigenvalues are replaced by the second moments of the samples' gradients in that basis.
     """
 
     damping: float = 1e-3

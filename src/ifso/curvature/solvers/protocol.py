@@ -20,8 +20,11 @@ class SolverWarning(UserWarning):
 class Solution:
     """u ≈ (C + λI)⁻¹ v.
 
-    ``residual`` is ‖v − (C + λI)u‖/‖v‖ for the matrix the solver inverts, None where it was not measured.
-    ``note`` says what went wrong, empty if nothing did.
+    Attributes:
+        u: the solution.
+        residual: ‖v − (C + λI)u‖/‖v‖ for the matrix the solver inverts, None where it was not measured.
+        iterations: how many it took.
+        note: what went wrong, empty if nothing did.
     """
 
     u: Tensor

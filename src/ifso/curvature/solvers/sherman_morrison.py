@@ -16,9 +16,12 @@ from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_
 class ShermanMorrison:
     """Solve (λI + 1/N Σ g gᵀ) u = v exactly, by u = (v − Aᵀ (NλI + A Aᵀ)⁻¹ A v) / λ.
 
-    The gradients g of the N samples are the rows of A. Only the N × N Gram matrix is ever inverted. Rows are held if
-    they fit into ``memory`` bytes; otherwise they are computed again, block against block. ``group_size`` samples make
-    one row (batch norm in train mode needs ≥ 2).
+    The gradients g of the N samples are the rows of A. Only the N × N Gram matrix is ever inverted.
+
+    Args:
+        damping: λ.
+        group_size: samples that make one row (batch norm in train mode needs ≥ 2).
+        memory: bytes for rows to be held; those that do not fit are computed again, block against block.
     """
 
     damping: float = 1e-3

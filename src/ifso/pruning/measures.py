@@ -1,0 +1,91 @@
+"""What the network of a run is worth, and the networks that it leaves at the budgets on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ifso.common.distributed import average_over_ranks_, sum_over_ranks
+from ifso.common.torch_state import same_modes
+from ifso.pruning.budget import Budget
+from ifso.pruning.reconstruction import reconstruct_
+from ifso.pruning.recovery import as_numbers, mean_loss, norms_of, recalibrate_
+from ifso.pruning.result import Network
+from ifso.pruning.shrinking_network import ShrinkingNetwork
+from ifso.pruning.verify import compare, outputs, refuse_failed
+
+if TYPE_CHECKING:
+    from ifso.pruning.run import Run
+
+LOSS_BATCHES = 4
+"""Batches whose mean loss is measured where a user gives no ``evaluate``."""
+
+
+def loss_of(run: Run, model: nn.Module) -> dict[str, float]:
+    """The mean loss of a model over the first batches."""
+    return {"loss": mean_loss(model, run.loss_fn, run.examples)}
+
+
+def evaluated(run: Run, model: nn.Module) -> dict[str, float]:
+    """What ``evaluate`` says of a model in eval mode; without it, its loss."""
+    with run.progress.timed("measures"), same_modes(model):
+        model.eval()
+        return as_numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
+
+
+def measure(run: Run, stage: str) -> None:
+    """Put on record what the network is worth now."""
+    record_measure(run, stage, evaluated(run, run.network.model))
+
+
+def record_measure(run: Run, stage: str, values: dict[str, float]) -> None:
+    """Put a measure on record."""
+    run.progress.measures.append({"stage": stage, "values": values})
+    run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+
+def measure_in_place(run: Run) -> dict[str, float]:
+    """What the network of a staged run is worth now, units that are gone still in place as zeros."""
+    recalibrate(run, run.batches_here())
+    with run.network.running():
+        return evaluated(run, run.network.model)
+
+
+def recalibrate(run: Run, batches: Iterable[Any]) -> None:
+    """New statistics for batch norms, the same on all ranks, if there are any and the user wants that."""
+    model = run.network.model
+    if not run.settings.recalibrate or not norms_of(model):
+        return
+    with run.progress.timed("recovery"):
+        recalibrate_(model, run.loss_fn, batches)
+        average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
+
+
+def reconstruct(run: Run, model: nn.Module) -> bool:
+    """Fit the layers of a compacted network to the outputs of the unpruned one; False if that does no good."""
+    if run.teacher is None or not run.settings.update or (norms_of(model) and not run.settings.recalibrate):
+        return False
+    with run.progress.timed("update"):
+        return reconstruct_(
+            model, run.teacher, run.network.original, run.network.kept, run.loss_fn, run.batches_here,
+            reduce=sum_over_ranks,
+        )  # fmt: skip
+
+
+def keep_network(run: Run, budget: Budget, values: Mapping[str, float]) -> dict[str, Any]:
+    """Check and keep the network for a budget of several; return what its stage says of it, nothing for one alone."""
+    if len(run.settings.budget.path) == 1:
+        return {}
+    name = "-".join(f"{kind}-{share:g}" for kind, share in budget.targets.items())
+    if budget != run.settings.budget.path[-1]:
+        before = outputs(run.network, run.loss_fn, run.examples[0])
+        model, recipe = run.network.compacted_copy()
+        smaller = ShrinkingNetwork(model, run.network.original)
+        refuse_failed([compare(before, outputs(smaller, run.loss_fn, run.examples[0]))])
+        if reconstruct(run, model):
+            values = evaluated(run, model)
+        folder = None if run.folder is None else run.folder.write_network(name, model, recipe)
+        run.networks.append(Network(budget.targets, run.ledger.shares(), values, folder, None if folder else model))
+    return {"budget": budget.targets, "network": name, "values": values}
