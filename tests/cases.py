@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ class Case:
     def model(self) -> nn.Module:
         """A new network in eval mode, always with the same parameters."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
+            torch.default_generator.manual_seed(SEED)
             model = self.build().double().eval()
         enliven_(model)
         return model
@@ -39,7 +39,7 @@ class Case:
     def inputs(self) -> Any:
         """New inputs, always the same."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED + 1)
+            torch.default_generator.manual_seed(SEED + 1)
             return self.make_inputs()
 
     def graph(self) -> ifso.ChannelGraph:
@@ -217,15 +217,29 @@ ALL = (
 CASES = {case.name: case for case in ALL}
 
 
-def every_case() -> pytest.MarkDecorator:
-    """Parametrise a test over all cases, named by their names."""
-    return pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
+FEW = frozenset({
+    "residual", "concat", "depthwise", "grouped", "grouped-with-input", "transposed", "unet", "squeeze-excite",
+    "shared-module", "conv1d", "weight-norm", "shuffle-depthwise", "shufflenet-v2", "flatten", "padded", "res2net",
+    "halves", "maxout", "multihead", "grouped-query", "cross-attention", "vit", "convnext", "swiglu", "tied-weights",
+    "dict-inputs", "many-outputs", "real-residual", "in-place", "experts", "unused-parts",
+})  # fmt: skip
+"""A case of every kind, for what hangs on the kind and not on the network; the others are slow there."""
 
 
-def prunable_cases() -> pytest.MarkDecorator:
-    """Parametrise a test over the cases of which something can be removed."""
-    chosen = [case for case in ALL if case.prunable]
-    return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
+def every_case(few: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrise a test over all cases, named by their names; those that are not among ``few``, if given, are slow."""
+    return _parametrised(ALL, few)
+
+
+def prunable_cases(few: Collection[str] = ()) -> pytest.MarkDecorator:
+    """The same over the cases of which something can be removed."""
+    return _parametrised([case for case in ALL if case.prunable], few)
+
+
+def _parametrised(cases: Iterable[Case], few: Collection[str]) -> pytest.MarkDecorator:
+    assert CASES.keys() >= set(few)
+    slow = {case.name: [pytest.mark.slow] if few and case.name not in few else [] for case in cases}
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=slow[case.name]) for case in cases])
 
 
 def run(model: nn.Module, inputs: Any) -> Any:

@@ -1,11 +1,29 @@
-"""Shared by all tests: two threads, a fixed seed."""
+"""Shared by all tests: one thread, a fixed seed, files in memory."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: each core has a worker already
+
 import torch
 
 torch.set_num_threads(1)
 
+MEMORY, ROOM = Path("/dev/shm"), 4 << 30
+
+
+def pytest_configure() -> None:
+    """Put the folders of tests into memory, if there is room: most of a small run is waiting for a disk to be sure."""
+    if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also looks for every kind of device, 10,000 times
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)

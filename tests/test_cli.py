@@ -310,7 +310,7 @@ class TestInspect:
 
 
 class TestDemo:
-    QUICK = Effort(train_epochs=6, finetune_epochs=3, calibration=256)
+    QUICK = Effort(train_epochs=2, finetune_epochs=1, calibration=64)
 
     @pytest.fixture
     def quick(self, monkeypatch):
@@ -328,7 +328,7 @@ class TestDemo:
         budget, accuracy, same_bits = (check["passed"] for check in document["checks"])
         assert (budget, same_bits, status) == (True, True, 0 if accuracy else 4)
         assert document == json.loads((tmp_path / "run" / "demo.json").read_text())
-        assert "demo: training ifso:resnet8-digits on digits, 6 epochs" in captured.err
+        assert "demo: training ifso:resnet8-digits on digits, 2 epochs" in captured.err
         assert "demo: removing half of the MACs with magnitude" in captured.err
         for run in ("true-loss", "magnitude", "random-3"):
             settings = json.loads((tmp_path / "run" / run / "config.json").read_text())["settings"]

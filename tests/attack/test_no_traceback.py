@@ -195,7 +195,15 @@ class TestStreams:
         found = self.shell(f"repro --list {where}")
         assert (found.returncode, "Traceback" in found.stderr) == (0, False)
 
-    @pytest.mark.parametrize(("where", "status"), [(">&-", 0), ("> /dev/full", 2), ("2>&-", 0), ("2> /dev/full", 0)])
+    @pytest.mark.parametrize(
+        ("where", "status"),
+        [
+            ("> /dev/full", 2),
+            ("2>&-", 0),
+            pytest.param(">&-", 0, marks=pytest.mark.slow),
+            pytest.param("2> /dev/full", 0, marks=pytest.mark.slow),
+        ],
+    )
     def test_nobody_listens_to_a_pruning(self, project: Path, where: str, status: int) -> None:
         """The work is done all the same."""
         found = self.shell(f"{' '.join(TASK)} --criterion magnitude {where}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL, CASES, Case, enliven_, prunable_cases, random_keep, removed, run
+from cases import ALL, CASES, FEW, Case, enliven_, prunable_cases, random_keep, removed, run
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,7 +43,7 @@ def check_against_the_counter(model: nn.Module, graph: ifso.ChannelGraph, keep: 
     assert not removed(keep) or left.params < whole.params
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @prunable_cases()
 def test_macs_and_params(case, seed):
     check_against_the_counter(case.model(), case.graph(), random_keep(case.graph(), seed), case.inputs())
@@ -89,9 +89,12 @@ LARGER = {
     "convnext_tiny": (torchvision("convnext_tiny"), 32),
     "vit_tiny": (vit, 64),
 }
+LARGEST = ("resnet18", "mobilenet_v3_small", "convnext_tiny")
 
 
-@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.parametrize(
+    "name", ["shufflenet_v2_x0_5", "vit_tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in LARGEST)]
+)
 def test_macs_and_params_of_known_networks(name):
     build, size = LARGER[name]
     model, inputs = build().eval(), torch.randn(1, 3, size, size)
@@ -207,7 +210,7 @@ def unbalanced(case: Case) -> tuple[ifso.Group, ...]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4], ids=["whole", "pruned"])
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_unit_costs_are_what_removing_one_unit_saves(case, share):
     model, graph = case.model(), case.graph()
     keep = random_keep(graph, seed=1, share=share)

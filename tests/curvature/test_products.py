@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL, CASES, enliven_, random_keep, run, tensors
+from cases import CASES, FEW, enliven_, every_case, random_keep, run, tensors
 from reference.second_order import Reference, layer_weights
 from torch import Tensor, nn
 
@@ -199,14 +199,18 @@ def test_the_truth_agrees_with_finite_differences():
 # --- every network of the other tests ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
-def test_cases(case, training, fused):
+@every_case()
+def test_cases(case):
+    compare(case.model().train(), case.inputs(), graph=case.graph())
+
+
+@pytest.mark.parametrize(("training", "fused"), [(True, False), (False, True), (False, False)])
+@every_case(few=FEW)
+def test_cases_in_other_ways(case, training, fused):
     compare(case.model().train(training), case.inputs(), graph=case.graph(), fused=fused)
 
 
-@pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
+@every_case()
 def test_cases_over_all_parameters(case):
     compare(case.model(), case.inputs(), graph=case.graph(), weights="all")
 

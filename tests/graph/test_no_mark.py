@@ -7,6 +7,7 @@ import functools
 import gc
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -35,15 +36,34 @@ def assert_same(before: dict[str, Tensor], model: nn.Module) -> None:
         assert torch.equal(tensor, now[name]), name
 
 
+MADE: list[weakref.ref[FakeTensor]] = []
+"""The fake tensors of a test: to look for them among all objects of the process takes longer than to trace."""
+
+
+@pytest.fixture(autouse=True)
+def _noted(monkeypatch):
+    make = FakeTensor.__new__
+
+    def noting(*args: Any, **options: Any) -> FakeTensor:
+        made = make(*args, **options)
+        MADE.append(weakref.ref(made))
+        return made
+
+    MADE.clear()
+    monkeypatch.setattr(FakeTensor, "__new__", staticmethod(noting))
+
+
 def fakes() -> list[Any]:
     """Fake tensors of our trial runs that somebody holds."""
+    assert MADE
     if _held():
         gc.collect()
     return _held()
 
 
 def _held() -> list[Any]:
-    return [item for item in gc.get_objects() if type(item) is FakeTensor and isinstance(item.fake_mode, FakeStage)]
+    alive = (made() for made in MADE)
+    return [item for item in alive if item is not None and isinstance(item.fake_mode, FakeStage)]
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -67,6 +87,11 @@ def assert_same_world(before: list[Any]) -> None:
             assert all(other[key] is value for key, value in one.items())
         else:
             assert one == other or list(map(id, one)) == list(map(id, other))
+
+
+KEPT = ("lru-cache", "global-dict", "class-dict", "attribute", "weight-halved", "buffer-counted", "hook-that-collects")
+FEW = [pytest.param(name, marks=[] if name in KEPT else pytest.mark.slow) for name in keeping.NETWORKS]
+"""Every way to keep something, most of them slow; for what a trace alone does not show."""
 
 
 @pytest.mark.parametrize("ran_before", [False, True], ids=["fresh", "used"])
@@ -132,9 +157,6 @@ def outputs_with_grad(model: nn.Module, inputs: Any) -> list[Tensor]:
     return [item for item in flat if isinstance(item, Tensor) and item.is_floating_point()]
 
 
-KEPT = ("lru-cache", "global-dict", "class-dict", "attribute", "weight-halved", "buffer-counted", "hook-that-collects")
-
-
 @pytest.mark.parametrize("criterion", ["ifso", "taylor"])
 @pytest.mark.parametrize("name", KEPT)
 def test_score_leaves_weights_alone(name, criterion):
@@ -154,7 +176,7 @@ def refusals() -> list[tuple[dict[str, Any], type[IfsoError]]]:
     return [({"loss_fn": loss, "budget": ifso.Budget(macs=1e-9)}, BudgetError), (spoilt, ScoreError)]
 
 
-@pytest.mark.parametrize("name", keeping.NETWORKS)
+@pytest.mark.parametrize("name", FEW)
 def test_score_masked_and_a_refused_prune_leave_no_mark(name):
     torch.manual_seed(0)
     model = keeping.NETWORKS[name]()

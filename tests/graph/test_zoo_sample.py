@@ -41,33 +41,36 @@ class Known:
 
 
 NETWORKS = (
+    Known("torchvision:mobilenet_v3_small", 32),
+    Known("torchvision:googlenet", 32, {"init_weights": False}),
+    Known("timm:convnextv2_atto", 32),
+    Known("timm:vit_tiny_patch16_224", 64, {"img_size": 64, "depth": 2}),
+    Known("timm:swin_tiny_patch4_window7_224", 56, {"img_size": 56, "depths": (2, 2), "num_heads": (3, 6)}),
+    Known("timm:ghostnet_050", 32),
+    Known("timm:skresnet18", 32, {"layers": (1, 1, 1, 1)}),
+)
+OTHERS = (
+    Known("torchvision:shufflenet_v2_x0_5", 32),
+    Known("timm:res2net50_14w_8s", 32, {"layers": (1, 1, 1, 1)}),
+    Known("timm:levit_128s", 64, {"img_size": 64, "depth": (1, 1, 1)}),
     Known("torchvision:resnet18", 32),
     Known("timm:densenet121", 32, {"block_config": (2, 3, 2, 2)}),
     Known("torchvision:mobilenet_v2", 32),
-    Known("torchvision:mobilenet_v3_small", 32),
-    Known("torchvision:shufflenet_v2_x0_5", 32),
     Known("torchvision:squeezenet1_1", 64),
-    Known("torchvision:googlenet", 32, {"init_weights": False}),
     Known("torchvision:efficientnet_b0", 32),
     Known("torchvision:regnet_y_400mf", 32),
     Known("torchvision:mnasnet0_5", 32),
     Known("torchvision:lraspp_mobilenet_v3_large", 64, {"weights_backbone": None}),
     Known("timm:convnext_atto", 32),
-    Known("timm:convnextv2_atto", 32),
-    Known("timm:vit_tiny_patch16_224", 64, {"img_size": 64, "depth": 3}),
     Known("timm:deit_tiny_distilled_patch16_224", 64, {"img_size": 64, "depth": 2}),
-    Known("timm:swin_tiny_patch4_window7_224", 56, {"img_size": 56, "depths": (2, 2), "num_heads": (3, 6)}),
-    Known("timm:res2net50_14w_8s", 32, {"layers": (1, 1, 1, 1)}),
     Known("timm:resnext50_32x4d", 32, {"layers": (1, 1, 1, 1)}),
     Known("timm:dpn48b", 32),
-    Known("timm:ghostnet_050", 32),
     Known("timm:ecaresnet50t", 32, {"layers": (1, 1, 1, 1)}),
-    Known("timm:skresnet18", 32),
     Known("timm:repvgg_a0", 32),
     Known("timm:mixer_s32_224", 64, {"img_size": 64}),
-    Known("timm:levit_128s", 64, {"img_size": 64, "depth": (1, 1, 1)}),
     Known("timm:poolformer_s12", 32),
 )
+"""Of which tests/cases.py holds small relatives."""
 
 
 def prepared(known: Known) -> tuple[nn.Module, Tensor]:
@@ -78,7 +81,11 @@ def prepared(known: Known) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 3, known.size, known.size, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("known", NETWORKS, ids=lambda known: known.name)
+@pytest.mark.parametrize(
+    "known",
+    [*NETWORKS, *(pytest.param(known, marks=pytest.mark.slow) for known in OTHERS)],
+    ids=lambda known: known.name,
+)
 def test_masked_equals_compacted(known):
     model, images = prepared(known)
     graph = ifso.trace(model, images)
@@ -136,7 +143,10 @@ def coupling(graph: ifso.ChannelGraph) -> set[frozenset]:
     }
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+QUICK, *LARGE = DETECTORS
+
+
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 def test_detectors_couple_alike_in_eval_and_train_mode(name):
     torch.manual_seed(0)
     model = enliven_(DETECTORS[name]().eval())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, difference, image, outputs, prunable_cases, random_keep, run
+from cases import CASES, FEW, Case, difference, image, outputs, prunable_cases, random_keep, run
 from reference.least_squares import ridge, truth
 from torch import Tensor, nn
 
@@ -62,7 +62,7 @@ def assert_same(found: Update, wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-7, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@prunable_cases()
+@prunable_cases(few={*FEW, *LEFT_ALONE})
 def test_every_layer_of_every_case_gets_the_weights_of_plain_least_squares(case):
     model, graph, batches = case.model(), case.graph(), batches_of(case)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Case, difference, prunable_cases
+from cases import CASES, FEW, Case, difference, prunable_cases
 from cases import outputs as outputs_of
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ def check_mapping(network: ShrinkingNetwork, moves: Moves, scores: Tensor) -> No
     assert torch.allclose(magnitudes(network)[present], scores[present], rtol=1e-12, atol=0)
 
 
-@prunable_cases()
+@prunable_cases(few={*FEW, *NOT_TOLD_APART, *WIDE})
 def test_the_whole_way(case, tmp_path):
     """Soft as masked; compacted as soft, unit by unit; again; all of it as one compaction of the original."""
     network, moves = start(case)

@@ -15,7 +15,12 @@ import ifso
 
 SIZE = 32
 TOLERANCE = 0.005
-TIMM = {"vit": ("vit_tiny_patch16_224", {"img_size": SIZE, "patch_size": 8})}
+TIMM = {
+    "vit": ("vit_tiny_patch16_224", {"img_size": SIZE, "patch_size": 8}),
+    "shallow vit": ("vit_tiny_patch16_224", {"img_size": SIZE, "patch_size": 8, "depth": 2}),
+    "shallow resnet50": ("resnet50", {"layers": [1, 1, 1, 1]}),
+    "small densenet": ("densenet121", {"growth_rate": 12, "block_config": (3, 4, 4, 3)}),
+}
 NETWORKS = ("resnet50", "mobilenet_v2", "densenet121", "vit")
 BUDGETS: dict[str, dict[str, float]] = {
     "macs": {"macs": 0.5},
@@ -71,10 +76,10 @@ def check(result: ifso.PruneResult) -> None:
 
 
 QUICK = [
-    ("resnet50", "macs", "ifso"),
+    ("shallow resnet50", "macs", "ifso"),
     ("mobilenet_v2", "macs and params", "taylor"),
-    ("densenet121", "activations", "magnitude"),
-    ("vit", "macs", "ifso"),
+    ("small densenet", "activations", "magnitude"),
+    ("shallow vit", "macs", "ifso"),
 ]
 
 

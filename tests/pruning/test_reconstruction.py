@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, image, outputs, prunable_cases, random_keep
+from cases import CASES, FEW, Case, image, outputs, prunable_cases, random_keep
 from reference.least_squares import watched
 from small_runs import SmallResNet, listed
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ def test_a_chain_is_fitted_as_by_hand(monkeypatch):
     assert apart(found, whole, batches[1::2]) < before
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_no_network_gets_further_from_the_unpruned_one_on_samples_that_are_held_out(case):
     whole, graph, keep = case.model(), case.graph(), random_keep(case.graph(), seed=2, share=0.3)
     small, batches = pruned(whole, graph, keep), batches_of(case, 4)
@@ -154,7 +154,7 @@ def test_no_network_gets_further_from_the_unpruned_one_on_samples_that_are_held_
     assert len(modes) == len([module.training for module in small.modules()])
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_outputs_are_those_that_are_left(case):
     whole, graph, keep = case.model(), case.graph(), random_keep(case.graph(), seed=2, share=0.3)
     small, batch, seen = pruned(whole, graph, keep), batches_of(case, 1)[0], 0

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from cases import CASES, Case, prunable_cases
+from cases import CASES, FEW, Case, prunable_cases
 from torch import Tensor, nn
 
 import ifso
@@ -239,7 +239,7 @@ def test_round_to_is_respected_and_the_target_met(share):
     assert ifso.cost(model, graph, keep).macs == ledger.costs()["macs"]
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_what_can_be_reached_is_reached(case: Case):
     graph = case.graph()
     moves = Moves(graph)
@@ -255,7 +255,7 @@ def test_what_can_be_reached_is_reached(case: Case):
             check_keep(graph, ledger.kept)
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_what_cannot_be_reached_is_refused(case: Case):
     graph = case.graph()
     moves, ledger = Moves(graph), Ledger(graph)

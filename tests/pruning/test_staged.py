@@ -250,8 +250,14 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_interrupted_after_any_stage_it_ends_with_the_same_bits(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        *((name, (1, 2, 3) if name == "path" else (2,)) for name in RUNS),
+        *(pytest.param(name, (1, 3), marks=pytest.mark.slow) for name in ("plain", "shrunk")),
+    ],
+)
+def test_interrupted_after_any_stage_it_ends_with_the_same_bits(name, after, tmp_path, monkeypatch):
     if name == "shrunk":
         monkeypatch.setitem(running.SHRINK_AT, "cpu", 0.01)
         monkeypatch.setitem(running.WORTH_IT, "cpu", 0.0)
@@ -260,7 +266,7 @@ def test_interrupted_after_any_stage_it_ends_with_the_same_bits(name, tmp_path, 
         return prune(**{"budget": ifso.Budget(macs=0.85), "checkpoint_every": 0.0, **RUNS[name](), **options})
 
     whole = again(out=tmp_path / "whole")
-    for stage in (1, 2, 3) if name in ("plain", "path", "shrunk") else (2,):
+    for stage in after:
         folder = tmp_path / f"stopped after {stage}"
         with pytest.raises(KeyboardInterrupt):
             again(out=folder, listener=StopAfter(stage))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -109,11 +110,17 @@ def test_few_floors_are_all_named():
 
 
 class TestRunFolder:
+    @pytest.fixture(scope="class")
+    def finished(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("finished") / "run"
+        prune("one-shot", folder)
+        return folder
+
     @pytest.fixture
-    def run(self, tmp_path):
+    def run(self, finished, tmp_path):
         """The folder of a finished run, and what its summary says."""
-        prune("one-shot", tmp_path / "run")
-        return tmp_path / "run", json.loads((tmp_path / "run" / "summary.json").read_text())
+        folder = shutil.copytree(finished, tmp_path / "run")
+        return folder, json.loads((folder / "summary.json").read_text())
 
     @staticmethod
     def again(folder, summary):

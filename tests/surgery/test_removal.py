@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Case, difference, every_case, outputs, prunable_cases, random_keep, removed, run, tensors
+from cases import CASES, FEW, Case, difference, every_case, outputs, prunable_cases, random_keep, removed, run, tensors
 from nets import attention, calling, convolution
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ def test_there_is_something_to_prune(case):
     assert removed(random_keep(case.graph(), seed=0)) > 0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @prunable_cases()
 def test_compacted_equals_masked(case, seed):
     model, graph = case.model(), case.graph()
@@ -56,7 +56,7 @@ def test_compacted_equals_masked(case, seed):
     assert difference(soft, outputs(model, case.inputs())) <= EXACT
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_every_group_alone(case):
     """Half of one group goes and everything else stays."""
     graph = case.graph()
@@ -200,7 +200,7 @@ def _shape(weight: Tensor | None, otherwise: tuple[int, ...]) -> tuple[int, ...]
     return otherwise if weight is None else tuple(weight.shape)
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_modules_describe_themselves_rightly(case):
     model, graph = case.model(), case.graph()
     ifso.compact_(model, graph, random_keep(graph, seed=0))
@@ -241,7 +241,7 @@ def test_norms_without_gains_follow(norm):
     assert (module.num_channels if norm == "group" else module.num_features) == 4
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_parameters_stay_the_same_objects_with_the_shapes_of_the_recipe(case):
     model, graph = case.model(), case.graph()
     for number, parameter in enumerate(model.parameters()):
@@ -311,7 +311,7 @@ def test_keeping_everything_changes_nothing():
 # ---- tracing and masking leave no trace -----------------------------------------------------------------------------
 
 
-@every_case()
+@every_case(few=FEW)
 def test_tracing_leaves_no_trace(case):
     """In train mode, where running statistics, counters and dropout would move if they could."""
     model, inputs = case.model().train(), case.inputs()
@@ -527,7 +527,7 @@ def test_a_shuffle_whose_blocks_have_shrunk_to_one_channel_can_be_traced_again(s
 # ---- twice, saved and loaded ----------------------------------------------------------------------------------------
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_pruning_twice_and_loading(case, tmp_path):
     """Trace again, compact again; the saved network loads into a fresh one and computes the same, bit for bit."""
     model, inputs = case.model(), case.inputs()

@@ -95,7 +95,8 @@ def _is_stream(path: Path) -> bool:
         mode = path.stat().st_mode
     except OSError:
         return False
-    of_the_system = path.is_symlink() and path.absolute().parts[1:2] in (("dev",), ("proc",))
+    place = path.absolute().parent
+    of_the_system = path.is_symlink() and (place.parts[1:2] == ("proc",) or place in (Path("/dev"), Path("/dev/fd")))
     return of_the_system or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
