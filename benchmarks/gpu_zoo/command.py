@@ -24,14 +24,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--set", default="all", choices=SETS, help="which networks (%(default)s)")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="these networks instead")
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="names or kinds such as 'resnet*'")
-    parser.add_argument("--shard", metavar="I/N", help="the I-th of N parts, for processes that share the work")
     parser.add_argument("--retry", action="store_true", help="also networks in --out of which something failed")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="images in a batch (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds of the timings (%(default)s)")
-    parser.add_argument("--replayed", action="store_true", help="time CUDA graphs, too")
+    parser.add_argument("--batch", type=int, default=2, metavar="N", help="images in a batch (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="rounds of the timings (%(default)s)")
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="for one network (%(default)s)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no further network after so many")
-    parser.add_argument("--float64", metavar="FOLDER", help="where scores in float64 are kept and looked for")
+    parser.add_argument("--minutes", type=float, metavar="M", help="leave what is not done by then for the next run")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes on the device (%(default)s)")
+    parser.add_argument("--float64", metavar="FOLDER", help="where scores in float64 of a CPU are kept and looked for")
     parser.add_argument("--float64-only", action="store_true", help="only compute those, on the CPU")
     parser.add_argument("--no-float64", action="store_true", help="no ranks against float64")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
@@ -51,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     chosen = _entries(args)
     setup = Setup(
         args.batch, "cpu" if args.float64_only else args.device, args.repeats, args.threads, not args.no_float64,
-        args.float64, args.float64_only, args.replayed, 1 if args.shard is None else int(args.shard.partition("/")[2]),
+        args.float64, args.float64_only, args.jobs,
     )  # fmt: skip
     out = None if args.float64_only else args.out
     todo = left(chosen, setup, out, args.retry)
     say(f"{len(todo)} of {len(chosen)} networks are left")
-    done, rest = go(todo, setup, out, Limits(args.limit, args.minutes), say)
+    done, rest = go(todo, setup, out, Limits(args.limit, args.minutes, args.jobs), say)
     say(f"{done} networks done, {rest} left" + (": the same command goes on with them" if rest else ""))
     return 0
 
@@ -70,14 +69,14 @@ def _check(args: argparse.Namespace) -> None:
         raise IfsoError("--float64-only must have --float64 FOLDER, where scores are kept")
     if not args.float64_only and args.out is None:
         raise IfsoError("give --out FILE.jsonl for the rows, or JSON lines of earlier runs to show")
-    for name in ("threads", "limit", "minutes"):
+    for name in ("threads", "limit", "minutes", "jobs"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise IfsoError(f"--{name} must be above 0, got {value:g}")
 
 
 def _entries(args: argparse.Namespace) -> list[Entry]:
-    from benchmarks.gpu_zoo.networks import installed, matching, named, shard_of, timm_entries, torchvision_entries
+    from benchmarks.gpu_zoo.networks import installed, matching, named, timm_entries, torchvision_entries
 
     if args.models:
         found = named(args.models)
@@ -87,8 +86,7 @@ def _entries(args: argparse.Namespace) -> list[Entry]:
         found, lacking = installed(found)
         if lacking:
             say(f"not in the installed timm: {', '.join(entry.name for entry in lacking)}")
-    found = matching(found, args.only)
-    return found if args.shard is None else shard_of(found, args.shard)
+    return matching(found, args.only)
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ Networks have random weights. What is found out about one comes in stages, and a
 
 from __future__ import annotations
 
-import copy
 import gc
 import platform
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ifso
 from benchmarks.gpu_zoo import float64 as zoo_float64
@@ -27,12 +26,11 @@ from benchmarks.gpu_zoo.float64 import CRITERIA, Sample
 from benchmarks.gpu_zoo.networks import Entry
 from ifso.common.devices import let_go_of, out_of_memory, usable_device
 from ifso.common.text import one_line
-from ifso.common.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.common.timing import Ready, in_turns, middle, peak_bytes
 from ifso.criteria.base import Task
 from ifso.criteria.registry import create
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.models.detectors import is_detector
 from ifso.training.precision import tensor_cores
 
 KEPT = 0.95
@@ -41,6 +39,7 @@ KEPT = 0.95
 CALIBRATION_BATCHES = 2
 LEARNING_RATE = 1e-4
 PACKAGES = ("torch", "torchvision", "timm")
+NO_ROOM = "out of memory"
 POISONED = ("CUDA error", "device-side assert", "CUBLAS_STATUS", "CUDNN_STATUS")
 """Words of errors after which a process can do nothing more on its GPU."""
 
@@ -51,19 +50,18 @@ Found = dict[str, Any]
 class Setup:
     """How networks are examined.
 
-    ``float64`` compares ranks with scores in float64 on the CPU, those in the folder ``kept`` where they fit;
-    ``only_float64`` does nothing but fill that folder. ``replayed`` also times CUDA graphs. ``processes`` share the
+    ``float64`` compares ranks with scores in float64: those of a CPU in the folder ``kept``, if they are of these
+    weights, else computed on the device. ``only_float64`` does nothing but fill that folder. ``processes`` share the
     device; that is only told.
     """
 
-    batch: int = 8
+    batch: int = 2
     device: str = "cpu"
-    repeats: int = 5
+    repeats: int = 2
     threads: int | None = None
     float64: bool = True
     kept: str | None = None
     only_float64: bool = False
-    replayed: bool = False
     processes: int = 1
 
     def __post_init__(self) -> None:
@@ -119,7 +117,7 @@ def reason_of(error: BaseException) -> str:
     """Why a stage failed, in one line."""
     words = one_line(error) or type(error).__name__
     if out_of_memory(error):
-        return f"out of memory: {words}"
+        return f"{NO_ROOM}: {words}"
     return words if isinstance(error, IfsoError) else f"{type(error).__name__}: {words}"
 
 
@@ -129,7 +127,7 @@ def poisoned(reason: str) -> bool:
     >>> poisoned("AcceleratorError: CUDA error: an illegal memory access was encountered")
     True
     """
-    return any(words in reason for words in POISONED) and not reason.startswith("out of memory")
+    return any(words in reason for words in POISONED) and not reason.startswith(NO_ROOM)
 
 
 T = TypeVar("T")
@@ -150,11 +148,10 @@ class _Exam:
         self.graph: ChannelGraph | None = None
         self.sample: Sample | None = None
         self.found: dict[str, Tensor] | None = None
-        self.exact: dict[str, Tensor] | None = None
         self._small_graph: ChannelGraph | None = None
-        self._copy: nn.Module | None = None
         self._sums = torch.empty(0)
         self._refused: dict[str, str] = {}
+        self._peaks: dict[str, int] = {}
 
     def _each(self, work: Callable[[str], T]) -> dict[str, T]:
         """What ``work`` gives for each criterion; one that refuses the network is left out from then on."""
@@ -172,24 +169,21 @@ class _Exam:
         return found
 
     def stages(self) -> list[Stage]:
-        """All, in order."""
+        """All, in order: a step warms the device up for the scores, which are measured after it."""
         compared: list[Stage] = [
             ("small", (), self._build_small),
             ("small_scores", ("small",), self._score_small),
+            ("rank", ("sample", "found"), self._rank),
         ]
         own: list[Stage] = [
             ("build", (), self._build),
             ("trace", ("native",), self._trace),
+            ("step", ("graph",), self._first_step),
             ("score", ("graph",), self._score),
             ("times", ("graph",), self._times),
-            ("memory", ("graph",), self._memory),
-            ("step", ("graph",), lambda: {"step": self._step()}),
             ("prune", ("graph",), self._prune),
         ]
-        if self.setup.replayed and self.device.type == "cuda":
-            own.insert(4, ("replayed", ("graph",), self._replayed))
-        last: list[Stage] = [("rank", ("sample", "found"), self._rank)]
-        return [*compared, *own, *last] if self.setup.float64 else own
+        return [*compared, *own] if self.setup.float64 else own
 
     def float64_stages(self) -> list[Stage]:
         """Those that fill the folder with scores in float64."""
@@ -212,57 +206,55 @@ class _Exam:
         return {"small_input": self.small.words}
 
     def _score_small(self) -> Found:
-        """Scores of the small batch in float32 on the device, and a copy for float64 if none are kept."""
+        """Scores of the small batch in float32 on the device."""
         assert self.small is not None
-        batch, copied = on(self.device, self.small.feed(SEED)), copy.deepcopy(self.small.model)
-        model = moved_(self.small.model, self.device)
+        batch = on(self.device, self.small.feed(SEED))
+        model, loss_fn = moved_(self.small.model, self.device), self.small.loss_fn
         graph = self._trace_small(batch)
-        sample = Sample.of(graph)
-        if self.setup.kept is not None:
-            path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
-            self.exact = zoo_float64.read(path, self._sums, len(sample.units))
-        self._copy = copied if self.exact is None else None
-        self.sample = sample
+        sample = self.sample = Sample.of(graph)
         still_(model)
-        loss_fn = self.small.loss_fn
         self.found = self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
-        return {"kept_float64": self.exact is not None}
+        return {}
 
     def _trace_small(self, batch: Any) -> ChannelGraph:
         assert self.small is not None
         self._small_graph = ifso.trace(self.small.model.eval(), self.small.example(batch))
         return self._small_graph
 
-    def _in_float64(self, model: nn.Module) -> dict[str, Tensor]:
-        """The same scores on the CPU, kept if there is a folder."""
+    def _in_float64(self, device: torch.device) -> dict[str, Tensor]:
+        """The same scores in float64."""
         assert self.small is not None
         assert self._small_graph is not None
-        graph, sample = self._small_graph, Sample.of(self._small_graph)
-        exact, batch = still_(moved_(model, "cpu", torch.float64)), on("cpu", self.small.feed(SEED), torch.float64)
-        loss_fn = self.small.loss_fn
-        with _float64_by_default():
-            scores = self._each(lambda name: sample.taken(graph, ifso.score(exact, graph, loss_fn, [batch], name)))
-        if self.setup.kept is not None:
-            path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
-            zoo_float64.write(path, scores, self._sums, {**about("cpu"), "network": self.entry.key})
-        return scores
+        graph, sample, loss_fn = self._small_graph, Sample.of(self._small_graph), self.small.loss_fn
+        model = still_(moved_(self.small.model, device, torch.float64))
+        batch = on(device, self.small.feed(SEED), torch.float64)
+        try:
+            with _float64_by_default():
+                return self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
+        finally:
+            moved_(model, device, torch.float32)
 
     def _only_float64(self) -> Found:
         assert self.small is not None
+        assert self.setup.kept is not None
         self._trace_small(self.small.feed(SEED))
-        self._in_float64(self.small.model)
+        scores = self._in_float64(torch.device("cpu"))
+        path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
+        zoo_float64.write(path, scores, self._sums, {**about("cpu"), "network": self.entry.key})
         return {}
 
     def _rank(self) -> Found:
         assert self.sample is not None
         assert self.found is not None
-        if self.exact is None:
-            assert self._copy is not None
-            self.exact = self._in_float64(self._copy)
-        ranks = {
-            name: self.sample.rank(self.found[name], self.exact[name]) for name in self.found if name in self.exact
-        }
+        exact = None
+        if self.setup.kept is not None:
+            path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
+            exact = zoo_float64.read(path, self._sums, len(self.sample.units))
+        where = "cpu" if exact is not None else self.device.type
+        exact = exact or self._in_float64(self.device)
+        ranks = {name: self.sample.rank(self.found[name], exact[name]) for name in self.found if name in exact}
         return {
+            "float64_on": where,
             "compared_units": len(self.sample.units),
             "rank": {name: rank[0] for name, rank in ranks.items()},
             "rank_in_groups": {name: rank[1] for name, rank in ranks.items()},
@@ -272,8 +264,7 @@ class _Exam:
         made = None
         if self.small is not None and self.small.options == native_options(self.entry):
             made = self.small.model
-        elif self.small is not None:
-            moved_(self.small.model, "cpu")
+        self.small = self._small_graph = None
         self.native = native_case(self.entry, self.setup.batch, self.device, made)
         params = sum(parameter.numel() for parameter in self.native.model.parameters())
         return {"input": self.native.words, "params": params}
@@ -293,17 +284,21 @@ class _Exam:
         return on(self.device, self.native.example(self.native.feed(SEED)))
 
     def _score(self) -> Found:
-        """Both scores as a user gets them: finite, or an error."""
+        """Both scores as a user gets them, finite or an error, and the memory they take."""
         assert self.native is not None
         assert self.graph is not None
         case, graph, batch = self.native, self.graph, on(self.device, self.native.feed(SEED))
 
         def share_of_zeros(name: str) -> float:
-            scores = ifso.score(case.model, graph, case.loss_fn, [batch], name)
+            scores = dict[str, Tensor]()
+            self._peaks[name] = peak_bytes(
+                lambda: scores.update(ifso.score(case.model, graph, case.loss_fn, [batch], name)), self.device
+            )
             return float((torch.cat(list(scores.values())) == 0).double().mean())
 
         zeros = self._each(share_of_zeros)
-        return {"scored": list(zeros), "zero_scores": zeros, **({"refused": self._refused} if self._refused else {})}
+        refused = {"refused": self._refused} if self._refused else {}
+        return {"scored": list(zeros), "zero_scores": zeros, "peak_bytes": dict(self._peaks), **refused}
 
     def _functions(self) -> dict[str, Callable[[], Any]]:
         """A gradient and the scores, of the same batch."""
@@ -322,29 +317,14 @@ class _Exam:
         return functions
 
     def _times(self) -> Found:
-        ready = {}
-        for name, function in self._functions().items():
-            for _ in range(WARM_UP if self.device.type == "cuda" else 1):
-                function()
-            ready[name] = Ready(function, function, self.device, captured=False)
+        ready = {name: Ready(each, each, self.device, captured=False) for name, each in self._functions().items()}
         self.synchronize()
         return {"seconds": _seconds(in_turns(ready, self.setup.repeats))}
 
-    def _replayed(self) -> Found:
-        """The same as CUDA graphs, where all of it can be captured."""
-        assert self.native is not None
-        if is_detector(self.native.model):
-            return {}
-        ready = {name: make_ready(function, self.device) for name, function in self._functions().items()}
-        if not all(one.captured for one in ready.values()):
-            return {"not_captured": [name for name, one in ready.items() if not one.captured]}
-        return {"replayed_seconds": _seconds(in_turns(ready, self.setup.repeats))}
-
-    def _memory(self) -> Found:
-        functions = {name: function for name, function in self._functions().items() if name != "gradient"}
-        peaks = {name: peak_bytes(function, self.device) for name, function in functions.items()}
-        peaks["step"] = peak_bytes(self._step, self.device)
-        return {"peak_bytes": peaks}
+    def _first_step(self) -> Found:
+        told = dict[str, float]()
+        self._peaks["step"] = peak_bytes(lambda: told.update(self._step()), self.device)
+        return {"step": told, "peak_bytes": dict(self._peaks)}
 
     def _step(self) -> dict[str, float]:
         """A step of training: its loss, and the share of the weights' tensors that have a gradient."""

@@ -13,6 +13,12 @@ from ifso.errors import IfsoError
 FAMILIES = Path(__file__).resolve().parent / "timm_families.json"
 """{timm.models module: {model, params, input_size}}, the smallest model of each module."""
 
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "zoo" / "results.json"
+"""What the zoo on a CPU found out about these networks: from it, which ones take long."""
+
+WEIGHTS_A_SECOND = 2e7
+"""So many weights count as much as a second of tracing."""
+
 KINDS = ("classification", "segmentation", "detection")
 """The torchvision tasks that ``python -m benchmarks zoo`` goes over."""
 
@@ -91,13 +97,12 @@ def matching(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
     return found
 
 
-def shard_of(entries: Sequence[Entry], shard: str) -> list[Entry]:
-    """The ``I``-th of ``N`` parts, for a shard ``"I/N"``; neighbours, which are alike, go to different parts.
+def by_cost(entries: Sequence[Entry], file: Path = MEASURED) -> list[Entry]:
+    """The networks, those first that take little time: of Python, as tracing does, and for their weights."""
+    rows = json.loads(file.read_text())["results"]
 
-    >>> [entry.name for entry in shard_of(named(["a:1", "a:2", "a:3"]), "1/2")]
-    ['1', '3']
-    """
-    first, _, parts = shard.partition("/")
-    if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
-        raise IfsoError(f"--shard must be I/N with I from 1 to N, such as 1/4, got {shard!r}")
-    return list(entries[int(first) - 1 :: int(parts)])
+    def cost(entry: Entry) -> float:
+        row = rows.get(entry.key, {})
+        return float(row.get("trace_seconds", 0.0) + row.get("params", 0) / WEIGHTS_A_SECOND)
+
+    return sorted(entries, key=cost)

@@ -17,10 +17,12 @@ INTRODUCTION = """\
 Every network has random, non-degenerate weights and runs in train mode in float32 (no TF32), at the size of its own
 input (detectors: 320 px).
 
-- *Times* are seconds of one score ÷ seconds of one gradient of the same batch: medians over rounds in turns.
+- *Times* are seconds of one score ÷ seconds of one gradient of the same batch, without CUDA graphs: medians over
+  rounds in turns. With so few images these are times of Python, beside other processes, not the GPU's.
 - *Memory* is the peak of a score ÷ that of a training step (SGD with momentum).
-- *Rank* is Spearman's correlation with the same scores in float64 on a CPU, on a small batch, within groups of units:
-  the mean over groups, weighted by the units compared, at most 16 of a group.
+- *Rank* is Spearman's correlation with the same scores in float64, on a small batch, within groups of units: the mean
+  over groups, weighted by the units compared, at most 16 of a group. Where scores of a CPU were not at hand, or were of
+  other weights (libraries initialise networks differently from version to version), float64 is that of the device.
 - *Pruned* are the MACs left after one stage of the default run, asked for 95 %; *steps* are the losses of training
   steps before and after it.
 
@@ -66,11 +68,10 @@ def summary(rows: Rows) -> Iterator[str]:
     for title, key in (("rank over all units", "rank"), ("rank within groups", "rank_in_groups")):
         yield _line(f"{title} ≥ {CLOSE_RANK}", *(_share(_all(rows, key, name)) for name in CRITERIA))
         yield _line(f"{title}: median, lowest", *(_lowest(_all(rows, key, name)) for name in CRITERIA))
-    for title, key in (("time in gradients", "seconds"), ("the same, replayed as CUDA graphs", "replayed_seconds")):
-        ratios = [row[key]["in_gradients"] for row in rows.values() if key in row]
-        times = [[found[name] for found in ratios if name in found] for name in CRITERIA]
-        if any(times):
-            yield _line(f"{title}: median, 90th percentile, most", *map(_spread, times))
+    ratios = [row["seconds"]["in_gradients"] for row in rows.values() if "seconds" in row]
+    times = [[found[name] for found in ratios if name in found] for name in CRITERIA]
+    if any(times):
+        yield _line("time in gradients: median, 90th percentile, most", *map(_spread, times))
     memory = [[_memory(row, name) for row in rows.values()] for name in CRITERIA]
     known = [[value for value in values if value is not None] for values in memory]
     yield _line("memory in training steps: median, 90th percentile, most", *map(_spread, known))
@@ -120,6 +121,9 @@ def _places(rows: Rows) -> Iterator[str]:
     places = Counter(_place(row) for row in rows.values() if "about" in row)
     for place, count in places.most_common():
         yield f"{count} networks on {place}."
+    truths = Counter(row["float64_on"] for row in rows.values() if "float64_on" in row)
+    if truths:
+        yield "Ranks against float64 " + ", ".join(f"on {name}: {count}" for name, count in truths.most_common()) + "."
     stages = Counter(stage for row in rows.values() for stage in row.get("failed", {}))
     if stages:
         yield ""

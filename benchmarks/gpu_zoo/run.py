@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from benchmarks.gpu_zoo import float64 as zoo_float64
-from benchmarks.gpu_zoo.examine import Setup
-from benchmarks.gpu_zoo.networks import Entry
-from benchmarks.gpu_zoo.worker import Worker
+from benchmarks.gpu_zoo.examine import NO_ROOM, Setup
+from benchmarks.gpu_zoo.networks import Entry, by_cost
+from benchmarks.gpu_zoo.worker import Worker, gave_up
 from ifso.common.files import append_bytes, explained
 from ifso.errors import IfsoError
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds for one network, and minutes after which no further one is begun."""
+    """Seconds for one network, minutes for all, and how many processes share the device.
+
+    When the minutes are over, networks under way are given up, too, and are left for the next run.
+    """
 
     seconds: float = 240.0
     minutes: float | None = None
+    jobs: int = 1
 
 
 def run(
@@ -30,23 +39,80 @@ def run(
 ) -> tuple[int, int]:
     """Examine the networks and add their rows to ``out``; how many were examined, and how many time was too short for.
 
-    Rows go nowhere if only scores in float64 are computed: these lie in their folder.
+    A quarter of the processes takes the most expensive networks, the others the cheapest ones. What had too little
+    memory beside others is examined once more, alone. Rows go nowhere if only scores in float64 are computed: these
+    lie in their folder.
     """
-    begun, done = time.monotonic(), 0
-    with Worker(setup) as worker:
-        for number, entry in enumerate(entries, start=1):
-            if limits.minutes is not None and time.monotonic() - begun > 60 * limits.minutes:
-                break
-            start = time.monotonic()
-            found = worker.examine(entry, limits.seconds)
-            told_before = {"batch": setup.batch, "processes": setup.processes}
-            row = {"network": entry.key, "kind": entry.kind, **told_before, **found}
-            row["total_s"] = round(time.monotonic() - start, 1)
-            if out is not None:
-                add(out, row)
-            done += 1
-            say(f"{number}/{len(entries)} {entry.key}: {told(row)}")
-    return done, len(entries) - done
+    queue = _Queue(by_cost(entries), setup, out, limits, say)
+    many = min(limits.jobs, len(entries))
+    dear = many // DEAR
+    threads = [threading.Thread(target=queue.work, args=(number < dear,)) for number in range(many)]
+    with queue:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if many > 1 and queue.crowded:
+            say(f"{len(queue.crowded)} networks ran out of memory beside others: now each alone")
+            queue.todo.extend(queue.crowded)
+            queue.work(False)
+    return len(queue.done), len(entries) - len(queue.done)
+
+
+DEAR = 4
+"""One process of so many begins with the most expensive networks, of which few fit into the memory together."""
+
+LEAST_SECONDS = 5.0
+"""With less time left, no network is begun."""
+
+
+class _Queue:
+    """Networks that are left, cheap ones first, taken by several threads with a process each."""
+
+    def __init__(
+        self, entries: Sequence[Entry], setup: Setup, out: Path | None, limits: Limits, say: Callable[[str], None]
+    ) -> None:
+        self.todo, self.crowded, self.done = deque(entries), list[Entry](), set[str]()
+        self._count, self._setup, self._out, self._say = len(entries), setup, out, say
+        self._seconds = limits.seconds
+        self._end = float("inf") if limits.minutes is None else time.monotonic() + 60 * limits.minutes
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> _Queue:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Whoever leaves early, as by Ctrl-C, leaves networks under way for the next run."""
+        self._stopped.set()
+
+    def work(self, dearest: bool) -> None:
+        """Examine networks until none, or no time, is left."""
+        with Worker(self._setup, stopped=self._stopped) as worker:
+            while (entry := self._next(dearest)) is not None:
+                start = time.monotonic()
+                limit = min(self._seconds, self._end - start)
+                found = worker.examine(entry, limit)
+                if self._stopped.is_set() or (limit < self._seconds and gave_up(found)):
+                    continue
+                told_before = {"batch": self._setup.batch, "processes": self._setup.processes}
+                row = {"network": entry.key, "kind": entry.kind, **told_before, **found}
+                row["total_s"] = round(time.monotonic() - start, 1)
+                self._note(entry, row)
+
+    def _next(self, dearest: bool) -> Entry | None:
+        with self._lock:
+            if not self.todo or self._stopped.is_set() or self._end - time.monotonic() < LEAST_SECONDS:
+                return None
+            return self.todo.pop() if dearest else self.todo.popleft()
+
+    def _note(self, entry: Entry, row: Row) -> None:
+        with self._lock:
+            if self._out is not None:
+                add(self._out, row)
+            self.done.add(entry.key)
+            if any(reason.startswith(NO_ROOM) for reason in row.get("failed", {}).values()):
+                self.crowded.append(entry)
+            self._say(f"{len(self.done)}/{self._count} {entry.key}: {told(row)}")
 
 
 def left(entries: Sequence[Entry], setup: Setup, out: Path | None, retry: bool) -> list[Entry]:
@@ -73,8 +139,6 @@ def told(row: dict[str, Any]) -> str:
     parts += [f"{stage} failed ({reason})" for stage, reason in row.get("failed", {}).items()]
     return ", ".join([*parts, f"{row['total_s']} s"])
 
-
-Row = dict[str, Any]
 
 MAX_BYTES = 2**26
 

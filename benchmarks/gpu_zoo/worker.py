@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import Any
 
@@ -18,12 +19,24 @@ from benchmarks.gpu_zoo.networks import Entry
 STARTING = 120.0
 """Seconds that a new process may take in addition, for imports and the GPU."""
 
+GLANCE = 0.5
+"""Seconds between two looks at whether all is to stop."""
+
+GAVE_UP = "took more than"
+
+
+def gave_up(row: Found) -> bool:
+    """Was the network given up for want of time?"""
+    return any(reason.startswith(GAVE_UP) for reason in row.get("failed", {}).values())
+
 
 class Worker:
-    """A process for examinations, begun when it is first needed. It ends with the block it is used in."""
+    """A process for examinations, begun when it is first needed. It ends with the block, or when ``stopped`` is set."""
 
-    def __init__(self, setup: Setup, serve: Callable[[Connection, Setup], None] | None = None) -> None:
-        self._setup, self._serve = setup, serve or _serve
+    def __init__(
+        self, setup: Setup, serve: Callable[[Connection, Setup], None] | None = None, stopped: Event | None = None
+    ) -> None:
+        self._setup, self._serve, self._stopped = setup, serve or _serve, stopped or Event()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -40,14 +53,16 @@ class Worker:
         pipe = self._begun()
         try:
             pipe.send(entry)
-            while pipe.poll(max(until - time.monotonic(), 0.0)):
+            while (left := until - time.monotonic()) > 0 and not self._stopped.is_set():
+                if not pipe.poll(min(left, GLANCE)):
+                    continue
                 told = pipe.recv()
                 if told is None:
                     return self._finished(row)
                 if told.get("ready"):
                     until = time.monotonic() + limit
                 row |= told
-            reason = f"took more than {limit:g} s"
+            reason = f"{GAVE_UP} {limit:g} s"
         except (EOFError, OSError):
             assert self._process is not None
             self._process.join(5)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 OURS_TO_USE = ("lr", "batch")
 """Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
 
+OF_THE_NETWORK = ("batch", "round_to", "min_units")
+"""Options of pruning that the default run takes from a row, too: the others are those of Algorithm 2."""
+
 PRESET = "paper"
 """What stands for options of pruning that a row does not name."""
 
@@ -76,7 +79,7 @@ class Job:
     @property
     def _usual_prune(self) -> dict[str, Any]:
         if self.criterion == DEFAULT_RUN:
-            return {key: self.row.prune[key] for key in ("batch",) if key in self.row.prune}
+            return {key: self.row.prune[key] for key in OF_THE_NETWORK if key in self.row.prune}
         return {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
 
     @property

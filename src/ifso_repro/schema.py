@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
 DEFAULT_RUN = "true-loss"
-"""The criterion of the staged run, which takes only its batch size from a row: rows name options of Algorithm 2."""
+"""The criterion of the staged run."""
 
 TAUGHT = "taught"
 """The recipe with another teacher than the unpruned network of the row."""

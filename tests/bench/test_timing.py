@@ -60,7 +60,10 @@ class TestBenchScore:
         assert main([*argv, "--json"]) == 0
         (result,) = json.loads(capsys.readouterr().out)["results"]
         methods = result["methods"]
-        assert set(methods) == {"gradient", "ifso", "authors", "double backward", "group-fisher", "taylor"}
+        others = {"authors", "double backward", "group-fisher", "taylor"}
+        assert set(methods) == {"gradient", "training step", "ifso", *others}
+        assert methods["training step"]["memory_in_steps"] == 1 < methods["training step"]["memory"]
+        assert methods["ifso"]["memory_in_steps"] < methods["ifso"]["memory"]
         assert methods["gradient"]["times"] == methods["gradient"]["memory"] == 1
         for row in methods.values():
             assert row["seconds"] > 0
@@ -91,6 +94,22 @@ class TestBenchScore:
         assert methods["ifso"]["fidelity"] > 0.9
         assert main(argv) == 0
         assert f"double backward failed: {reason}" in capsys.readouterr().out.replace("\n", " ")
+
+    def test_a_model_that_fails_leaves_the_others_and_their_files(self, capsys, tmp_path):
+        models = ["ifso:resnet8-digits", "ifso:resnet21", "ifso:resnet20"]
+        out = tmp_path / "new" / "folder"
+        argv = ["bench", "score", "--models", *models, "--batch", "2", "--repeats", "1", "--no-ranks"]
+        assert main([*argv, "--methods", "ifso", "--out", str(out), "--json"]) == 2
+        shown = capsys.readouterr()
+        assert [result["model"] for result in json.loads(shown.out)["results"]] == [models[0], models[2]]
+        assert shown.err.splitlines()[-1].startswith("ifso: error: ")
+        assert "ifso:resnet21 was not measured" in shown.err
+        assert sorted(path.name for path in out.iterdir()) == ["ifso_resnet20.json", "ifso_resnet8-digits.json"]
+        (kept,) = json.loads((out / "ifso_resnet20.json").read_text())["results"]
+        assert kept["methods"]["ifso"]["seconds"] > 0
+        (out / "file").touch()
+        assert main([*argv, "--out", str(out / "file")]) == 2
+        assert "file cannot be made: File exists; give another --out" in capsys.readouterr().err
 
     def test_ranks_are_of_few_samples_or_left_out(self, capsys, monkeypatch):
         argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "3", "--size", "8", "--repeats", "1"]

@@ -1,7 +1,10 @@
 """``python -m benchmarks zoo``: what is found out about a network, failures, resuming, and the page."""
 
 import json
+import threading
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,9 +17,9 @@ from benchmarks.gpu_zoo import run as zoo_run
 from benchmarks.gpu_zoo.cases import logits_loss, moved_, native_case, on, small_case, still_
 from benchmarks.gpu_zoo.examine import Setup, examine
 from benchmarks.gpu_zoo.float64 import CRITERIA, Sample
-from benchmarks.gpu_zoo.networks import Entry, matching, named, shard_of, timm_entries, torchvision_entries
+from benchmarks.gpu_zoo.networks import Entry, by_cost, matching, named, timm_entries, torchvision_entries
 from benchmarks.gpu_zoo.run import Limits, left
-from benchmarks.gpu_zoo.worker import Worker
+from benchmarks.gpu_zoo.worker import GAVE_UP, Worker
 from torch import nn
 from zoo_servers import die, hang
 
@@ -36,9 +39,8 @@ def row_of(entry=DIGITS, **options):
 
 
 @pytest.fixture(scope="module")
-def row(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("float64")
-    return {**row_of(kept=str(folder)), "folder": folder}
+def row():
+    return row_of()
 
 
 def test_a_network_goes_through_all_stages(row):
@@ -54,9 +56,9 @@ def test_a_network_goes_through_all_stages(row):
     assert row["peak_bytes"]["ifso"] > row["peak_bytes"]["group-fisher"] > 0
 
 
-def test_scores_in_float64_are_kept_and_used_for_the_same_network_only(row):
-    assert not row["kept_float64"]
-    path = zoo_float64.path_of(row["folder"], DIGITS)
+def test_scores_in_float64_are_kept_and_used_for_the_same_network_only(row, tmp_path):
+    row_of(kept=str(tmp_path), only_float64=True)
+    path = zoo_float64.path_of(tmp_path, DIGITS)
     assert path.stat().st_size < 4096
     small = small_case(DIGITS)
     sums = zoo_float64.sums_of(small.model, small.feed(0)[0])
@@ -76,7 +78,6 @@ def test_only_float64_leaves_a_file_that_a_later_run_takes(tmp_path, monkeypatch
     monkeypatch.setattr(zoo._Exam, "_in_float64", None)
     monkeypatch.setattr(zoo._Exam, "_prune", dict)
     again = row_of(kept=str(tmp_path))
-    assert again["kept_float64"]
     assert again["rank"]["ifso"] > 0.999
 
 
@@ -124,7 +125,7 @@ def test_a_dead_process_is_told_and_begun_anew():
 class InProcess:
     """A worker without a process."""
 
-    def __init__(self, setup):
+    def __init__(self, setup, stopped):
         pass
 
     def __enter__(self):
@@ -164,13 +165,58 @@ def test_no_further_network_is_begun_when_time_is_up(quick, tmp_path, monkeypatc
     assert done == (1, 2)
 
 
-def test_shards_part_the_networks():
-    networks = timm_entries()
-    parts = [shard_of(networks, f"{part}/3") for part in (1, 2, 3)]
-    assert sorted(entry.key for part in parts for entry in part) == sorted(entry.key for entry in networks)
-    for wrong in ("0/3", "4/3", "1", "a/b"):
-        with pytest.raises(IfsoError, match="--shard must be I/N"):
-            shard_of(networks, wrong)
+def test_what_takes_little_comes_first():
+    names = [entry.name for entry in by_cost(torchvision_entries())]
+    assert names.index("resnet18") < names.index("resnet50") < names.index("densenet201") < names.index("vit_h_14")
+
+
+class Together(InProcess):
+    """Workers that are busy until as many as there are have a network; one with too little memory beside another."""
+
+    all_busy = threading.Barrier(4)
+    begun: ClassVar[list[str]] = []
+
+    def examine(self, entry, limit):
+        alone = entry.key in self.begun
+        self.begun.append(entry.key)
+        if len(self.begun) <= 4:
+            self.all_busy.wait(10)
+        full = {"failed": {"score": "out of memory: CUDA"}} if entry.name == "large" and not alone else {}
+        return {"units": 1, **full}
+
+
+def test_processes_share_the_work_from_both_ends_and_crowded_networks_come_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(zoo_run, "Worker", Together)
+    monkeypatch.setattr(zoo_run, "by_cost", list)
+    out, said = tmp_path / "rows.jsonl", []
+    entries = named([f"a:{name}" for name in ("1", "2", "3", "4", "5", "large")])
+    assert zoo_run.run(entries, Setup(), out, Limits(jobs=4), said.append) == (6, 0)
+    assert sorted(Together.begun[:4]) == ["a:1", "a:2", "a:3", "a:large"]
+    assert Together.begun[-1] == "a:large"
+    assert len(out.read_text().splitlines()) == 7
+    assert "failed" not in zoo_record.read([out])["a:large"]
+    assert "1 networks ran out of memory beside others: now each alone" in said
+
+
+def test_networks_under_way_when_time_is_up_are_left(monkeypatch, tmp_path):
+    class Slow(InProcess):
+        def examine(self, entry, limit):
+            assert limit < 10
+            return {"failed": {"score": f"{GAVE_UP} {limit:g} s"}}
+
+    monkeypatch.setattr(zoo_run, "Worker", Slow)
+    out = tmp_path / "rows.jsonl"
+    assert zoo_run.run(named(["a:1"]), Setup(), out, Limits(seconds=60, minutes=0.1), print) == (0, 1)
+    assert not out.exists()
+
+
+def test_a_stop_ends_an_examination():
+    stopped = threading.Event()
+    threading.Timer(0.2, stopped.set).start()
+    begun = time.monotonic()
+    with Worker(None, hang, stopped) as worker:
+        worker.examine(DIGITS, 50)
+    assert time.monotonic() - begun < 20
 
 
 def test_the_zoo_holds_every_task_and_family():
@@ -237,8 +283,7 @@ def test_few_units_of_every_group_are_compared():
 
 
 def test_the_page_counts_what_is_in_the_rows(row, tmp_path, capsys):
-    whole = {key: value for key, value in row.items() if key != "folder"}
-    whole |= {"network": "timm:tiny", "kind": "tiny", "batch": 2, "about": zoo.about("cpu")}
+    whole = {**row, "network": "timm:tiny", "kind": "tiny", "batch": 2, "about": zoo.about("cpu")}
     low = {**whole, "network": "torchvision:low", "rank_in_groups": {"ifso": 0.5, "group-fisher": 1.0}}
     failed = {"network": "torchvision:big", "kind": "classification", "batch": 2, "failed": {"build": "a | b"}}
     out = tmp_path / "rows.jsonl"

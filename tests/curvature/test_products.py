@@ -237,7 +237,61 @@ class Sampled(nn.Module):
         return F.grid_sample(x, grid, **self.options)
 
 
+class Tokens(nn.Module):
+    """A module for [N, positions, channels] between feature maps."""
+
+    def __init__(self, within: nn.Module) -> None:
+        super().__init__()
+        self.within = within
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.within(x.flatten(2).transpose(1, 2)).transpose(1, 2).view_as(x)
+
+
+class Attention(nn.Module):
+    """Two heads that read the channels; ``options`` are those of ``scaled_dot_product_attention``."""
+
+    def __init__(self, mask: str = "", **options: Any) -> None:
+        super().__init__()
+        self.qkv, self.mask, self.options = nn.Linear(4, 12), mask, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)  # the first position sees nothing
+        masks = {"": None, "bool": seen, "float": seen.to(x.dtype) - 0.3, "moving": (q @ k.mT).detach() + v @ k.mT}
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[self.mask], **self.options)
+        return y.transpose(1, 2).flatten(2)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """PyTorch's, of tokens to themselves or, with ``across``, to later ones."""
+
+    def __init__(self, across: bool = False, weights: bool = False, **options: Any) -> None:
+        super().__init__(4, 2, batch_first=True, **options)
+        self.across, self.weights = across, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.roll(1, 1) if self.across else x
+        return super().forward(x, other, other, need_weights=self.weights)[0]
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "layer norm over channels": lambda: Tokens(nn.LayerNorm(4)),
+    "layer norm without gains": lambda: Tokens(nn.LayerNorm(4, elementwise_affine=False)),
+    "layer norm without shifts": lambda: Tokens(nn.LayerNorm(4, bias=False)),
+    "layer norm of more than channels": lambda: Tokens(nn.LayerNorm([36, 4])),
+    "attention": lambda: Tokens(Attention()),
+    "attention, scaled": lambda: Tokens(Attention(scale=0.3)),
+    "attention, causal": lambda: Tokens(Attention(is_causal=True)),
+    "attention, masked": lambda: Tokens(Attention("bool")),
+    "attention, shifted": lambda: Tokens(Attention("float")),
+    "attention, shifted by what moves": lambda: Tokens(Attention("moving")),
+    "attention with dropout": lambda: Tokens(Attention(dropout_p=0.3)),
+    "multi-head attention": lambda: Tokens(SelfAttention()),
+    "multi-head attention across": lambda: Tokens(SelfAttention(across=True)),
+    "multi-head attention with a bias": lambda: Tokens(SelfAttention(add_bias_kv=True)),
+    "multi-head attention with weights": lambda: Tokens(SelfAttention(weights=True)),
+    "silu in place after a norm": lambda: nn.Sequential(nn.BatchNorm2d(4), nn.SiLU(inplace=True)),
     "strided": lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1),
     "stride of two numbers": lambda: nn.Conv2d(4, 4, (3, 1), stride=(2, 1), padding=(1, 0)),
     "dilated": lambda: nn.Conv2d(4, 4, 3, dilation=2, padding=2),

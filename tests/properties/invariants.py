@@ -56,6 +56,11 @@ class Tally:
     partitions: int = 0
     parts: Counter[str] = field(default_factory=Counter)
 
+    def add(self, other: Tally) -> None:
+        """Count what another run has seen, too."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 def examine(net: Net, tally: Tally, full: bool = True) -> None:
     """The invariants of one network; if not ``full``, those of a second trace only of every third network."""

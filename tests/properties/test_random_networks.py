@@ -2,16 +2,20 @@
 
 The quick tests look at a fixed sample. The long run, ``pytest -o addopts= -m slow tests/properties``, looks at
 ``IFSO_PROPERTY_CASES`` networks (3,000 unless told) from ``IFSO_PROPERTY_SEED`` on and writes what it saw to
-``docs/bench/properties.json``. With ``IFSO_PROPERTY_RESUME=1`` it goes on with the run that this file tells of.
+``docs/bench/properties.json``. With ``IFSO_PROPERTY_RESUME=1`` it goes on with the run that this file tells of;
+``IFSO_PROPERTY_WORKERS`` processes (1 unless told) share the work, which changes nothing of what is drawn.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,16 +80,27 @@ def test_thousands_of_networks():
     first = int(os.environ.get("IFSO_PROPERTY_SEED", "1"))
     tally, failures, done, seconds = _so_far(cases, first)
     start = time.perf_counter() - seconds
-    for number in range(first + done, first + max(1, -(-cases // (len(KINDS) * PER_ROUND)))):
-        for kind in KINDS:
-            try:
-                explore(kind, PER_ROUND, number, tally)
-            except Exception as error:
-                where = " ".join(" ".join(getattr(error, "__notes__", ())).split())
-                failures.append(f"{kind} in round {number}: {type(error).__name__}: {error} {where}"[:2000])
-        _write_report(tally, failures, time.perf_counter() - start, cases, first, number - first + 1)
+    workers = int(os.environ.get("IFSO_PROPERTY_WORKERS", "1"))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for number in range(first + done, first + max(1, -(-cases // (len(KINDS) * PER_ROUND)))):
+            for seen, failed in pool.map(partial(_explored, number=number), KINDS):
+                tally.add(seen)
+                failures += failed
+            _write_report(tally, failures, time.perf_counter() - start, cases, first, number - first + 1)
     assert failures == []
     assert_that_it_tested_something(tally, KINDS)
+
+
+def _explored(kind: str, number: int) -> tuple[Tally, list[str]]:
+    """What one round saw of one kind, and how it failed."""
+    tally, failures = Tally(), []
+    try:
+        explore(kind, PER_ROUND, number, tally)
+    except Exception as error:
+        where = " ".join(" ".join(getattr(error, "__notes__", ())).split())
+        failures.append(f"{kind} in round {number}: {type(error).__name__}: {error} {where}"[:2000])
+    return tally, failures
 
 
 def _so_far(cases: int, first: int) -> tuple[Tally, list[str], int, float]:

@@ -342,6 +342,7 @@ def test_captured_rounds_are_the_same_as_others(criterion, name):
         worker._capture &= captured
         found = []
         for first in range(0, 8, 2):
+            worker.prepare(batches)
             for n in range(4):
                 worker.round([batches[n], batches[(n + 1) % 4]], train=True)
             found.append(worker.collect())

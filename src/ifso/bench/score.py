@@ -36,6 +36,7 @@ from ifso.tasks.detection import detection_loss
 PRECISIONS = ("float32", "tf32", "bf16")
 METHODS = {
     "gradient": "forward and backward of all parameters",
+    "training step": "a gradient and a step of SGD with momentum",
     "ifso": "S, exact",
     "ifso, all in TF32": "S, the network itself rounded to TF32 as well",
     "ifso, full primal": "S, the network itself in full float32",
@@ -141,6 +142,7 @@ class Workbench:
         """What is compared, by name."""
         found: dict[str, Callable[[], Any]] = {
             "gradient": self._gradient,
+            "training step": self._training_step,
             "ifso": self._criterion(create("ifso")),
             "ifso, all in TF32": self._criterion(create("ifso", careful=False)),
             "ifso, full primal": self._criterion(create("ifso", careful=True)),
@@ -176,6 +178,15 @@ class Workbench:
 
     def _gradient(self) -> Any:
         return torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters()))
+
+    def _training_step(self) -> None:
+        """A first step, which makes its momentum; of length zero, so that the network stays as it is."""
+        weights = list(self.model.parameters())
+        optimizer = torch.optim.SGD(weights, lr=0.0, momentum=0.9)
+        self.loss(self.model, self.batch).backward()
+        optimizer.step()
+        for weight in weights:
+            weight.grad = None
 
     def _criterion(self, criterion: Criterion) -> Callable[[], Tensor]:
         return _Scores(criterion, Task(self.model, self.graph, self.loss, self.graph.kept(None)), self.batch)
@@ -343,12 +354,15 @@ def measure(
     finally:
         conv.fp32_precision, cudnn.benchmark = before
     rows = trials.rows
+    step = rows.get("training step", {}).get("peak_bytes")
     for name, row in rows.items():
         if "error" in row:
             continue
         row["seconds"], row["spread"] = middle(seconds[name])
         row["times"], _ = middle([own / one for own, one in zip(seconds[name], seconds["gradient"], strict=True)])
         row["memory"] = row["peak_bytes"] / rows["gradient"]["peak_bytes"]
+        if step:
+            row["memory_in_steps"] = row["peak_bytes"] / step
         row["captured"], row["fidelity"] = trials.ready[name].captured, fidelity.get(name)
     name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
     about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli import bench_choose
-from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, table, write_json
 from ifso.cli.options import add_json, positive
+from ifso.common.text import describe_error
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ TRACE_CAPTION = (
     "Memory: growth of the peak resident size during the first trace, as a share of the model's own bytes."
 )
 SCORE_CAPTION = (
-    "Median over rounds of time / the gradient's in the same round, and peak tensor memory / the gradient's. "
+    "Median over rounds of time / the gradient's in the same round; peak tensor memory / the gradient's, the step's. "
     "{ranks}"
     "On a GPU all are replayed as CUDA graphs, scores of a detector up to its loss; * marks what cannot be captured."
 )
@@ -74,6 +78,9 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
     parser.add_argument("--no-ranks", action="store_true", help="do not compare with scores in float64")
     parser.add_argument("--repeats", type=positive, default=7, metavar="N", help="rounds (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="a JSON file for each model, as soon as it is measured"
+    )
     add_machine(parser)
     parser.set_defaults(run=run_score)
 
@@ -165,26 +172,53 @@ def size_of(text: str | None) -> int | tuple[int, int] | None:
 
 
 def run_score(args: argparse.Namespace) -> int:
-    """Measure each model and print the tables."""
+    """Measure each model and print the tables; one that cannot be measured is told of when the others are done."""
     from ifso.bench.score import Setup, measure
+    from ifso.common.devices import let_go_of
 
     set_threads(args)
-    results = []
+    try:
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise IfsoError(f"{args.out} cannot be made: {error.strerror or error}; give another --out") from error
+    results, failed = [], None
     for name in args.models:
         setup = Setup(
             name, args.batch, args.device, args.precision, args.channels_last, size_of(args.size),
             args.weights, args.images, args.eval,
         )  # fmt: skip
-        results.append(measure(setup, args.repeats, say, args.methods, ranks=not args.no_ranks))
+        try:
+            results.append(measure(setup, args.repeats, say, args.methods, ranks=not args.no_ranks))
+        except Exception as error:
+            let_go_of(error)
+            failed = failed or error
+            if len(args.models) > 1:
+                say(f"{name} was not measured: {describe_error(error)}")
+        else:
+            if args.out is not None:
+                write_json(args.out / f"{_FORBIDDEN.sub('_', name)}.json", {"bench": "score", "results": results[-1:]})
+        gc.collect()  # so that the next model has all memory
+    if results:
+        _print_scores(args, results)
+    if failed is not None:
+        raise failed
+    return 0
+
+
+_FORBIDDEN = re.compile(r"[^\w.-]+")
+"""What does not belong into the name of a file."""
+
+
+def _print_scores(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if args.json:
         print_json({"bench": "score", "results": results})
-        return 0
+        return
     for result in results:
         rows = result["methods"].items()
         failed = [f"{name} failed: {row['error']}" for name, row in rows if "error" in row]
         notes = [f"{name}: {row['note']}" for name, row in rows if row.get("note")]
         console().print(_score_table(result), *failed, *notes, sep="\n")
-    return 0
 
 
 def _score_table(result: dict[str, Any]) -> Table:
@@ -197,11 +231,12 @@ def _score_table(result: dict[str, Any]) -> Table:
             continue
         mark = "" if row["captured"] or result["device"] == "cpu" else " *"
         times = f"{1000 * row['seconds']:.1f}{mark}", f"{1000 * row['spread']:.1f}", f"{row['times']:.2f}"
-        memory = f"{row['peak_bytes'] / 2**20:.0f}", f"{row['memory']:.2f}"
+        steps = row.get("memory_in_steps")
+        memory = f"{row['peak_bytes'] / 2**20:.0f}", f"{row['memory']:.2f}", "" if steps is None else f"{steps:.2f}"
         rows.append((name, METHODS[name], *times, *memory, "" if row["fidelity"] is None else f"{row['fidelity']:.4f}"))
     samples = result["rank_samples"]
     return table(
-        ("method", "what", "ms", "± ms", "× time", "MiB", "× memory", "rank"),
+        ("method", "what", "ms", "± ms", "× time", "MiB", "× memory", "× step's", "rank"),
         rows,
         title=f"ifso bench score: {result['model']}, batch {result['batch']}, {_machine(result)}",
         caption=SCORE_CAPTION.format(ranks=RANKS.format(samples=samples) if samples else ""),

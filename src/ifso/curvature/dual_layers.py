@@ -128,13 +128,13 @@ class DualLayer(Function):
         ctx.shape, ctx.known, ctx.mask_dot = shape, known, mask_dot
         ctx.save_for_backward(x, x_dot, moved, weight, weight_dot)
         # a zero tangent, too: what cannot carry one must say so here, and not lose one on the way back
-        _give_tangent(ctx, torch.zeros_like(y) if y_dot is None else y_dot)
+        give_tangent(ctx, torch.zeros_like(y) if y_dot is None else y_dot)
         return y
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
         """``ẏ``, which came with ``y``."""
-        return _take_tangent(ctx)
+        return take_tangent(ctx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -173,12 +173,14 @@ def dual_zero() -> Tensor:
     return make_dual(torch.zeros(()), torch.zeros(()))
 
 
-def _give_tangent(ctx: Any, tangent: Tensor) -> None:
+def give_tangent(ctx: Any, tangent: Tensor) -> None:
+    """In the forward pass of a function: the tangent of its output, which torch will ask for."""
     ctx.set_materialize_grads(False)
     ctx.tangent = tangent
 
 
-def _take_tangent(ctx: Any) -> Tensor:
+def take_tangent(ctx: Any) -> Tensor:
+    """The tangent that the forward pass gave; nothing holds it any more."""
     tangent, ctx.tangent = ctx.tangent, None
     return tangent
 
@@ -258,13 +260,13 @@ class DualBatchNorm(Function):
             y_dot, x_dot_hat, x_dot_sum = _b(x_dot, x, gain, mean, rstd, eps)
             stats = [mean, rstd, x_dot_hat, x_dot_sum]
         ctx.save_for_backward(x, x_dot, gain, *stats)
-        _give_tangent(ctx, y_dot)
+        give_tangent(ctx, y_dot)
         return y
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
         """``ẏ``, which came with ``y``."""
-        return _take_tangent(ctx)
+        return take_tangent(ctx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -7,9 +7,11 @@ that cost the time are taken out of its hands and given to :mod:`ifso.curvature.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_map
 
 from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
+from ifso.curvature.dual_functions import DualActivation, DualAttention, DualLayerNorm
 from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, dual_zero
 from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
@@ -79,6 +82,9 @@ class DualMode(TorchFunctionMode):
             result = _DUAL_LAYERS[func](self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func is F.multi_head_attention_forward:
+            with self:
+                return seen_inside(func)(*args, **kwargs)
         args, kwargs = self._with_stand_ins(args), self._with_stand_ins(kwargs)
         if is_linear_in_input(func):
             return call_linear(func, *args, **kwargs)
@@ -128,6 +134,14 @@ class DualMode(TorchFunctionMode):
         if late is not None:
             result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
         return result
+
+
+def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``torch.nn.functional`` that does not hand itself to a mode: so the mode sees what it calls."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 @contextlib.contextmanager
@@ -209,10 +223,69 @@ def _derived(tensor: Tensor | None) -> bool:
     )
 
 
+def _layer_norm(
+    mode: DualMode, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    x, x_dot = _primal_and_dot(input)
+    still = not (mode.watches(weight, bias) or _derived(weight) or _derived(bias))
+    if x_dot is None or not still or _autocasts(x):
+        return NotImplemented
+    gain, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+    return DualLayerNorm.apply(x, x_dot, list(normalized_shape), gain, shift, eps, mode.dual_zero)
+
+
+def _gelu(mode: DualMode, input: Tensor, approximate: str = "none") -> Any:
+    return _activation(mode, "gelu" if approximate == "none" else "gelu_tanh", input)
+
+
+def _silu(mode: DualMode, input: Tensor, inplace: bool = False) -> Any:
+    if not inplace:
+        return _activation(mode, "silu", input)
+    y = _activation(mode, "silu", input.clone())
+    return y if y is NotImplemented else input.copy_(y)
+
+
+def _activation(mode: DualMode, name: str, input: Tensor) -> Any:
+    x, x_dot = _primal_and_dot(input)
+    return NotImplemented if x_dot is None else DualActivation.apply(name, x, x_dot, mode.dual_zero)
+
+
+def _attention(
+    mode: DualMode, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    pairs = [_primal_and_dot(tensor) for tensor in (query, key, value)]
+    q, k, _ = (primal for primal, _ in pairs)
+    known = all(dot is not None for _, dot in pairs) and not (mode.watches(attn_mask) or _moves(attn_mask))
+    if not known or dropout_p or is_causal or enable_gqa or q.dtype in (torch.float16, torch.bfloat16) or _autocasts(q):
+        return NotImplemented
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -math.inf)
+    if not q.shape[:-2] == k.shape[:-2] == value.shape[:-2]:
+        return NotImplemented
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return DualAttention.apply(factor, attn_mask, *(part for pair in pairs for part in pair), mode.dual_zero)
+
+
+def _autocasts(x: Tensor) -> bool:
+    """Whether torch would change the precision of a function of ``x``."""
+    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
+def _moves(tensor: Tensor | None) -> bool:
+    """Whether it is differentiated, or has a tangent."""
+    return tensor is not None and (tensor.requires_grad or unpack_dual(tensor).tangent is not None)
+
+
 _DUAL_LAYERS: dict[Any, Callable[..., Any]] = {
     torch.conv1d: _conv(1),
     torch.conv2d: _conv(2),
     torch.conv3d: _conv(3),
     F.linear: _linear,
     F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    F.gelu: _gelu,
+    F.silu: _silu,
+    F.scaled_dot_product_attention: _attention,
 }

@@ -75,12 +75,16 @@ def dense_format(x: Tensor) -> torch.memory_format:
 
 
 def fits_kernels(*tensors: Tensor) -> bool:
+    """Return whether kernels of :mod:`ifso.curvature.kernels` over channels take these: also [N, C, …]."""
+    return tensors[0].dim() in (3, 4, 5) and lie_alike(*tensors)
+
+
+def lie_alike(*tensors: Tensor) -> bool:
     """Return whether :mod:`ifso.curvature.kernels` takes these: on the current GPU, alike and dense, no float64."""
     first = tensors[0]
     return (
         first.is_cuda
         and first.device.index == torch.cuda.current_device()  # where Triton would put them
-        and first.dim() in (3, 4, 5)
         and is_dense(first)
         and all(
             tensor.dtype != torch.float64 and tensor.stride() == first.stride() and tensor.shape == first.shape

@@ -1,0 +1,238 @@
+"""Activations, layer norm and attention on dual numbers, as :mod:`ifso.curvature.dual_layers` has layers with weights.
+
+Forward mode over PyTorch's backward passes takes some thirty kernels for each of them, reading and writing activations
+again and again. On a GPU an activation or a layer norm is one kernel of :mod:`ifso.curvature.kernels` in each direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.forward_ad import make_dual, unpack_dual
+
+from ifso.curvature.dual_layers import give_tangent, take_tangent
+from ifso.curvature.paired_batches import dense_format, lie_alike, load_kernels
+
+aten = torch.ops.aten
+
+
+def _gelu_bend(x: Tensor) -> Tensor:
+    """The second derivative φ(x)(2 − x²) of x Φ(x), with the density φ and the distribution function Φ of a normal."""
+    square = x * x
+    return (square * -0.5).exp_().mul_(2 - square).mul_(1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh_bend(x: Tensor) -> Tensor:
+    """The second derivative of x (1 + tanh u) / 2 with u = √(2/π) (x + 0.044715 x³)."""
+    factor = math.sqrt(2 / math.pi)
+    t = (factor * (x + 0.044715 * x**3)).tanh()
+    first, second = factor * (1 + 3 * 0.044715 * x * x), factor * 6 * 0.044715 * x
+    return (1 - t * t) * (first + 0.5 * x * (second - 2 * t * first * first))
+
+
+def _silu_bend(x: Tensor) -> Tensor:
+    """The second derivative s (1 − s) (2 + x (1 − 2s)) of x s with s = 1 / (1 + e⁻ˣ)."""
+    s = x.sigmoid()
+    return (1 - 2 * s).mul_(x).add_(2).mul_(s).mul_(1 - s)
+
+
+ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "gelu": (F.gelu, aten.gelu_backward, _gelu_bend),
+    "gelu_tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
+        _gelu_tanh_bend,
+    ),
+    "silu": (aten.silu, aten.silu_backward, _silu_bend),
+}
+"""f(x), f'(x)·grad and f''(x), by name."""
+
+
+class DualActivation(Function):
+    """``y = f(x)`` with ``ẏ = f'(x) ẋ``; back come ``f'(x) λ`` and ``f'(x) λ̇ + f''(x) ẋ λ``."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:  # noqa: ARG004 (see there)
+        """``y`` with the tangent ``ẏ``."""
+        ctx.name, ctx.quick = name, lie_alike(x, x_dot)
+        if ctx.quick:
+            y, y_dot = load_kernels().activation_forward(name, x, x_dot)
+        else:
+            function, slope, _ = ACTIVATIONS[name]
+            y, y_dot = function(x), slope(x_dot, x)
+        ctx.save_for_backward(x, x_dot)
+        give_tangent(ctx, y_dot)
+        return y
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        """``ẏ``, which came with ``y``."""
+        return take_tangent(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``x̄`` and its tangent."""
+        x, x_dot = ctx.saved_tensors
+        lam, lam_dot = unpack_dual(grad)
+        with torch.no_grad():
+            if ctx.quick:
+                back, back_dot = load_kernels().activation_backward(ctx.name, *_like(x, lam, lam_dot), x, x_dot)
+            else:
+                _, slope, bend = ACTIVATIONS[ctx.name]
+                wide = torch.promote_types(x.dtype, torch.float32)
+                back, back_dot = slope(lam, x), (bend(x.to(wide)) * x_dot).mul_(lam).to(x.dtype)
+                if lam_dot is not None:
+                    back_dot += slope(lam_dot, x)
+        return None, make_dual(back, back_dot), None, None
+
+
+def _like(x: Tensor, lam: Tensor, lam_dot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both as ``x`` lies in memory, zeros for one that is missing."""
+    layout = dense_format(x)
+    lam = lam.contiguous(memory_format=layout)
+    return lam, torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=layout)
+
+
+class DualLayerNorm(Function):
+    """Layer norm over the last dims.
+
+    With ``x̂ = (x − mean) r`` the symmetric map ``A(t) = r (t − mean(t) − x̂ mean(x̂ t))`` is the derivative of x̂:
+    ``ẏ = γ A(ẋ)`` and ``x̄ = A(γλ)``, of which the tangent is
+    ``A(γλ̇) − r (mean(x̂ẋ) x̄ + mean(x̂γλ) A(ẋ) + mean(A(ẋ)γλ) x̂)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_dot: Tensor,
+        shape: Sequence[int],
+        gain: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+    ) -> Tensor:
+        """``y`` with the tangent ``ẏ``."""
+        x, x_dot = x.contiguous(), x_dot.contiguous()
+        ctx.shape = shape
+        ctx.quick = lie_alike(x, x_dot) and load_kernels().fits_layer_norm(math.prod(shape))
+        if ctx.quick:
+            y, y_dot, stats = load_kernels().layer_norm_forward(x, x_dot, gain, bias, math.prod(shape), eps)
+            ctx.save_for_backward(x, x_dot, gain, stats)
+        else:
+            y, mean, rstd = aten.native_layer_norm(x, shape, gain, bias, eps)
+            y_dot = _a(x_dot, x, shape, mean, rstd)
+            y_dot = y_dot if gain is None else y_dot * gain
+            ctx.save_for_backward(x, x_dot, gain, mean, rstd)
+        give_tangent(ctx, y_dot)
+        return y
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        """``ẏ``, which came with ``y``."""
+        return take_tangent(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``x̄`` and its tangent."""
+        x, x_dot, gain, *stats = ctx.saved_tensors
+        lam, lam_dot = unpack_dual(grad)
+        with torch.no_grad():
+            if ctx.quick:
+                size = math.prod(ctx.shape)
+                pair = load_kernels().layer_norm_backward(*_like(x, lam, lam_dot), x, x_dot, gain, stats[0], size)
+            else:
+                pair = _layer_norm_backward(lam, lam_dot, x, x_dot, ctx.shape, gain, *stats)
+        return make_dual(*pair), None, None, None, None, None, None
+
+
+def _a(t: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor) -> Tensor:
+    """``A(t)``."""
+    return aten.native_layer_norm_backward(t, x, shape, mean, rstd, None, None, [True, False, False])[0]
+
+
+def _layer_norm_backward(
+    lam: Tensor, lam_dot: Tensor | None, x: Tensor, x_dot: Tensor, shape: Sequence[int], gain: Tensor | None,
+    mean: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``x̄`` and its tangent."""
+    last = tuple(range(-len(shape), 0))
+    scaled = lam if gain is None else lam * gain
+    back, hat_dot = _a(scaled, x, shape, mean, rstd), _a(x_dot, x, shape, mean, rstd)
+    hat = ((x - mean) * rstd).to(x.dtype)
+    back_dot = back * (hat * x_dot).mean(last, keepdim=True)
+    back_dot += hat_dot * (hat * scaled).mean(last, keepdim=True)
+    back_dot += hat * (hat_dot * scaled).mean(last, keepdim=True)
+    back_dot *= -rstd.to(x.dtype)
+    if lam_dot is not None:
+        back_dot += _a(lam_dot if gain is None else lam_dot * gain, x, shape, mean, rstd)
+    return back, back_dot
+
+
+class DualAttention(Function):
+    """``y = P v`` with ``P = softmax(s q kᵀ + mask)`` for dual q, k and v.
+
+    ``Ṗ = J(s (q̇kᵀ + qk̇ᵀ))`` with ``J(t) = P ⊙ (t − Σ P ⊙ t)``, sums along rows, and ``ẏ = Ṗv + Pv̇``. With ``p̄ = λvᵀ`` and
+    ``S̄ = J(p̄)`` back come ``s S̄k``, ``s S̄ᵀq`` and ``Pᵀλ``, and their tangents by the product rule.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scale: float,
+        mask: Tensor | None,
+        q: Tensor,
+        q_dot: Tensor,
+        k: Tensor,
+        k_dot: Tensor,
+        v: Tensor,
+        v_dot: Tensor,
+        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+    ) -> Tensor:
+        """``y`` with the tangent ``ẏ``."""
+        q, q_dot = q * scale, q_dot * scale
+        scores = q @ k.mT
+        p = scores.softmax(-1) if mask is None else aten._safe_softmax(scores + mask, -1)
+        p_dot = _j(p, (q_dot @ k.mT).add_(q @ k_dot.mT))
+        ctx.scale = scale
+        ctx.save_for_backward(p, p_dot, q, q_dot, k, k_dot, v, v_dot)
+        give_tangent(ctx, (p_dot @ v).add_(p @ v_dot))
+        return p @ v
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        """``ẏ``, which came with ``y``."""
+        return take_tangent(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``q̄``, ``k̄`` and ``v̄`` with their tangents."""
+        p, p_dot, q, q_dot, k, k_dot, v, v_dot = ctx.saved_tensors
+        lam, lam_dot = unpack_dual(grad)
+        with torch.no_grad():
+            lam_dot = torch.zeros_like(lam) if lam_dot is None else lam_dot
+            v_bar, v_bar_dot = p.mT @ lam, (p_dot.mT @ lam).add_(p.mT @ lam_dot)
+            p_bar = lam @ v.mT
+            p_bar_dot = (lam_dot @ v.mT).add_(lam @ v_dot.mT)
+            inner = (p * p_bar).sum(-1, keepdim=True)
+            inner_dot = (p_dot * p_bar).addcmul_(p, p_bar_dot).sum(-1, keepdim=True)
+            away = p_bar.sub_(inner)
+            s_bar_dot = (p_dot * away).addcmul_(p, p_bar_dot.sub_(inner_dot))
+            s_bar = away.mul_(p)
+            q_bar, q_bar_dot = s_bar @ k, (s_bar_dot @ k).add_(s_bar @ k_dot)
+            k_bar, k_bar_dot = s_bar.mT @ q, (s_bar_dot.mT @ q).add_(s_bar.mT @ q_dot)
+            q_bar.mul_(ctx.scale)
+            q_bar_dot.mul_(ctx.scale)
+        pairs = (None, make_dual(q_bar, q_bar_dot), None, make_dual(k_bar, k_bar_dot), None, make_dual(v_bar, v_bar_dot))
+        return None, *pairs, None, None
+
+
+def _j(p: Tensor, t: Tensor) -> Tensor:
+    """``P ⊙ (t − Σ P ⊙ t)``, in the memory of ``t``."""
+    return t.sub_((p * t).sum(-1, keepdim=True)).mul_(p)
