@@ -281,7 +281,7 @@ def test_settings_that_are_no_counts_are_refused(name, value):
 
 
 def test_min_units_none_is_refused():
-    with pytest.raises(BudgetError, match="min_units must be .* got None"):
+    with pytest.raises(BudgetError, match=r"min_units must be .* got None"):
         Moves(graph_of(4), min_units=None)
 
 
