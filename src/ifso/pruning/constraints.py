@@ -65,7 +65,7 @@ def _losses(cell: Sequence[int], connected: Iterable[Balance]) -> Loss:
 
 
 def _is_even(losses: Sequence[Loss], pattern: Sequence[int] = (1,)) -> bool:
-    """Does every block of a balance lose equally many, for every balance?"""
+    """Return whether every block of a balance loses equally many, for every balance."""
     for number in range(len(losses[0])):
         totals = [
             sum(take * lost for take, lost in zip(pattern, block, strict=True))
@@ -275,7 +275,7 @@ class Floors:
         return max((self.of(name, group.size) for name in makers), default=None)
 
     def allows(self, group: Group) -> bool:
-        """May units of the group go?"""
+        """Return whether units of the group may go."""
         makers = [member.parameter for member in group.members if member.role == "produces"]
         return not self.only or all(any(fits(maker, name) for name in self.only) for maker in makers)
 

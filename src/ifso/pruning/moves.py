@@ -232,7 +232,7 @@ class Ordered:
         self._announce(number)
 
     def fits(self, units: Iterable[int]) -> bool:
-        """Would every axis keep enough units?"""
+        """Return whether every axis would keep enough units."""
         lost: dict[int, int] = {}
         for unit in units:
             for axis, _ in self._axes.of[unit]:

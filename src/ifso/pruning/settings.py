@@ -106,7 +106,7 @@ class Settings:
 
     @property
     def needs_latency(self) -> bool:
-        """Must layers be timed?"""
+        """Whether layers must be timed."""
         return self.budget.latency is not None or self.normalize == "latency"
 
     def samples(self, macs: float) -> int:
