@@ -55,7 +55,7 @@ def _named(model: nn.Module, wanted: Any, option: str) -> list[str]:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether it stands for several names: ``*`` is anything, dots too, ``?`` one character, ``[ab]`` one of some.
+    """Return whether it stands for several names: ``*`` is anything, dots too, ``?`` one letter, ``[ab]`` one of some.
 
     >>> is_pattern("layer[12].*.conv?"), is_pattern("layer1.0")
     (True, False)
