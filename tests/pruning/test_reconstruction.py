@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, image, outputs, prunable_cases, random_keep
+from cases import CASES, Case, image, outputs, prunable_cases, random_keep
 from reference.least_squares import watched
 from small_runs import SmallResNet, listed
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ def by_hand(small: nn.Module, whole: nn.Module, batches: list[Tensor]) -> None:
             small.norm.running_var = theirs[1] * got.var(0) / wanted.var(0)
 
 
+IN_ONE_PASS = ("plain", "residual", "depthwise", "grouped", "transposed", "conv1d", "vit", "real-residual")
 KEPT = {"one": [0, 2, 3, 6, 7], "two": [0, 1, 3, 5], "three": [1, 2, 4], "fc": [0, 1, 2, 3]}
 
 
@@ -207,6 +208,40 @@ def test_frozen_weights_stay_and_little_memory_changes_nothing(monkeypatch):
     monkeypatch.setattr(reconstruction, "TARGETS", 1)
     assert reconstruct_(other, whole, CHAIN.graph(), kept, square, lambda: batches)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in small.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [*IN_ONE_PASS, "shared-module", "multihead-sequence-first", "gru-by-hand"])
+def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
+    case = CASES[name]
+    whole, graph, keep = case.model(), case.graph(), random_keep(case.graph(), seed=2, share=0.3)
+    one, batches, alone = pruned(whole, graph, keep), batches_of(case, 4), []
+    other, kept = copy.deepcopy(one), graph.kept(keep)
+    by_itself = reconstruction._Fit.by_itself_
+    monkeypatch.setattr(reconstruction._Fit, "by_itself_", lambda *args: alone.append(1) or by_itself(*args))
+    better = reconstruct_(one, whole, graph, kept, square, lambda: batches)
+    assert bool(alone) == (name not in IN_ONE_PASS)
+    monkeypatch.setattr(reconstruction, "LIVE", 0)
+    assert reconstruct_(other, whole, graph, kept, square, lambda: batches) == better
+    for key, tensor in other.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[key], tensor, rtol=1e-6, atol=1e-8, msg=lambda t, n=key: n + t)
+
+
+def test_a_network_that_takes_no_larger_batch_has_a_pass_for_each_layer(monkeypatch):
+    class Small(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 24:
+                raise RuntimeError("no memory")
+            return super().forward(x)
+
+    whole, keep, batches = CHAIN.model(), {"one": torch.arange(8) < 5}, batches_of(CHAIN, 4)
+    wanted, kept = pruned(whole, CHAIN.graph(), keep), CHAIN.graph().kept(keep)
+    found = copy.deepcopy(wanted)
+    monkeypatch.setattr(reconstruction, "LIVE", 0)
+    assert reconstruct_(wanted, whole, CHAIN.graph(), kept, square, lambda: batches)
+    monkeypatch.undo()
+    found.__class__ = Small
+    assert reconstruct_(found, whole, CHAIN.graph(), kept, square, lambda: batches)
+    assert all(torch.equal(tensor, wanted.state_dict()[name]) for name, tensor in found.state_dict().items())
 
 
 @pytest.mark.parametrize("update", [True, False])

@@ -138,6 +138,29 @@ def _refuse_uneven(size: int, parts: int) -> None:
         raise TrainingError(f"a batch of {size} cannot be cut into {parts} equal micro-batches")
 
 
+def joined(batches: Sequence[Any]) -> Any | None:
+    """All samples as one batch, or None if the batches do not go together: lists of images, other sizes.
+
+    >>> joined([(torch.zeros(2, 3), torch.zeros(2)), (torch.ones(1, 3), torch.ones(1))])[1]
+    tensor([0., 0., 1.])
+    >>> joined([torch.zeros(2, 3), torch.zeros(2, 4)]), joined([([torch.zeros(3, 4, 4)], [{}])])
+    (None, None)
+    """
+    if not batches or any(is_listed(batch) for batch in batches):
+        return None
+    flat = [tree_flatten(batch) for batch in batches]
+    if any(shape != flat[0][1] for _, shape in flat):
+        return None
+    found = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+            return None
+        if len({(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) > 1:
+            return None
+        found.append(torch.cat(leaves))
+    return tree_unflatten(found, flat[0][1])
+
+
 def tensor_pieces(batch: Any, size: int) -> Iterator[Any]:
     """A batch cut along the first dim of its tensors into batches of ``size`` samples.
 

@@ -10,6 +10,9 @@ and its weights W move towards the outputs z of the unpruned network:
 fitted to those, so that a layer which would learn its batches by heart stays as it is and passes nothing on. If the
 outputs of the whole network are not nearer there in the end, everything is undone.
 
+Where all samples go through the network as one batch, a single pass does it: each layer is fitted when it is about to
+run. Else every layer takes a pass of its own, up to where it runs.
+
 Both networks are in eval mode. A batch norm behind a layer gets the mean and the variance with which it does to V x
 what that of the unpruned network does to z.
 """
@@ -18,12 +21,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ifso.common.batches import joined, num_samples
+from ifso.common.distributed import is_distributed
 from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
@@ -46,22 +52,34 @@ LEAST_GAIN = 1e-3
 TARGETS = 2**29
 """Bytes of the unpruned network's outputs that are held at a time; layers beyond that wait for another pass."""
 
+LIVE = 2**32
+"""Bytes that all samples may take on their way through the network, estimated as four times the widest input."""
+
+GPU_SHARE = 4
+"""One part in so many of a GPU's memory may be taken instead of :data:`LIVE`, and a quarter of that for targets."""
+
 Batches = Callable[[], Iterable[Any]]
 
 
 class _Enough(BaseException):
-    """The layer that is looked at has run; past every handler of errors on the way."""
+    """The layers that are looked at have run; past every handler of errors on the way."""
+
+
+class _Apart(Exception):
+    """What a layer reads of all samples cannot be told apart by batch."""
 
 
 @dataclass(frozen=True)
 class _Layer:
     """A layer as a first pass finds it: ``calls`` in a forward pass, ``size`` of what it gives in one, in bytes.
 
-    ``means`` are the running means of the batch norms behind it, if nothing else is there.
+    ``reads`` is the size of its input. ``means`` are the running means of the batch norms behind it, if nothing else is
+    there.
     """
 
     calls: int
     size: int
+    reads: int
     groups: int
     outputs: int
     transposed: bool
@@ -106,14 +124,17 @@ def reconstruct_(
             return False
         undo = Undo(model)
         layers, whole = (_layers(network, loss_fn, first) for network in networks)
-        for names in _together(layers.keys() & whole.keys(), whole, sum(1 for _ in batches())):
+        counts = [num_samples(batch) for batch in batches()]
+        samples = _all_samples(layers, counts, batches)
+        held = _room(next(iter(named_tensors(model).values())).device, TARGETS, 4 * GPU_SHARE)
+        for names in _together(layers.keys() & whole.keys(), whole, len(counts), held):
             targets = _targets(teacher, {name: whole[name] for name in names}, loss_fn, batches)
-            for name in names:
-                rows = _outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name])
-                halves = _see(model, name, layers[name], targets.pop(name), rows, loss_fn, batches)
-                apart = torch.tensor(float(halves is None), device=named_tensors(model)[name].device)
-                if not float(reduce(apart)) and halves is not None:
-                    _move_(model, teacher, name, layers[name], halves.over(reduce), rows)
+            rows = {name: _outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name]) for name in names}
+            fit = _Fit(model, teacher, layers, targets, rows, loss_fn, reduce)
+            if samples is None or not fit.in_one_pass_(names, samples, counts):
+                samples = None
+                for name in names:
+                    fit.by_itself_(name, batches)
         after = _distance(networks, loss_fn, batches, reduce)
         if after is not None and after < before:
             return True
@@ -166,11 +187,13 @@ def _layers(network: nn.Module, loss_fn: LossFn, batch: Any) -> dict[str, _Layer
     names = {id(tensor): name for name, tensor in tensors.items()}
     seen: dict[str, list[LayerCall]] = {}
     sizes: dict[str, int] = {}
+    reads: dict[str, int] = {}
 
     def see(name: str, call: LayerCall) -> None:
         seen.setdefault(name, []).append(call)
         rows = call.columns(POSITIONS, _generator(name, 0, 0)).shape[1]
         sizes[name] = sizes.get(name, 0) + 4 * rows * _outputs(call)
+        reads[name] = reads.get(name, 0) + call.x.nbytes
 
     weights = {
         name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.dim() > 1
@@ -184,19 +207,34 @@ def _layers(network: nn.Module, loss_fn: LossFn, batch: Any) -> dict[str, _Layer
         normed = name in calls.normed
         behind = {names.get(id(one), "") for one in calls.norms.get(name, [])} if normed else set()
         found[name] = _Layer(
-            1 + len(others), sizes[name], call.groups, _outputs(call), call.function in TRANSPOSED,
+            1 + len(others), sizes[name], reads[name], call.groups, _outputs(call), call.function in TRANSPOSED,
             names.get(id(call.bias), ""), normed, tuple(sorted(one for one in behind if one.endswith("running_mean"))),
         )  # fmt: skip
     return found
 
 
-def _together(chosen: Set[str], layers: Mapping[str, _Layer], batches: int) -> Iterator[list[str]]:
+def _all_samples(layers: Mapping[str, _Layer], counts: Sequence[int], batches: Batches) -> Any | None:
+    """All samples as one batch; None if that takes too much memory, several processes, or batches go apart."""
+    if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
+        return None
+    found = list(batches())
+    device = next((leaf.device for leaf in tree_leaves(found) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    live = 4 * max(layer.reads for layer in layers.values()) * sum(counts) / max(counts[0], 1)
+    return joined(found) if live <= _room(device, LIVE, GPU_SHARE) else None
+
+
+def _room(device: torch.device, usual: int, share: int) -> int:
+    """Bytes that may be taken: a part of a GPU's memory, elsewhere what is usual."""
+    return torch.cuda.get_device_properties(device).total_memory // share if device.type == "cuda" else usual
+
+
+def _together(chosen: Set[str], layers: Mapping[str, _Layer], batches: int, held: int) -> Iterator[list[str]]:
     """Layers, in order, whose targets can be held at the same time."""
     names: list[str] = []
     total = 0
     for name in (name for name in layers if name in chosen):
         size = layers[name].size * batches
-        if names and total + size > TARGETS:
+        if names and total + size > held:
             yield names
             names, total = [], 0
         names.append(name)
@@ -231,36 +269,90 @@ def _targets(
     return found
 
 
-def _see(
-    model: nn.Module, name: str, layer: _Layer, targets: Sequence[Sequence[Tensor]], rows: Tensor | None,
-    loss_fn: LossFn, batches: Batches,
-) -> Halves | None:  # fmt: skip
-    """Moments of what a layer reads beside what it should give; None if these do not go together, or are too many."""
-    if rows is None or len(rows) != layer.outputs:
-        return None
-    weight, halves = named_tensors(model)[name], None
-    for number, batch in enumerate(batches()):
-        seen: list[Tensor] = []
+@dataclass(frozen=True)
+class _Fit:
+    """Layers of a model that are moved towards their targets; ``rows`` are those that are left of a layer's outputs."""
 
-        def see(_: str, call: LayerCall, number: int = number, seen: list[Tensor] = seen) -> None:
-            seen.append(call.columns(POSITIONS, _generator(name, number, len(seen))))
-            if len(seen) == layer.calls:
+    model: nn.Module
+    teacher: nn.Module
+    layers: Mapping[str, _Layer]
+    targets: Mapping[str, Sequence[Sequence[Tensor]]]
+    rows: Mapping[str, Tensor | None]
+    loss_fn: LossFn
+    reduce: Callable[[Tensor], Tensor]
+
+    def in_one_pass_(self, names: Sequence[str], samples: Any, counts: Sequence[int]) -> bool:
+        """Fit each layer when it is about to run; if that cannot be done, return False and leave them as they were."""
+        undo, tensors = Undo(self.model), named_tensors(self.model)
+        fitted: dict[str, list[tuple[str, Tensor]]] = {}
+
+        def see(name: str, call: LayerCall) -> None:
+            if name in fitted:
+                return
+            share, rest = divmod(len(call.x), sum(counts))
+            if rest:
+                raise _Apart
+            parts = call.x.split([share * count for count in counts])
+            self._move_(name, self._halves(name, ([replace(call, x=part)] for part in parts)))
+            means = self.layers[name].means
+            places = [*means, *(f"{mean.removesuffix('mean')}var" for mean in means)]
+            fitted[name] = [(place, tensors[place].clone()) for place in places]
+            if len(fitted) == len(names):
                 raise _Enough
 
-        _run(model, loss_fn, batch, LayerCalls({name: weight}, see))
-        wanted = [
-            one[:, rows.to(one.device)].unflatten(1, (layer.groups, -1)).transpose(0, 1) for one in targets[number]
-        ]
-        if [len(one[0]) for one in seen] != [len(one[0]) for one in wanted] or not seen:
+        try:
+            _run(self.model, self.loss_fn, samples, LayerCalls({name: tensors[name] for name in names}, see))
+        except Exception:  # a network that takes no such batch, or no memory for it
+            undo()
+            return False
+        with torch.no_grad():
+            for place, tensor in (one for some in fitted.values() for one in some):
+                tensors[place].copy_(tensor)
+        return True
+
+    def by_itself_(self, name: str, batches: Batches) -> None:
+        """Fit a layer in a pass of its own."""
+        weight = named_tensors(self.model)[name]
+
+        def calls() -> Iterator[list[LayerCall]]:
+            for batch in batches():
+                seen: list[LayerCall] = []
+
+                def see(_: str, call: LayerCall, seen: list[LayerCall] = seen) -> None:
+                    seen.append(call)
+                    if len(seen) == self.layers[name].calls:
+                        raise _Enough
+
+                _run(self.model, self.loss_fn, batch, LayerCalls({name: weight}, see))
+                yield seen
+
+        self._move_(name, self._halves(name, calls()))
+
+    def _halves(self, name: str, calls: Iterable[Sequence[LayerCall]]) -> Halves | None:
+        """Moments of what a layer reads and should give; None if these do not go together, or are too many."""
+        rows, layer, halves = self.rows[name], self.layers[name], None
+        if rows is None or len(rows) != layer.outputs:
             return None
-        joint = torch.cat([torch.cat(seen, 1), torch.cat(wanted, 1).to(seen[0])], 2)
-        if 2 * 4 * len(joint) * joint.shape[2] ** 2 > PIECE:
-            return None
-        if halves is None:
-            halves = Halves.of(joint, 1, number)
-        else:
-            halves.add(joint, 1, number)
-    return halves
+        for number, (here, wanted) in enumerate(zip(calls, self.targets[name], strict=True)):
+            seen = [call.columns(POSITIONS, _generator(name, number, at)) for at, call in enumerate(here)]
+            left = [one[:, rows.to(one.device)].unflatten(1, (layer.groups, -1)).transpose(0, 1) for one in wanted]
+            if [len(one[0]) for one in seen] != [len(one[0]) for one in left] or not seen:
+                return None
+            joint = torch.cat([torch.cat(seen, 1), torch.cat(left, 1).to(seen[0])], 2)
+            if 2 * 4 * len(joint) * joint.shape[2] ** 2 > PIECE:
+                return None
+            if halves is None:
+                halves = Halves.of(joint, 1, number)
+            else:
+                halves.add(joint, 1, number)
+        return halves
+
+    def _move_(self, name: str, halves: Halves | None) -> None:
+        """Give a layer its new weights, if all processes have seen what it reads."""
+        apart = torch.tensor(float(halves is None), device=named_tensors(self.model)[name].device)
+        if not float(self.reduce(apart)) and halves is not None:
+            halves = halves.over(self.reduce)
+            _move_(self.model, self.teacher, name, self.layers[name], halves, self.rows[name])
 
 
 @torch.no_grad()
