@@ -77,7 +77,7 @@ def test_the_last_pattern_that_fits_counts():
         ({"ignore": [nn.ReLU()]}, TraceError, "ignore holds a ReLU that is no part of SmallResNet"),
         ({"ignore": [3]}, TraceError, "ignore holds 3; give names of modules"),
         ({"min_units": {"nowhere": 3}}, TraceError, "min_units names 'nowhere'"),
-        ({"min_units": {"stem": 0}}, BudgetError, "min_units=0 is not a whole number"),
+        ({"min_units": {"stem": 0}}, BudgetError, "min_units must be a whole number of channels from 1 up, got 0"),
         ({"min_share": {"stem": 2.0}}, BudgetError, "min_share must be a share"),
     ],
 )

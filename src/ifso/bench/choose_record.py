@@ -33,7 +33,7 @@ class Record:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def has(self, method: str, target: float) -> bool:
-        """Was that run, and did it not fail?"""
+        """Return whether that was run and did not fail."""
         return any(_is(row, method, target) and "failed" not in row for row in self.rows)
 
     def add(self, method: str, target: float, found: Mapping[str, Any]) -> None:

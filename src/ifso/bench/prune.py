@@ -78,7 +78,7 @@ class Method:
 
     @property
     def staged(self) -> bool:
-        """Does it go in stages, without steps of an optimizer?"""
+        """Whether it goes in stages, without steps of an optimizer."""
         return self.schedule == STAGED["schedule"]
 
     @property

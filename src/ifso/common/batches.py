@@ -56,7 +56,7 @@ def micro_batches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
 
 
 def is_lists(batch: Any) -> bool:
-    """Is it lists of equal length, an item for each sample: (images, targets)?"""
+    """Return whether it is lists of equal length, an item for each sample: (images, targets)."""
     if not isinstance(batch, (tuple, list)) or not batch or not all(isinstance(part, list) for part in batch):
         return False
     return len({len(part) for part in batch}) == 1
@@ -70,7 +70,7 @@ def rough_count(batch: Any) -> int:
 
 
 def is_listed(batch: Any) -> bool:
-    """Does the batch, or the tuple of inputs, begin with a list of images?
+    """Return whether the batch, or the tuple of inputs, begins with a list of images.
 
     >>> is_listed(([torch.zeros(3, 4, 6)], [{}])), is_listed((torch.zeros(1, 3, 4, 6), torch.zeros(1)))
     (True, False)
@@ -191,7 +191,7 @@ def tensor_length(batch: Any) -> int:
 
 
 def looks_like_one_batch(batches: Any) -> bool:
-    """Is it a batch, where an iterable of batches should be?"""
+    """Return whether it is a batch, where an iterable of batches should be."""
     if isinstance(batches, (Tensor, str, Mapping)) or hasattr(batches, "__array__"):
         return True
     if not isinstance(batches, (tuple, list)) or not all(isinstance(item, Tensor) for item in batches):
@@ -289,7 +289,7 @@ REMEMBERS = (
 
 
 def remembers(batches: Iterable[Any]) -> bool:
-    """Do batches come from processes whose random state goes on from epoch to epoch, where no checkpoint holds it?"""
+    """Return whether batches come from processes whose random state goes on over epochs, beyond any checkpoint."""
     loaders = (batches, getattr(batches, "loader", None))
     return any(isinstance(each, DataLoader) and each.num_workers > 0 and each.persistent_workers for each in loaders)
 
@@ -393,7 +393,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def not_finite(batch: Any) -> Tensor:
-    """Does a batch hold NaN or infinity? A bool scalar on the batch's device, so that nobody need wait for it.
+    """Return whether a batch holds NaN or infinity, as a bool scalar on its device, so that nobody need wait for it.
 
     Minus infinity is left alone: masks of attention are made of it.
     """

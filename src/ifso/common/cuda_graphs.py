@@ -72,7 +72,7 @@ def _first(error: Exception) -> Exception:
 
 
 def captures_go_to(device: torch.device) -> bool:
-    """Is it the current GPU? Work on another one would run at once and not be in the graph."""
+    """Return whether it is the current GPU. Work on another one would run at once and not be in the graph."""
     return device.type == "cuda" and (device.index is None or device.index == torch.cuda.current_device())
 
 

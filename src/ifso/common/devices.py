@@ -44,7 +44,7 @@ NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Has memory run out, on a GPU or not? Also if another error tells of it.
+    """Return whether memory has run out, on a GPU or not; also if another error tells of it.
 
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True

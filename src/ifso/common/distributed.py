@@ -16,7 +16,7 @@ from ifso.errors import RankError, ScoreError
 
 
 def is_distributed() -> bool:
-    """Is this one of several processes of ``torch.distributed``?"""
+    """Return whether this is one of several processes of ``torch.distributed``."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -85,7 +85,7 @@ def among_ranks() -> Iterator[None]:
 
 
 def of_another_rank(error: BaseException) -> bool:
-    """Is it because another rank failed or is gone that this one did?
+    """Return whether this rank failed because another one failed or is gone.
 
     >>> of_another_rank(RuntimeError("Connection closed by peer")), of_another_rank(RuntimeError("shapes differ"))
     (True, False)

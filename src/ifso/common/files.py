@@ -134,7 +134,7 @@ def clear_scratch(path: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Is there anything? Not where the system will not say, as with a name that is too long."""
+    """Return whether there is anything; False where the system will not say, as with a name that is too long."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -142,7 +142,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Is there a file, also by a link? Not where the system will not say, as with a name that is too long."""
+    """Return whether there is a file, also by a link; False where the system will not say."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -150,7 +150,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_plain(path: Path) -> bool:
-    """Is there a plain file, and no link to one?"""
+    """Return whether there is a plain file, and no link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:

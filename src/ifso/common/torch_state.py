@@ -172,11 +172,11 @@ def conv_settings() -> Any:
 
 
 @contextlib.contextmanager
-def full_float32() -> Iterator[None]:
-    """Within it no convolution is rounded to TF32."""
+def full_float32(yes: bool = True) -> Iterator[None]:
+    """Within it convolutions do not round their factors to TF32; with False they do."""
     conv = conv_settings()
     before = conv.fp32_precision
-    conv.fp32_precision = "ieee"
+    conv.fp32_precision = "ieee" if yes else "tf32"
     try:
         yield
     finally:

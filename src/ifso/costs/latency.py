@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ifso.common.module_state import device_of
 from ifso.common.tensors import WatchedCalls, WatchedLeavings, map_tensors
+from ifso.common.timing import middle
 from ifso.common.torch_state import preserved
 from ifso.costs.cost import MAC_KINDS, check_fits
 from ifso.errors import IfsoError, RunError, StaleGraphError
@@ -59,7 +60,7 @@ def measure_latency(model: nn.Module, inputs: Any, *, repeats: int = REPEATS, wa
     """
     with _ready(model, inputs, repeats, warm_up) as run:
         samples = tuple(sum(seconds for _, seconds in run([])) for _ in range(repeats))
-    return Latency(statistics.median(samples), _middle_half(samples), samples)
+    return Latency(*middle(samples), samples)
 
 
 @dataclass(frozen=True)
@@ -268,13 +269,6 @@ def _dealt_out(graph: ChannelGraph, own: dict[str, float]) -> tuple[list[float],
 
 def _kinds(graph: ChannelGraph) -> tuple[tuple[str, str], ...]:
     return tuple((term.kind, term.where) for term in graph.terms)
-
-
-def _middle_half(samples: tuple[float, ...]) -> float:
-    if len(samples) == 1:
-        return 0.0
-    low, _, high = statistics.quantiles(samples, n=4)
-    return high - low
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Activations, layer norm and attention on dual numbers, as :mod:`ifso.curvature.dual_layers` has layers with weights.
 
 Forward mode over PyTorch's backward passes takes some thirty kernels for each of them, reading and writing activations
-again and again. On a GPU an activation or a layer norm is one kernel of :mod:`ifso.curvature.kernels` in each direction.
+again and again. On a GPU an activation or a layer norm is one kernel of :mod:`ifso.curvature.kernels` each way.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def _layer_norm_backward(
 class DualAttention(Function):
     """``y = P v`` with ``P = softmax(s q kᵀ + mask)`` for dual q, k and v.
 
-    ``Ṗ = J(s (q̇kᵀ + qk̇ᵀ))`` with ``J(t) = P ⊙ (t − Σ P ⊙ t)``, sums along rows, and ``ẏ = Ṗv + Pv̇``. With ``p̄ = λvᵀ`` and
-    ``S̄ = J(p̄)`` back come ``s S̄k``, ``s S̄ᵀq`` and ``Pᵀλ``, and their tangents by the product rule.
+    ``Ṗ = J(s (q̇kᵀ + qk̇ᵀ))`` with ``J(t) = P ⊙ (t − Σ P ⊙ t)``, sums along rows, and ``ẏ = Ṗv + Pv̇``. With ``p̄ = λvᵀ``
+    and ``S̄ = J(p̄)`` back come ``s S̄k``, ``s S̄ᵀq`` and ``Pᵀλ``, and their tangents by the product rule.
     """
 
     @staticmethod
@@ -229,7 +229,14 @@ class DualAttention(Function):
             k_bar, k_bar_dot = s_bar.mT @ q, (s_bar_dot.mT @ q).add_(s_bar.mT @ q_dot)
             q_bar.mul_(ctx.scale)
             q_bar_dot.mul_(ctx.scale)
-        pairs = (None, make_dual(q_bar, q_bar_dot), None, make_dual(k_bar, k_bar_dot), None, make_dual(v_bar, v_bar_dot))
+        pairs = (
+            None,
+            make_dual(q_bar, q_bar_dot),
+            None,
+            make_dual(k_bar, k_bar_dot),
+            None,
+            make_dual(v_bar, v_bar_dot),
+        )
         return None, *pairs, None, None
 
 

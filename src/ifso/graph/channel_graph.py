@@ -144,7 +144,7 @@ class SizeAttribute:
         return int(kept[self.labels].sum(-1).max())
 
     def changes(self, kept: Tensor) -> bool:
-        """Is the number another one for what is kept?"""
+        """Return whether the number is another one for what is kept."""
         return self.value(kept) != self.labels.shape[-1]
 
 

@@ -37,7 +37,7 @@ class Layer:
         return tuple(dim for dim, size in enumerate(self.ids.shape) if size > 1)
 
     def varies(self, dim: int) -> bool:
-        """Does the id depend on the position along ``dim``?"""
+        """Return whether the id depends on the position along ``dim``."""
         return self.ids.shape[dim] > 1
 
 
@@ -73,7 +73,7 @@ class MeasuredBy:
 
     @property
     def is_padding(self) -> bool:
-        """Does it count zeros added beside the channels?"""
+        """Whether it counts zeros added beside the channels."""
         return self.names in (PADDED_FRONT, PADDED_BACK)
 
 

@@ -55,7 +55,7 @@ def _named(model: nn.Module, wanted: Any, option: str) -> list[str]:
 
 
 def is_pattern(name: str) -> bool:
-    """Does it stand for several names? ``*`` for anything, dots too, ``?`` for one character, ``[ab]`` for one of some.
+    """Return whether it stands for several names: ``*`` is anything, dots too, ``?`` one letter, ``[ab]`` one of some.
 
     >>> is_pattern("layer[12].*.conv?"), is_pattern("layer1.0")
     (True, False)
@@ -64,7 +64,7 @@ def is_pattern(name: str) -> bool:
 
 
 def is_under(name: str, modules: Collection[str]) -> bool:
-    """Does a parameter belong to one of these modules (or is it one of these names)?
+    """Return whether a parameter belongs to one of these modules, or is one of these names.
 
     >>> is_under("layer1.0.conv1.weight", ["layer1"]), is_under("layer10.weight", ["layer1"])
     (True, False)
@@ -73,7 +73,7 @@ def is_under(name: str, modules: Collection[str]) -> bool:
 
 
 def fits(name: str, wanted: str) -> bool:
-    """Is a parameter the one of that name, of that module, or of one that the pattern stands for?
+    """Return whether a parameter is the one of that name, of that module, or of one that the pattern stands for.
 
     >>> fits("layer1.0.conv1.weight", "layer1"), fits("layer1.0.conv1.weight", "*.conv?"), fits("fc.weight", "*.conv?")
     (True, True, False)

@@ -125,7 +125,7 @@ def recorded_numbers(call: FunctionCall, tape: Tape) -> list[Computed]:
 
 
 def same_numbers(before: list[Computed], now: list[Computed]) -> bool:
-    """Do two runs of a function compute with the same numbers? A place may move with the size of its axis.
+    """Return whether two runs of a function compute with the same numbers. A place may move with the size of its axis.
 
     Where PyTorch itself takes other operators for other sizes, as in an einsum, their dims and places tell nothing.
     """

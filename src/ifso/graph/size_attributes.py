@@ -289,7 +289,7 @@ class _Settler:
         return acted
 
     def _are_apart(self, ids: Tensor, others: Tensor) -> bool:
-        """Do none of the units stand on both sides, and is no such tie known?"""
+        """Return whether no unit stands on both sides, and no such tie is known."""
         of = self._rehearsed.of
         pair = of[torch.stack([others, ids])]
         known = any(of[tie].equal(pair) for tie, _ in self.ties if tie.shape == pair.shape)

@@ -70,7 +70,7 @@ class Budget:
 
     @property
     def in_flops(self) -> bool:
-        """Was it given in FLOPs?"""
+        """Whether it was given in FLOPs."""
         return bool(vars(self).get("_in_flops"))
 
     @property

@@ -18,6 +18,7 @@ from ifso.graph.balancing import cells_of, connected_balances
 from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Group
 from ifso.graph.naming import fits
 from ifso.pruning.cost_tracker import Incidence, incidence
+from ifso.runs.values import is_number, is_whole
 
 Pattern = tuple[int, ...]
 """How many units an elementary move takes from each cell of a family."""
@@ -64,7 +65,7 @@ def _losses(cell: Sequence[int], connected: Iterable[Balance]) -> Loss:
 
 
 def _is_even(losses: Sequence[Loss], pattern: Sequence[int] = (1,)) -> bool:
-    """Does every block of a balance lose equally many, for every balance?"""
+    """Return whether every block of a balance loses equally many, for every balance."""
     for number in range(len(losses[0])):
         totals = [
             sum(take * lost for take, lost in zip(pattern, block, strict=True))
@@ -219,6 +220,14 @@ class ProducedAxes:
 ALL = "*"
 """The pattern of all layers."""
 
+
+def checked_channels(name: str, value: Any) -> int:
+    """The value of an option that is a number of channels; BudgetError if it is none."""
+    if not is_whole(value) or value < 1:
+        raise BudgetError(f"{name} must be a whole number of channels from 1 up, got {value!r}")
+    return int(value)
+
+
 MinUnits = int | Mapping[str, int]
 MinShare = float | Mapping[str, float]
 
@@ -240,10 +249,9 @@ class Floors:
 
     def __post_init__(self) -> None:
         for value in _by_pattern(self.min_units, 1).values():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BudgetError(f"min_units={value!r} is not a whole number of channels; give 1, 2, 3, …")
+            checked_channels("min_units", value)
         for value in _by_pattern(self.min_share, 0.0).values():
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+            if not is_number(value) or not 0 <= value < 1:
                 raise BudgetError(f"min_share must be a share from 0 up to, but not, 1, got {value!r}")
 
     def least(self, size: int) -> int:
@@ -267,7 +275,7 @@ class Floors:
         return max((self.of(name, group.size) for name in makers), default=None)
 
     def allows(self, group: Group) -> bool:
-        """May units of the group go?"""
+        """Return whether units of the group may go."""
         makers = [member.parameter for member in group.members if member.role == "produces"]
         return not self.only or all(any(fits(maker, name) for name in self.only) for maker in makers)
 

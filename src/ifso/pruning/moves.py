@@ -11,9 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ifso.errors import BudgetError, ScoreError
+from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, Group
-from ifso.pruning.constraints import Axes, Family, Floors, MinShare, MinUnits, Pattern, ProducedAxes, families_of
+from ifso.pruning.constraints import (
+    Axes,
+    Family,
+    Floors,
+    MinShare,
+    MinUnits,
+    Pattern,
+    ProducedAxes,
+    checked_channels,
+    families_of,
+)
 
 LEFT_ALONE = "only= names other layers"
 """Why a group is stuck that nobody asked for."""
@@ -51,7 +61,7 @@ class Moves:
         min_share: MinShare = 0.0,
         only: tuple[str, ...] = (),
     ) -> None:
-        self.round_to = None if round_to is None else _positive("round_to", round_to)
+        self.round_to = None if round_to is None else checked_channels("round_to", round_to)
         self.floors = Floors(min_units, min_share, only)
         self._graph, self._units = graph, graph.num_units
         self._firsts = [group.first for group in graph.groups]
@@ -138,12 +148,6 @@ class Moves:
         return f"{family.where} would keep fewer than {self.floors} channels"
 
 
-def _positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BudgetError(f"{name}={value!r} is not a whole number of channels; give 1, 2, 3, …")
-    return value
-
-
 def _by_group(graph: ChannelGraph, free: Sequence[int]) -> list[Family]:
     """The free units of each group as a family, of which any number can go."""
     alone = set(free)
@@ -228,7 +232,7 @@ class Ordered:
         self._announce(number)
 
     def fits(self, units: Iterable[int]) -> bool:
-        """Would every axis keep enough units?"""
+        """Return whether every axis would keep enough units."""
         lost: dict[int, int] = {}
         for unit in units:
             for axis, _ in self._axes.of[unit]:

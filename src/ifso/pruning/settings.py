@@ -18,6 +18,7 @@ from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import STAGED, Budget, Mixed, Schedule, phases, usual
 from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.selection import check_normalizer, of_budget
+from ifso.runs.values import is_number, is_whole
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
 
@@ -77,7 +78,7 @@ class Settings:
             raise BudgetError(f"accumulation={self.accumulation!r} is unknown; choose {names}")
         for name, least in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_whole(value) or value < least:
                 raise BudgetError(f"{name} must be a whole number from {least} up, got {value!r}")
         if not isinstance(self.damping, (int, float)) or not 0 < self.damping < math.inf:
             raise BudgetError(f"damping={self.damping!r} must be above 0")
@@ -89,7 +90,7 @@ class Settings:
         for name in ("update", "train_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise BudgetError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.stop is not None and not (_is_number(self.stop) and self.stop >= 0):
+        if self.stop is not None and not (is_number(self.stop) and self.stop >= 0):
             raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
         if self.calibration is not None and not (type(self.calibration) is int and self.calibration > 0):
             raise BudgetError(f"calibration must be a number of samples from 1 up, got {self.calibration!r}")
@@ -105,7 +106,7 @@ class Settings:
 
     @property
     def needs_latency(self) -> bool:
-        """Must layers be timed?"""
+        """Whether layers must be timed."""
         return self.budget.latency is not None or self.normalize == "latency"
 
     def samples(self, macs: float) -> int:
@@ -175,10 +176,6 @@ def criterion_of(criterion: str | Criterion) -> Criterion:
 def sgd(parameters: list[nn.Parameter], learning_rate: float) -> Optimizer:
     """The optimizer of the paper."""
     return torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def describe(optimizer: Optimizer) -> dict[str, Any]:

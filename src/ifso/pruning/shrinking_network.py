@@ -150,7 +150,7 @@ class ShrinkingNetwork:
         return self._complete(kept, _numbers(self.graph, kept, self.numbers, smaller))
 
     def _complete(self, kept: Tensor, found: Tensor) -> bool:
-        """Is each unit of the smaller graph, ``found``, one of the original, and none missing that could still go?"""
+        """Return whether all units ``found`` are of the original, and none that can still go is left out."""
         missing = torch.zeros(self.original.num_units, dtype=torch.bool, device="cpu")
         missing[self.numbers[kept[:STAYS]]] = True
         missing[found[found != STAYS]] = False

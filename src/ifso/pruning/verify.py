@@ -70,7 +70,7 @@ def _listening(model: nn.Module, found: list[Any]) -> Iterator[None]:
 
 
 def compare(masked: list[Tensor], compacted: list[Tensor]) -> Check:
-    """Does the compacted network give what the masked one gave?"""
+    """Check that the compacted network gives what the masked one gave."""
     name = "compacted equals masked"
     shapes = [[tuple(tensor.shape) for tensor in side] for side in (masked, compacted)]
     if shapes[0] != shapes[1]:

@@ -135,7 +135,7 @@ def is_config(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Is there anything? RunError where the system will not say."""
+    """Return whether there is anything; RunError where the system will not say."""
     with located(path):
         try:
             path.stat()

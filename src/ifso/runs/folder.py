@@ -290,7 +290,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Has the run come to its end?"""
+        """Whether the run has come to its end."""
         return (self.path / SUMMARY).is_file()
 
     def _write(self, name: str, data: bytes) -> None:

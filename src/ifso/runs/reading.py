@@ -114,7 +114,7 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Has the pruning come to its end?"""
+        """Whether the pruning has come to its end."""
         return self.summary is not None
 
     @property

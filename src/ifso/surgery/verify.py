@@ -86,7 +86,7 @@ def _difference(model: nn.Module, graph: ChannelGraph, removal: Removal) -> floa
 
 
 def _is_random(model: nn.Module, graph: ChannelGraph, removal: Removal, inputs: Any, soft: Answers) -> bool:
-    """Does the masked model itself give something else with other random numbers?"""
+    """Return whether the masked model itself gives something else with other random numbers."""
     again = _try(model, graph, removal, inputs, smaller=False, seed=1)
     return again is None or _error(soft, again) > EXACT
 

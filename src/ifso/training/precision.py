@@ -41,16 +41,11 @@ def check_score_precision(name: str) -> None:
 @contextmanager
 def tensor_cores(name: str) -> Iterator[None]:
     """Within it convolutions on a GPU round their factors to TF32 if ``name`` is ``"tf32"``, and otherwise do not."""
-    from ifso.common.torch_state import conv_settings
+    from ifso.common.torch_state import full_float32
 
     check_precision(name)
-    conv = conv_settings()
-    before = conv.fp32_precision
-    conv.fp32_precision = "tf32" if name == "tf32" else "ieee"
-    try:
+    with full_float32(name != "tf32"):
         yield
-    finally:
-        conv.fp32_precision = before
 
 
 def autocast(name: str, device: torch.device | str) -> torch.autocast:

@@ -19,7 +19,7 @@ from ifso.common.cuda_graphs import captures_go_to
 
 @cache
 def available() -> bool:
-    """Is there a Triton to compile the kernel with?"""
+    """Return whether there is a Triton to compile the kernel with."""
     return importlib.util.find_spec("triton") is not None
 
 

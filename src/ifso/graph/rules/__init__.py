@@ -46,7 +46,7 @@ def find(call: Call) -> Rule:
 
 
 def _is_pointwise(op: str) -> bool:
-    """Does any overload of the operator carry the tag?"""
+    """Return whether any overload of the operator carries the tag."""
     namespace, _, name = op.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return packet is not None and any(

@@ -171,7 +171,7 @@ def _is_parameter(labels: Labels, ref: Ref) -> bool:
 
 
 def _deals_evenly(layer: Layer, groups: int, weight_shape: tuple[int, ...]) -> bool:
-    """Can each group of a convolution take equally many channels of each block of a shuffled axis?"""
+    """Return whether each group of a convolution can take equally many channels of each block of a shuffled axis."""
     per_in, per_out = weight_shape[1], weight_shape[0] // groups
     return layer.dims == (1,) and layer.period > 0 and per_in % layer.period == 0 and per_in > 1 and per_out > 1
 

@@ -46,7 +46,7 @@ def reduce(call: Call, labels: Labels) -> None:
 
 
 def _asks_for_places(call: Call, labels: Labels) -> bool:
-    """Does something use the place of the largest or smallest: what argmax gives, or the second output of max?"""
+    """Return whether something uses the place of an extreme: what argmax gives, or the second output of max."""
     if call.op in ("aten.argmax", "aten.argmin"):
         return True
     if call.op not in ("aten.max", "aten.min") or len(call.outputs) < 2:
