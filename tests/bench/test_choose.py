@@ -366,7 +366,7 @@ def test_the_figure(tmp_path, capsys):
         ("--methods tp-tailor", "no method 'tp-tailor'; choose from default, "),
         ("--methods tp-tailor", "did you mean tp-taylor?"),
         ("--macs 80", "macs=80.0 is not a share"),
-        ("--calibration 0", "calibration=0 will not do"),
+        ("--calibration 0", "calibration must be"),
         ("--measured 9999", "--measured 9999: there are only 355 such images"),
         ("--calibration 9999", "--calibration 9999: there are only 1442 such images"),
         ("--device tpu9", "device 'tpu9' cannot be used"),
