@@ -17,6 +17,7 @@ from ifso.cli.options import (
     add_pretrained,
     compute_threads,
     detector_images,
+    name_networks,
     positive,
     seed,
     shape,
@@ -98,8 +99,11 @@ def _add_measuring(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    said = name_networks(args)
     _check_arguments(args)
     with chatter_to_stderr(), compute_threads(args.threads), joined(args.device) as world:
+        for line in said if world.is_first else ():
+            say(line)
         report = _measure(args, world)
     if report is not None:
         if args.out is not None:
@@ -217,6 +221,7 @@ def _networks(
     import torch
 
     from ifso.models.registry import is_program, network_for
+    from ifso.surgery.recipe import recipe_of
 
     networks: dict[str, nn.Module] = {}
     notes = []
@@ -236,6 +241,11 @@ def _networks(
                 raise IfsoError(f"--only {name}: {why}")
             else:
                 notes.append(f"No {name} network: {why}.")
+        earlier = recipe_of(networks[STAGES[0]]) if STAGES[0] in networks else None
+        if earlier is not None and earlier.removed_units:
+            notes.append(
+                f"The run began with the network of {run.arguments.get('weights', 'an earlier run')}, pruned before."
+            )
     if args.channels_last:
         networks = {name: model.to(memory_format=torch.channels_last) for name, model in networks.items()}
     return networks, notes

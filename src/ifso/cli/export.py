@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
 from ifso.cli.evaluation_report import NOT_THERE, STAGES
-from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, shape, shapes_of
+from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, name_networks, shape, shapes_of
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.runs.open import OpenedRun, add_unverified, open_tuned
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Export, and show what became smaller."""
     _choose_format(args)
     with chatter_to_stderr():
+        for line in name_networks(args):
+            say(line)
         document = _export(args)
     if args.json:
         print_json(document)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import World, joined, leave
-from ifso.cli.options import add_pretrained, real, seed
+from ifso.cli.options import add_pretrained, name_networks, real, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
 from ifso.cli.teachers import Teachers, add_teacher, check_teacher_options
@@ -111,6 +111,7 @@ class Plan:
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, and print what came out."""
     _check_arguments(args)
+    args.said = name_networks(args)
     plans = [_plan(args, folder) for folder in args.runs]
     options = [plan.options for plan in plans]
     common_option(options, "precision", "float32")
@@ -185,6 +186,8 @@ def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> 
                 remove_checkpoint(plan.folder)
     left = [number for number in range(len(plans)) if number not in done]
     with training_progress("finetune") if world.is_first else nullcontext(SilentTraining()) as listener:
+        for line in args.said:
+            listener.said(line)
         preparation = _Preparation(args, world, listener.said)
         trainings = [preparation.training(plans[number]) for number in left]
         outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)

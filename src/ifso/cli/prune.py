@@ -112,6 +112,8 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> 
             download=args.download,
         )
         report_notes(data, listener.said)
+        for line in args.said:
+            listener.said(line)
         if detects(data) and not args.resume and takes_default_steps(settings):
             settings = {**settings, "lr": PRUNING_RATE[data.task]}
             arguments = prune_arguments(settings)

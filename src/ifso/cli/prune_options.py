@@ -13,16 +13,19 @@ from typing import Any
 from ifso.cli.options import (
     DATA,
     MODEL,
+    WEIGHTS,
     add_download,
     add_json,
     add_option,
     add_pretrained,
+    name_networks,
     real,
     seed,
     shape,
 )
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
+from ifso.runs.arguments import opened_with
 from ifso.runs.open import found_again
 from ifso.tasks import PRUNING_BATCH, PRUNING_RATE
 
@@ -69,8 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_task(group: Any) -> None:
+    words = "the folder of a run or a training, whose network is pruned further; then nothing else is needed here"
+    group.add_argument("source", nargs="?", type=Path, metavar="RUN", help=words)
     add_option(group, "model", str, "MODEL", MODEL)
-    add_option(group, "weights", str, "FILE", "trained weights (random ones otherwise)")
+    add_option(group, "weights", str, "FILE", f"{WEIGHTS} (random ones otherwise)")
     add_pretrained(group)
     add_option(group, "data", str, "DATA", DATA)
     add_download(group)
@@ -143,12 +148,13 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     if args.flops and args.macs:
         raise BudgetError("--macs and --flops mean the same; give one of them")
     args.macs = args.macs or args.flops
+    args.said = name_networks(args, args.source)
     given = {name: getattr(args, name) for name in STORED if getattr(args, name) not in (None, [])}
     single = {cost: given[cost][0] for cost in COSTS if isinstance(given.get(cost), list) and len(given[cost]) == 1}
     given = json.loads(json.dumps({**given, **single}))
     stored = _stored(args.out) if args.resume else {}
     if stored:
-        check_same_options(given, stored, args.out)
+        check_same_options(given, stored, *opened_with(args.out, stored))
         stored = found_again(args.out, stored, [*given, *(["data"] if args.download else ())])
     settings = {**stored, **given}
     for name in ("model", "data"):

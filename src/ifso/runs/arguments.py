@@ -72,6 +72,14 @@ def places_of(folder: Path, path: str) -> Iterator[Path]:
         yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
 
 
+def opened_with(folder: Path, arguments: Mapping[str, Any]) -> list[Path]:
+    """The folder of a run, and those of the network it began with, if that was another run's: one sender for all."""
+    weights = arguments.get("weights")
+    places = places_of(folder, weights) if isinstance(weights, str) else ()
+    found = [place for place in places if Path(place).is_dir()]
+    return [folder, *found, *(place.parent for place in found if place.name == FINETUNE)]
+
+
 def pruning_of(folder: Path, name: str | None) -> Path:
     """The run whose fine-tuning is in ``folder``, which calls it ``name`` or, without a name, lies in it."""
     from ifso.common.files import is_file

@@ -12,6 +12,7 @@ from ifso.runs.arguments import (
     FINETUNE,
     PATHS,
     came_with,
+    opened_with,
     parts_of,
     places_of,
     pruning_of,
@@ -135,6 +136,16 @@ class OpenedRun:
                 "give the run it belongs to, or fine-tune again"
             )
 
+    def refuse_other_units(self) -> None:
+        """RunError if the fine-tuned network does not have the units that the pruned one has."""
+        from ifso.surgery.store import read_recipe
+
+        if not self.unverified and read_recipe(self.finetune).shapes != read_recipe(self.folder).shapes:
+            raise RunError(
+                f"{self.finetune} holds a network of other sizes than {self.folder}; "
+                "give the run that it was pruned in, or fine-tune again"
+            )
+
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
         from ifso.surgery.store import load
 
@@ -188,8 +199,59 @@ class OpenedRun:
             return
         if place != Path(path):
             raise RunError(came_with(self.folder, option, f"{place}{factory}"))
-        opened = (self.folder,) if self.tuned is None else (self.folder, self.tuned)
-        refuse_foreign(option, f"{place}{factory}", opened)
+        opened = opened_with(self.folder, self.arguments)
+        refuse_foreign(option, f"{place}{factory}", [*opened, self.finetune])
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a MODEL or ``--weights`` is the folder of a run, of a training, or of a saved network."""
+    from ifso.runs.files import CONFIG, is_there
+    from ifso.surgery.store import RECIPE
+
+    return Path(name).is_dir() and (is_there(Path(name) / CONFIG) or is_there(Path(name) / RECIPE))
+
+
+def network_in(folder: Path, *, model: str | None = None, data: str | None = None) -> tuple[dict[str, Any], str]:
+    """Options by which any command takes the network in ``folder``, and which network that is, in words.
+
+    It is the fine-tuned one of a run if that has come to its end, else the pruned one, or that of a training. ``model``
+    is the MODEL and ``data`` the DATA, if their files have moved or the folder does not tell them.
+    """
+    from ifso.models.registry import without_loading
+
+    run, place, which = _newest(folder, model)
+    options = {"data": data} if data is not None else {}
+    options |= {name: run.there(name) for name in ("model", "data") if name in run.arguments and name not in options}
+    if "model" in options:
+        options["model"] = without_loading(options["model"])
+    if "input" in run.arguments:
+        options["input"] = run.arguments["input"]
+    return {**options, "weights": str(place)}, which
+
+
+def weights_in(folder: Path) -> tuple[str, str]:
+    """The folder that has the weights of :func:`network_in`, and which network that is, in words."""
+    _, place, which = _newest(folder, None)
+    return str(place), which
+
+
+def _newest(folder: Path, model: str | None) -> tuple[OpenedRun, Path, str]:
+    from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config
+
+    config = read_config(folder / CONFIG) if is_there(folder / CONFIG) else {"settings": {}}
+    if TRAINING in config["settings"] and at(config, "about", "run") is None and folder.name != FINETUNE:
+        if not (folder / SUMMARY).is_file():
+            raise RunError(
+                f"the training in {folder} is not finished; go on with it: ifso train --resume --out {folder}"
+            )
+        given = {} if model is None else {"model": model}
+        told = told_options(config, folder / CONFIG) or {}
+        return OpenedRun(folder, {**told, **given}, told=frozenset(given)), folder, f"the trained network of {folder}"
+    run = open_tuned(folder, model=model)
+    if run.finetuning != "finished":
+        return run, run.folder, f"the pruned network of {run.folder}"
+    run.refuse_other_units()
+    return run, run.finetune, f"the fine-tuned network of {run.folder}"
 
 
 def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
