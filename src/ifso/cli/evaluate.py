@@ -27,7 +27,7 @@ from ifso.cli.options import (
 )
 from ifso.cli.train_options import report_notes
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, add_unverified, open_tuned
+from ifso.runs.open import OpenedRun, add_finetuned, add_unverified, open_tuned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +63,7 @@ def _add_task(group: Any) -> None:
     group.add_argument(
         "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
     )
+    add_finetuned(group)
     add_unverified(group)
     group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
     group.add_argument(
@@ -120,6 +121,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
     if args.folder is None and (args.model is None or args.data is None):
         raise IfsoError("give a RUN folder, or a network with --model and --data; ifso eval --help says what they are")
+    if args.folder is None and args.finetuned:
+        raise IfsoError("--finetuned says where the fine-tuned network of a RUN is; give the RUN, too")
     if args.folder is None and args.only:
         raise IfsoError("--only chooses among the networks of a RUN; leave it out, or give the folder of a run")
     if args.validation is not None and args.split != "validation":
@@ -138,7 +141,11 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
     from ifso.training.profiling import in_memory_format
 
     progress = say if world.is_first else lambda _: None
-    run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
+    run = (
+        None
+        if args.folder is None
+        else open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)
+    )
     data = _data(args, run, world)
     given = args.train_batch is not None
     for name, size in (BOXES_BATCHES if detects(data) else BATCHES).items():
@@ -262,7 +269,7 @@ def _stages(
         except RunError as error:
             if args.weights or args.only:
                 raise
-            if "data" in run.arguments:
+            if not run.by_python or "weights" in run.arguments:
                 raise RunError(f"{error}, or measure the rest: --only pruned") from error
             return None, str(error)
 

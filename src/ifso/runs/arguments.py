@@ -17,6 +17,9 @@ EXECUTED = ("model", "data", "teacher")
 PATHS = ("model", "weights", "data")
 """Options whose value may hold a path."""
 
+TOLD = ("model", "weights", "data", "input")
+"""What may be told of a run that Python begins."""
+
 FINETUNE = "finetune"
 """The folder within a run in which ``ifso finetune`` works."""
 
@@ -80,6 +83,17 @@ def opened_with(folder: Path, arguments: Mapping[str, Any]) -> list[Path]:
     return [folder, *found, *(place.parent for place in found if place.name == FINETUNE)]
 
 
+def refuse_no_network(folder: Path) -> None:
+    """RunError if a folder that is said to hold a fine-tuned network holds none."""
+    from ifso.runs.files import is_there
+    from ifso.surgery.store import RECIPE
+
+    if not is_there(folder / RECIPE):
+        raise RunError(
+            f"--finetuned {folder} holds no network (no {RECIPE}); give a folder that ifso.save or ifso finetune wrote"
+        )
+
+
 def pruning_of(folder: Path, name: str | None) -> Path:
     """The run whose fine-tuning is in ``folder``, which calls it ``name`` or, without a name, lies in it."""
     from ifso.common.files import is_file
@@ -140,8 +154,17 @@ def _program(option: str, value: str) -> str | None:
 def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
     """The arguments that a run was begun with, by name; None if it does not tell them."""
     arguments = at(config, "about", "arguments")
-    if not isinstance(arguments, dict):
-        return None
+    return _checked(arguments, where) if isinstance(arguments, dict) else None
+
+
+def told_names(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The same of a run that Python began: names of its network, weights and data, as far as ``about=`` told them."""
+    about = config.get("about")
+    found = {name: about[name] for name in TOLD if name in about} if isinstance(about, dict) else {}
+    return _checked(found, where)
+
+
+def _checked(arguments: Mapping[str, Any], where: Path) -> dict[str, Any]:
     for name, value in arguments.items():
         is_right, words = KINDS.get(name, (lambda _: True, ""))
         if not is_right(value):

@@ -17,6 +17,8 @@ from ifso.runs.arguments import (
     places_of,
     pruning_of,
     refuse_foreign,
+    refuse_no_network,
+    told_names,
     told_options,
 )
 from ifso.runs.values import at
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 class OpenedRun:
     """A finished pruning run.
 
-    ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
+    ``arguments`` are the options that ``ifso prune`` was given, by name; of a run that Python began (``by_python``)
+    they are the names that ``about=`` of ``ifso.prune`` told, if any.
     ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
     the folder of its fine-tuning, if that is another than the customary one. ``told`` are the arguments that whoever
     opens the run has given. ``unverified``: they take its networks even if a check of them failed.
@@ -43,6 +46,7 @@ class OpenedRun:
     tuned: Path | None = None
     told: frozenset[str] = frozenset()
     unverified: bool = False
+    by_python: bool = False
 
     @property
     def finetune(self) -> Path:
@@ -51,13 +55,16 @@ class OpenedRun:
 
     @property
     def finetuning(self) -> str:
-        """``"none"``, ``"unfinished"`` or ``"finished"``."""
+        """``"none"``, ``"unfinished"`` or ``"finished"``, as is a network that ``ifso.save`` wrote there."""
         from ifso.runs.files import CONFIG, SUMMARY
+        from ifso.surgery.store import RECIPE
 
         place = self.finetune
         if (place / SUMMARY).is_file():
             return "finished"
-        return "unfinished" if (place / CONFIG).exists() else "none"
+        if (place / CONFIG).exists():
+            return "unfinished"
+        return "finished" if (place / RECIPE).is_file() else "none"
 
     @property
     def set_apart(self) -> dict[str, Any]:
@@ -127,7 +134,10 @@ class OpenedRun:
         from ifso.surgery.recipe import digest_of
 
         place = self.finetune / CONFIG
-        config = read_config(place) if place.is_file() else {"settings": {}}
+        if not place.is_file():
+            self.refuse_other_units()
+            return
+        config = read_config(place)
         refuse_other_files(self.finetune, config)
         began = config["settings"].get("weights")
         if began not in (None, digest_of(self.pruned(data=data))):
@@ -172,7 +182,8 @@ class OpenedRun:
         """The value of an option, with a path that leads there from here."""
         said = option.replace("_", "-")
         if not isinstance(self.arguments.get(option), str):
-            raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}")
+            once = f', or tell it once: ifso.prune(…, about={{"{option}": …}})' if self.by_python else ""
+            raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}{once}")
         value = self.arguments[option]
         before, path, after = parts_of(option, value)
         if path is None:
@@ -280,27 +291,44 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
     if not is_there(folder / CONFIG) and is_there(folder / RECIPE):
-        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified)
+        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified, by_python=True)
     if not is_there(folder / CONFIG):
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = read_config(folder / CONFIG)
-    arguments = told_options(config, folder / CONFIG) or {}
+    arguments = told_options(config, folder / CONFIG)
+    by_python = arguments is None
+    arguments = told_names(config, folder / CONFIG) if arguments is None else arguments
     if TRAINING in config["settings"]:
         raise RunError(_not_pruned(folder, at(config, "about", "run"), arguments))
     if not (folder / SUMMARY).is_file():
-        how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
+        how = "ifso.prune(…, resume=…)" if by_python else f"ifso prune --resume --out {folder}"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
     if not unverified:
         refuse_failed_run(folder)
         refuse_other_files(folder, config)
     digest = config["settings"].get("weights")
-    return OpenedRun(folder, {**arguments, **given}, digest, told=frozenset(given), unverified=unverified)
+    told = frozenset(given)
+    return OpenedRun(folder, {**arguments, **given}, digest, told=told, unverified=unverified, by_python=by_python)
 
 
-def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
-    """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
+def add_finetuned(group: Any) -> None:
+    """Where the fine-tuned network is, if somebody else's program trained it."""
+    words = "its fine-tuned network: a folder that ifso.save(model, DIR) wrote, or ifso finetune (RUN/finetune)"
+    group.add_argument("--finetuned", type=Path, metavar="DIR", help=words)
+
+
+def open_tuned(
+    folder: Path, *, model: str | None = None, unverified: bool = False, finetuned: Path | None = None
+) -> OpenedRun:
+    """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``.
+
+    ``finetuned`` is where its fine-tuned network is, if that is said.
+    """
     from ifso.runs.files import CONFIG, TRAINING, is_there, read_config
 
+    if finetuned is not None:
+        refuse_no_network(finetuned)
+        return replace(open_run(folder, model=model, unverified=unverified), tuned=finetuned)
     if not is_there(folder / CONFIG):
         return open_run(folder, model=model, unverified=unverified)
     config = read_config(folder / CONFIG)
