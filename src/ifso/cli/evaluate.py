@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_json
-from ifso.cli.distributed import World, joined, leave
+from ifso.cli.distributed import World, add_device, device_of, joined, leave
 from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.options import (
     MODEL,
@@ -74,7 +74,7 @@ def _add_task(group: Any) -> None:
 
 def _add_measuring(group: Any) -> None:
     usual = {name: f"{BATCHES[name]}; {BOXES_BATCHES[name]} with boxes" for name in BATCHES}
-    group.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (cpu)")
+    add_device(group)
     group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
     group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
     group.add_argument("--batch", type=positive, metavar="N", help=f"images at a time ({usual['batch']})")
@@ -100,11 +100,9 @@ def _add_measuring(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    said = name_networks(args)
+    args.said = name_networks(args)
     _check_arguments(args)
-    with chatter_to_stderr(), compute_threads(args.threads), joined(args.device) as world:
-        for line in said if world.is_first else ():
-            say(line)
+    with chatter_to_stderr(), compute_threads(args.threads), joined(device_of(args.device, args.said)) as world:
         report = _measure(args, world)
     if report is not None:
         if args.out is not None:
@@ -152,6 +150,8 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
         if getattr(args, name) is None:
             setattr(args, name, size)
     report_notes(data, progress)
+    for line in args.said:
+        progress(line)
     models, notes = _networks(args, run, data, world.device)
     batch = in_memory_format(_train_batch(data, args.train_batch, given), channels_last=args.channels_last)
     qualities = {}

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Export, and show what became smaller."""
     _choose_format(args)
     with chatter_to_stderr():
-        for line in name_networks(args):
-            say(line)
+        name_networks(args)
         document = _export(args)
     if args.json:
         print_json(document)

@@ -186,10 +186,10 @@ def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> 
                 remove_checkpoint(plan.folder)
     left = [number for number in range(len(plans)) if number not in done]
     with training_progress("finetune") if world.is_first else nullcontext(SilentTraining()) as listener:
-        for line in args.said:
-            listener.said(line)
         preparation = _Preparation(args, world, listener.said)
         trainings = [preparation.training(plans[number]) for number in left]
+        for line in dict.fromkeys(args.said):
+            listener.said(line)
         outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
     done.update(zip(left, outcomes, strict=True))
     return [done[number] for number in range(len(plans))]

@@ -112,14 +112,15 @@ def _network(args: argparse.Namespace) -> nn.Module:
     from ifso.models.registry import network_for
 
     args.weights = None
-    for line in name_networks(args):
-        say(line)
+    said = name_networks(args)
     if args.input and isinstance(args.input[0], int):
         args.input = [tuple(args.input)]
     data = None if args.data is None else open_data(args.data)
     model = network_for(
         args.model, None if data is None else data.num_classes, weights=args.weights, pretrained=args.pretrained
     )
+    for line in said:
+        say(line)
     args.example = None if data is None else data.example_inputs()
     return model
 

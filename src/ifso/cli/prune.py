@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import console, path_from, print_json, table
-from ifso.cli.distributed import World, joined, leave
+from ifso.cli.distributed import World, device_of, joined, leave
 from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
     COSTS,
@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         args.resume = holds_run(args.out)
     settings, start = gather(args), Path.cwd()
     command = ["prune", "--resume", "--out", str(args.out)]
-    with joined(settings.get("device", "cpu")) as world, resumable(command, args.out, shown=world.is_first):
+    device = device_of(settings.get("device"), args.said)
+    with joined(device) as world, resumable(command, args.out, shown=world.is_first):
         result = _prune(settings, args, world)
     if world.is_first and args.json:
         print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.distributed import add_device
 from ifso.cli.options import (
     DATA,
     MODEL,
@@ -136,7 +137,7 @@ def _add_running(group: Any) -> None:
     )  # fmt: skip
     group.add_argument("--overwrite", action="store_true", help="give up the run that RUN holds, once all is checked")
     add_option(group, "seed", seed, "N", "fixes everything that is random (0)")
-    add_option(group, "device", str, "NAME", "cpu or cuda (cpu)")
+    add_device(group)
     add_option(group, "precision", str, "NAME", "of the network (float32)")
     group.add_argument("--channels-last", action="store_true", default=None, help="channels-last memory layout")
     group.add_argument("--tensorboard", action="store_true", help="write scalars into RUN/tensorboard")
