@@ -12,8 +12,8 @@ from ifso.cli.distributed import World, add_device, device_of, joined, leave
 from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.options import (
     MODEL,
-    add_download,
     add_json,
+    add_opening,
     add_pretrained,
     compute_threads,
     detector_images,
@@ -59,7 +59,7 @@ def _add_task(group: Any) -> None:
     group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
     add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
-    add_download(group)
+    add_opening(group)
     group.add_argument(
         "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
     )
@@ -185,7 +185,8 @@ def _train_batch(data: Data, size: int, given: bool) -> Any:
 def _data(args: argparse.Namespace, run: OpenedRun | None, world: World) -> Data:
     from ifso.data import open_data
 
-    options: dict[str, Any] = {"device": world.device, "validation": args.validation or 0, "download": args.download}
+    options: dict[str, Any] = {"device": world.device, "validation": args.validation or 0}
+    options |= {"download": args.download, "workers": args.workers}
     if world.ranks > 1:
         options.update(rank=world.rank, ranks=world.ranks)
     if run is None:

@@ -233,7 +233,7 @@ class _Preparation:
         return plan.run._network(data, None).to(self._world.device)
 
     def _opened(self, plan: Plan) -> Data:
-        options = data_options(plan.options, plan.settings, self._world, download=self._args.download)
+        options = data_options(plan.options, plan.settings, self._world, self._args)
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:

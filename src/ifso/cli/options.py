@@ -42,9 +42,11 @@ def add_settings(group: Any, defaults: object, words: Mapping[str, tuple[str, st
         add_option(group, spelled.get(name, name), kind, metavar, text.format(shown), dest=name, **several)
 
 
-def add_download(group: Any) -> None:
-    """Declare ``--download``."""
+def add_opening(group: Any) -> None:
+    """How data is opened: ``--download`` and ``--workers``."""
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
+    words = "processes that decode images in files, 0 for none (as the cores allow)"
+    group.add_argument("--workers", type=int, metavar="N", help=words)
 
 
 def add_json(group: Any) -> None:

@@ -78,7 +78,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
             remove_checkpoint(args.out)
         return summary
     with training_progress("train") if world.is_first else nullcontext(SilentTraining()) as listener:
-        data = open_data(options["data"], **data_options(options, settings, world, download=args.download))
+        data = open_data(options["data"], **data_options(options, settings, world, args))
         report_notes(data, listener.said)
         for line in args.said:
             listener.said(line)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ifso.common.text import shown
 from ifso.errors import RunError
-from ifso.runs.values import Kind, at, is_number, is_text, is_truth, is_whole, list_of
+from ifso.runs.values import Kind, at, dict_of, is_number, is_text, is_truth, is_whole, list_of
 
 EXECUTED = ("model", "data", "teacher")
 """Options whose value may name a program."""
@@ -190,11 +190,11 @@ KINDS: Mapping[str, tuple[Kind, str]] = {
          "accumulation", "recipe", "teacher", "teacher_weights"), _TEXT
     ),
     **dict.fromkeys(
-        ("batch", "seed", "round_to", "min_units", "recalibrate", "weight_update", "recover", "calibration",
+        ("batch", "seed", "round_to", "recalibrate", "weight_update", "recover", "calibration",
          "accumulate", "batches_per_score", "units_per_step", "epochs", "warm_up_steps"), _WHOLE
     ),
     **dict.fromkeys(
-        ("lr", "min_share", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
+        ("lr", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
          "distill", "temperature", "cutmix", "validation"), _NUMBER
     ),
     **dict.fromkeys(
@@ -204,6 +204,8 @@ KINDS: Mapping[str, tuple[Kind, str]] = {
         ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
     ),
     **dict.fromkeys(("criterion_option", "ignore", "only"), (list_of(is_text), "a list of texts")),
+    "min_units": (lambda value: is_whole(value) or dict_of(is_whole)(value), "a whole number, or one by layer"),
+    "min_share": (lambda value: is_number(value) or dict_of(is_number)(value), "a number, or one by layer"),
     "evaluate_every": (lambda value: is_whole(value) and value > 0, "a whole number from 1 up"),
     "milestones": (list_of(is_number), "a list of numbers"),
     "input": (_is_shape, "a list of sizes"),
