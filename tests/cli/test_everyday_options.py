@@ -1,6 +1,7 @@
 """Options of everyday use: where a command computes, rehearsals, floors by layer, words that mean the same."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from ifso.cli.distributed import device_of
 from ifso.cli.main import main
+from ifso.common.text import standard_error
 from ifso.errors import DataError
 
 TASK = "--model ifso:resnet8-digits --data digits"
@@ -117,3 +119,25 @@ def test_workers_are_passed_on(line, monkeypatch, capsys):
     monkeypatch.setattr("ifso.data.open_data", opened)
     assert ifso_(f"{line} --model ifso:resnet20 --data folder:images --workers 3") == 2
     assert "error: 3 open folder:images" in capsys.readouterr().err
+
+
+class TestNumbers:
+    def test_accuracies_have_a_standard_error(self, capsys):
+        assert ifso_(f"train {TASK} --epochs 1 --out trained") == 0
+        summary = json.loads(Path("trained/summary.json").read_text())
+        shown = f"{summary['last_top1']:.2f} ± {standard_error(summary['last_top1'], 355):.2f}"
+        assert summary["samples"] == 355
+        assert shown in capsys.readouterr().out
+        assert ifso_("eval --model trained --repeats 1") == 0
+        assert f"{shown} %" in capsys.readouterr().out
+        assert ifso_(f"prune trained --macs 0.9 {QUICK} --out run") == 0
+        printed = capsys.readouterr().out
+        assert re.search(r"\naccuracy: \d+\.\d\d ± \d\.\d\d %, ± standard error of 355 test images\n", printed)
+        assert ifso_("finetune run --epochs 1") == 0
+        assert re.search(r"│ run/finetune │ +\d+\.\d\d ± \d\.\d\d │", capsys.readouterr().out)
+
+    def test_budgets(self, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.5 --params 0.99 {QUICK} --out run") == 0
+        out = capsys.readouterr().out
+        assert "binding: the budget of MACs; room left in the others: parameters " in out
+        assert "to train it further make the optimizer anew" in out

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import World, joined, leave
+from ifso.cli.evaluation_report import accuracy
 from ifso.cli.options import add_pretrained, name_networks, real, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
@@ -260,12 +261,14 @@ def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for summary in summaries:
         values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
-        cells = ["–" if value is None else f"{value:.2f}" for value in values]
+        counted = summary.get("samples") if kind == "top1" else None
+        cells = ["–" if value is None else accuracy(value, counted).removesuffix(" %") for value in values]
         cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
         rows.append((summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}"))
     best = () if kind == "eval_loss" else ("best epoch",)
     headings = ("folder", *stages, "last epoch", *best, "epochs", "seconds")
-    return table(headings, rows, title=f"{TITLES[kind]} on {' and '.join(splits)} images")
+    error = " ± standard error" if kind == "top1" and any(summary.get("samples") for summary in summaries) else ""
+    return table(headings, rows, title=f"{TITLES[kind]}{error} on {' and '.join(splits)} images")
 
 
 TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}

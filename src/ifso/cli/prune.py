@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import console, path_from, print_json, table
 from ifso.cli.distributed import World, device_of, joined, leave
+from ifso.cli.evaluation_report import accuracy
 from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
     COSTS,
@@ -88,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
         print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})
     elif world.is_first:
         print(result)
+        value = result.measures[-1].values.get("accuracy") if result.measures else None
+        if value is not None and hasattr(args, "samples"):
+            print(f"accuracy: {accuracy(value, args.samples)}, ± standard error of {args.samples:,} test images")
         if any(isinstance(settings.get(cost), list) for cost in COSTS):
             console().print("", path_table(path_of(result)), sep="\n")
         print(f"run folder: {path_from(args.out, start)}")
@@ -159,7 +163,7 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
         "loss_fn": loss_in(precision, data.loss_fn),
         "budget": budget,
         "example_inputs": example,
-        "evaluate": _evaluation(data, precision),
+        "evaluate": _evaluation(data, precision, args),
         "about": {"arguments": settings, **({"counted_on": shapes_of(example)} if detects(data) else {})},
         **arguments,
     }
@@ -188,8 +192,11 @@ def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
     return zeros(settings["input"], device)
 
 
-def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
-    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
+def _evaluation(data: Data, precision: str, args: argparse.Namespace) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind.
+
+    The number of samples that an accuracy is of is kept as ``args.samples``.
+    """
     from ifso.data.base import detects
     from ifso.tasks.classification import cross_entropy
     from ifso.training.average_precision import check_evaluator, evaluate_detector
@@ -208,8 +215,9 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
     def measure(model: nn.Module) -> dict[str, float]:
         with autocast(precision, next(model.parameters()).device):
             if not detects(data):
-                accuracy = evaluate(model, batches, over_ranks=True)
-                return {"accuracy": accuracy.top1, "test_loss": accuracy.loss}
+                found = evaluate(model, batches, over_ranks=True)
+                args.samples = found.samples
+                return {"accuracy": found.top1, "test_loss": found.loss}
             average = evaluate_detector(model, batches, over_ranks=True)
             values = {name: getattr(average, name) for name in ("map", "map50", "map75")}
             return {name: value for name, value in values.items() if value is not None}

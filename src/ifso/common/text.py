@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 LONGEST = 500
 """Characters that are repeated of what an error says; a hostile file may put anything there."""
 
@@ -38,3 +40,12 @@ def shown(value: object, most: int = 80) -> str:
     """A value as Python writes it, cut off where it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def standard_error(percent: float, samples: int) -> float:
+    """That of a share of samples, such as an accuracy: √(p (1 − p) / n), in percent.
+
+    >>> standard_error(90.0, 900)
+    1.0
+    """
+    return math.sqrt(max(percent * (100 - percent), 0.0) / samples)

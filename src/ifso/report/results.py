@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ifso.common.text import amount
+from ifso.common.text import amount, standard_error
 from ifso.pruning.result import LABELS, UNDONE
 from ifso.runs.arguments import FINETUNE
 from ifso.runs.reading import RunRecord
@@ -47,7 +46,7 @@ class Quality:
         value, count = self.by_stage.get(stage), self.samples.get(stage)
         if self.name != "accuracy" or not self.is_percent or not count or value is None or not 0 <= value <= 100:
             return None
-        return math.sqrt(value * (100 - value) / count)
+        return standard_error(value, count)
 
     def number(self, value: float) -> str:
         """A value in its unit."""
