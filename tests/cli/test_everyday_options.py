@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import ifso
 from ifso.cli.distributed import device_of
 from ifso.cli.main import main
 from ifso.common.text import standard_error
 from ifso.errors import DataError
+from ifso.training.runs import RunningTraining
 
 TASK = "--model ifso:resnet8-digits --data digits"
 QUICK = "--criterion magnitude --schedule one-shot --recalibrate 0 --batch 64"
@@ -141,3 +143,55 @@ class TestNumbers:
         out = capsys.readouterr().out
         assert "binding: the budget of MACs; room left in the others: parameters " in out
         assert "to train it further make the optimizer anew" in out
+
+
+@pytest.mark.parametrize("command", ["train {TASK} --out", "finetune run --out"])
+def test_options_have_one_meaning_and_their_former_names_still_work(command, capsys):
+    assert ifso_(f"prune {TASK} --macs 0.9 {QUICK} --out run") == 0
+    now, before = (command.format(TASK=TASK) + place for place in (" now", " before"))
+    more = "--epochs 1 --batch 128"
+    assert ifso_(f"{now} {more} --lr-schedule cosine --micro-batches 2") == 0
+    assert "note:" not in capsys.readouterr().err
+    assert ifso_(f"{before} {more} --schedule cosine --accumulate 2") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "ifso: note: --schedule is called --lr-schedule here" in said
+    assert "ifso: note: --accumulate is called --micro-batches here" in said
+    first, second = (json.loads(Path(place, "summary.json").read_text())["settings"] for place in ("now", "before"))
+    assert first == second
+    assert (first["schedule"], first["accumulate"]) == ("cosine", 2)
+
+
+class TestOptimizer:
+    def test_adamw_trains_and_goes_on_with_the_same_bits(self, monkeypatch, capsys):
+        line = f"train {TASK} --epochs 3 --opt adamw --out"
+        assert ifso_(f"{line} whole") == 0
+        settings = json.loads(Path("whole/summary.json").read_text())["settings"]
+        assert (settings["opt"], settings["lr"]) == ("adamw", 0.001)
+        with monkeypatch.context() as patch:
+            ended = RunningTraining._ended
+
+            def stop(self, epoch):
+                ended(self, epoch)
+                if epoch.number == 2:
+                    raise KeyboardInterrupt
+
+            patch.setattr(RunningTraining, "_ended", stop)
+            patch.setattr("ifso.training.runs.SAVE_EVERY", 0.0)
+            assert ifso_(f"{line} parted") == 130
+        assert ifso_("train --resume --out parted") == 0
+        first, second = (ifso.create_model("ifso:resnet8-digits", weights=place) for place in ("whole", "parted"))
+        assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
+
+    def test_fine_tunes_also_in_the_former_shape(self):
+        assert ifso_(f"prune {TASK} --macs 0.7 {QUICK} --out run") == 0
+        for more in ("--padded --out wide", "--recipe ours --distill=0.5 --out own"):
+            assert ifso_(f"finetune run --epochs 1 --opt adamw {more}") == 0
+        wide = ifso.create_model("ifso:resnet8-digits", weights="wide")
+        assert {name: tuple(each.shape) for name, each in wide.named_parameters()} == {
+            name: tuple(each.shape)
+            for name, each in ifso.create_model("ifso:resnet8-digits", weights="run").named_parameters()
+        }
+
+    def test_unknown(self, capsys):
+        assert ifso_(f"train {TASK} --opt lion --out run") == 2
+        assert "optimizer 'lion' is unknown; choose one of sgd, adam, adamw" in capsys.readouterr().err

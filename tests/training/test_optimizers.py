@@ -8,7 +8,7 @@ from torch import nn
 
 from ifso.errors import TrainingError
 from ifso.training.checkpoint import copy_tensors_
-from ifso.training.optimizers import momenta, set_rate_, sgd
+from ifso.training.optimizers import momenta, optimizer_of, set_rate_, sgd
 from ifso.training.settings import TrainSettings
 
 SETTINGS = TrainSettings(lr=0.3, momentum=0.8, weight_decay=0.05)
@@ -118,3 +118,47 @@ def test_momenta_are_there_from_the_start_and_carry_on():
         used.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert momenta(model, sgd(model, TrainSettings(momentum=0.0))) == {}
+
+
+class TestAdam:
+    @pytest.mark.parametrize("name", ["adam", "adamw"])
+    def test_steps_as_torch_does(self, name):
+        settings = TrainSettings(opt=name, lr=0.01, momentum=0.8, weight_decay=0.1)
+        torch.manual_seed(0)
+        model, truth = nn.Linear(3, 2), nn.Linear(3, 2)
+        truth.load_state_dict(model.state_dict())
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+        optimizers = optimizer_of(model, settings), kind(truth.parameters(), 0.01, betas=(0.8, 0.999), weight_decay=0.1)
+        for step in range(3):
+            for net, optimizer in zip((model, truth), optimizers, strict=True):
+                optimizer.zero_grad()
+                net(torch.full((4, 3), float(step + 1))).square().sum().backward()
+                optimizer.step()
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), truth.parameters(), strict=True)
+        )
+
+    def test_all_of_its_state_is_there_from_the_start_and_kept(self):
+        model = nn.Linear(3, 2)
+        optimizer = optimizer_of(model, TrainSettings(opt="adamw", lr=0.01))
+        before = momenta(model, optimizer)
+        assert sorted(before) == sorted(
+            f"{n}.{k}" for n in ("weight", "bias") for k in ("step", "exp_avg", "exp_avg_sq")
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        after = momenta(model, optimizer)
+        assert all(after[name] is before[name] for name in before)
+        assert after["weight.step"].item() == 1
+
+    def test_one_without_decay_of_norms_and_biases(self):
+        groups = optimizer_of(nn.Linear(3, 2), TrainSettings(opt="adamw", lr=0.01, decay_all=False)).param_groups
+        assert [group["weight_decay"] for group in groups] == [1e-4, 0.0]
+
+    def test_settings(self):
+        assert "opt" not in TrainSettings().as_dict()
+        assert TrainSettings(opt="adam").as_dict()["opt"] == "adam"
+        with pytest.raises(TrainingError, match="optimizer 'lion' is unknown; choose one of sgd, adam, adamw"):
+            TrainSettings(opt="lion")
+        with pytest.raises(TrainingError, match="nesterov is of SGD"):
+            TrainSettings(opt="adam", nesterov=True)

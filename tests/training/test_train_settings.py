@@ -33,6 +33,7 @@ BAD = {
     "channels_last": (1,),
     "compile": ("",),
     "schedule": ("linear", "", None, ["step"]),
+    "opt": ("lion", "", None, ["sgd"]),
     "precision": ("fp8", "", None, ["bf16"], 32),
 }
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.console import complain
 from ifso.errors import IfsoError, TraceError
 from ifso.runs.open import is_folder, network_in, weights_in
 from ifso.runs.values import LARGEST_WHOLE
@@ -26,6 +27,17 @@ def add_option(group: Any, name: str, kind: Any, metavar: str, words: str, **mor
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=words, **more)
     else:
         group.add_argument(flag, type=kind, metavar=metavar, help=words, **more)
+
+
+def add_former(group: Any, former: str, name: str, kind: Any, **more: Any) -> None:
+    """Declare ``--former``, which is not shown any more and does what ``--name`` does, after a line that says so."""
+
+    class Renamed(argparse.Action):
+        def __call__(self, *given: Any) -> None:
+            complain(f"note: --{former} is called --{name} here")
+            setattr(given[1], self.dest, given[2])
+
+    group.add_argument(f"--{former}", type=kind, action=Renamed, help=argparse.SUPPRESS, **more)
 
 
 def add_settings(group: Any, defaults: object, words: Mapping[str, tuple[str, str]], **spelled: str) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.distributed import World, add_device, device_of
-from ifso.cli.options import add_json, add_opening, add_settings, positive, share
+from ifso.cli.options import add_former, add_json, add_opening, add_settings, positive, share
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import IfsoError, TrainingError
-from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, training_recipe
+from ifso.training.settings import ADAM_RATE, OPTIMIZERS, RECIPES, SCHEDULES, TrainSettings, training_recipe
 
 if TYPE_CHECKING:
     from ifso.data import Data
@@ -35,13 +35,14 @@ DECAYS = ", ".join(f"{RECIPES[name].weight_decay:g} in {name}" for name in ("our
 SETTINGS = {
     "epochs": ("N", "rounds over the training set ({})"),
     "batch": ("N", "images in a batch, of all ranks together ({})"),
-    "lr": ("RATE", "highest learning rate ({})"),
-    "schedule": ("NAME", f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]} ({{}})"),
+    "opt": ("NAME", f"optimizer: {', '.join(OPTIMIZERS)} ({{}})"),
+    "lr": ("RATE", f"highest learning rate ({{}}; {ADAM_RATE:g} of adam and adamw)"),
+    "schedule": ("NAME", f"of the learning rate: {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]} ({{}})"),
     "milestones": ("SHARE", "of the run, for step ({})"),
     "factor": ("X", "by which step multiplies the rate there ({})"),
     "warm_up": ("EPOCHS", "in which the rate rises at first ({})"),
     "warm_up_steps": ("N", f"the same in steps ({{}}; {RECIPES[BOXES].warm_up_steps} in {BOXES})"),
-    "momentum": ("X", "of SGD ({})"),
+    "momentum": ("X", "of SGD, or the first beta of adam and adamw ({})"),
     "nesterov": ("", "Nesterov's momentum"),
     "weight_decay": ("X", f"({{}}; {DECAYS})"),
     "decay_all": ("", "weight decay for norms and biases, too"),
@@ -52,11 +53,16 @@ SETTINGS = {
     "accumulate": ("N", "micro-batches that make a batch ({})"),
 }
 
+SPELLED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
+"""Settings whose options are called otherwise, as in ``ifso prune`` the same words are other things."""
+
 
 def add_recipe(group: Any) -> None:
     """Recipe and settings that change it. None has a default here: what is not given is left to the recipe."""
     group.add_argument("--recipe", metavar="NAME", help=RECIPE_NAMES)
-    add_settings(group, TrainSettings(), SETTINGS, decay_all="decay_norms")
+    add_settings(group, TrainSettings(), SETTINGS, **SPELLED)
+    add_former(group, "schedule", "lr-schedule", str, dest="schedule")
+    add_former(group, "accumulate", "micro-batches", int, dest="accumulate")
 
 
 def add_data(group: Any) -> None:

@@ -171,8 +171,8 @@ def duration(seconds: float) -> str:
 REPEATED = ("criterion_option",)
 """Options that are given once for each value."""
 
-RENAMED = {"decay_all": "decay_norms"}
-"""Options that are stored under another name."""
+RENAMED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
+"""Options of trainings that are stored under another name."""
 
 JOINED = ("input",)
 """Options whose values stand behind commas."""
@@ -218,7 +218,7 @@ def load_command(run: RunRecord) -> str | None:
 
 
 def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[str]:
-    """Stored arguments as they are typed; with ``negatable`` a switch that is off is said so.
+    """Stored arguments as they are typed; those of a training are ``negatable``, and a switch that is off is said so.
 
     >>> options({"model": "ifso:resnet32", "macs": 0.5, "channels_last": True, "criterion_option": ["a=1", "b=2"]})
     ['--model', 'ifso:resnet32', '--macs', '0.5', '--channels-last', '--criterion-option', 'a=1',
@@ -230,7 +230,7 @@ def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[st
     """
     found: list[str] = []
     for name, value in arguments.items():
-        word = RENAMED.get(name, name).replace("_", "-")
+        word = (RENAMED.get(name, name) if negatable else name).replace("_", "-")
         option = f"--{word}"
         if isinstance(value, bool):
             found += [option] if value else [f"--no-{word}"] if negatable else []

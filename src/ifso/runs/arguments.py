@@ -187,7 +187,7 @@ _NUMBER, _TRUTH = (is_number, "a number"), (is_truth, "true or false")
 KINDS: Mapping[str, tuple[Kind, str]] = {
     **dict.fromkeys(
         ("model", "weights", "data", "device", "precision", "criterion", "schedule", "preset", "normalize",
-         "accumulation", "recipe", "teacher", "teacher_weights"), _TEXT
+         "accumulation", "recipe", "teacher", "teacher_weights", "opt"), _TEXT
     ),
     **dict.fromkeys(
         ("batch", "seed", "round_to", "recalibrate", "weight_update", "recover", "calibration",

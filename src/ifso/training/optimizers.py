@@ -1,4 +1,4 @@
-"""SGD for the settings of a run, its learning rate over the epochs, and the moving average of the weights."""
+"""The optimizer for the settings of a run, its learning rate over the epochs, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
     is read at each step, also by a step captured in a CUDA graph. The momentum v is there from the start, as zeros,
     so that the first step is like any other; on a GPU one kernel updates everything.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise no_parameters_error(model)
+    parameters = _trained(model)
     rate = settings.lr if lr is None else lr
     optimizer = torch.optim.SGD(
         [{**group, "lr": rate} for group in _groups(parameters, settings)],
@@ -51,6 +49,43 @@ def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None 
     return optimizer
 
 
+def optimizer_of(
+    model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of the settings for the parameters of ``model`` that take part in training, each once.
+
+    That of Adam and AdamW has the first β from ``momentum``, the second 0.999. As :func:`sgd` it has its whole state
+    from the start, and reads its rate from a tensor on the model's device.
+    """
+    if settings.opt == "sgd":
+        return sgd(model, settings, lr=lr)
+    parameters = _trained(model)
+    rate = settings.lr if lr is None else lr
+    on_gpu = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.opt]
+    optimizer = kind(
+        [{**group, "lr": rate} for group in _groups(parameters, settings)],
+        rate,
+        betas=(settings.momentum, 0.999),
+        fused=on_gpu or None,
+        capturable=on_gpu,
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device if on_gpu else None),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise no_parameters_error(model)
+    return parameters
+
+
 def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate: in place where it is a tensor, so that a captured step sees it."""
     for group in optimizer.param_groups:
@@ -61,12 +96,16 @@ def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The momentum of every parameter by its name: the tensors themselves, not copies."""
-    return {
-        name: optimizer.state[parameter]["momentum_buffer"]
-        for name, parameter in model.named_parameters()
-        if "momentum_buffer" in optimizer.state.get(parameter, {})
-    }
+    """What the optimizer remembers of every parameter, by its name: the tensors themselves, not copies.
+
+    Of SGD it is the momentum; of others every tensor has its own name behind that of the parameter.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[name if key == "momentum_buffer" else f"{name}.{key}"] = value
+    return found
 
 
 def _groups(parameters: list[nn.Parameter], settings: TrainSettings) -> list[dict[str, object]]:

@@ -13,7 +13,10 @@ from ifso.errors import TrainingError
 from ifso.training.precision import check_precision
 
 SCHEDULES = ("step", "cosine", "one-cycle", "constant")
-LATER = ("warm_up_steps", "cutmix")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+ADAM_RATE = 1e-3
+"""The learning rate of Adam and AdamW where a recipe, which is for SGD, has another."""
+LATER = ("warm_up_steps", "cutmix", "opt")
 """Settings that older files lack."""
 
 
@@ -26,6 +29,7 @@ class TrainSettings:
     ``"one-cycle"``, which rises by itself). With ``decay_all=False`` norms and biases have no weight decay. ``ema`` is
     the decay of a moving average of the weights (0: none), which is then evaluated and kept. ``accumulate``
     micro-batches make a batch. ``distill`` is the weight of the teacher (0: labels only), at ``temperature``.
+    ``opt`` is the optimizer; ``momentum`` is then the first β of Adam and AdamW, whose second one is 0.999.
     ``cutmix`` is the share of images with a rectangle of another one (:mod:`ifso.training.objective`).
     """
 
@@ -52,12 +56,15 @@ class TrainSettings:
     seed: int = 0
     warm_up_steps: int = 0
     cutmix: float = 0.0
+    opt: str = "sgd"
 
     def __post_init__(self) -> None:
         """Raise a TrainingError for values out of range, or that do not go together."""
         check_precision(self.precision)
         if self.schedule not in SCHEDULES:
             raise TrainingError(f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+        if self.opt not in OPTIMIZERS:
+            raise TrainingError(f"optimizer {self.opt!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
         for name, (kinds, least, most, words) in _ALLOWED.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
@@ -68,6 +75,8 @@ class TrainSettings:
             if not isinstance(getattr(self, name), bool):
                 raise TrainingError(f"{name} must be true or false, got {getattr(self, name)!r}")
         self._check_schedule()
+        if self.nesterov and self.opt != "sgd":
+            raise TrainingError(f"nesterov is of SGD, and the optimizer is {self.opt}; leave it out")
         if self.nesterov and not self.momentum:
             raise TrainingError("nesterov needs a momentum; give one, such as 0.9, or no nesterov")
         if self.batch % self.accumulate:
@@ -93,9 +102,10 @@ class TrainSettings:
             raise TrainingError(f"{self.warm_up:g} epochs of warm-up leave nothing of {self.epochs}; give fewer")
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain JSON values; without those of :data:`LATER` that are 0, as in older files."""
+        """As plain JSON values; without those of :data:`LATER` that are the defaults, as in older files."""
         plain = {**dataclasses.asdict(self), "milestones": list(self.milestones)}
-        return {name: value for name, value in plain.items() if value or name not in LATER}
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name, value in plain.items() if name not in LATER or value != usual[name]}
 
 
 def _are_rising_shares(values: object) -> bool:
@@ -156,6 +166,8 @@ def training_recipe(name: str, **changes: Any) -> TrainSettings:
 
     >>> training_recipe("paper", epochs=20).milestones
     (0.6, 0.8)
+    >>> training_recipe("ours", opt="adamw").lr
+    0.001
     """
     if name not in RECIPES:
         raise TrainingError(f"recipe {name!r} is unknown; choose one of {', '.join(RECIPES)}")
@@ -163,4 +175,6 @@ def training_recipe(name: str, **changes: Any) -> TrainSettings:
     unknown = sorted(set(changes) - known)
     if unknown:
         raise TrainingError(f"training has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    if changes.get("opt", "sgd") != "sgd":
+        changes = {"lr": ADAM_RATE, "nesterov": False, **changes}
     return dataclasses.replace(RECIPES[name], **changes)

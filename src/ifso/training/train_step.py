@@ -1,4 +1,4 @@
-"""One step of training: forward, backward, SGD, moving average."""
+"""One step of training: forward, backward, optimizer, moving average."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
 from ifso.errors import IfsoError, TrainingError
 from ifso.training.losses import NamedLosses
-from ifso.training.optimizers import Ema, momenta, set_rate_, sgd
+from ifso.training.optimizers import Ema, momenta, optimizer_of, set_rate_
 from ifso.training.precision import autocast, scaler, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.triton_conv import narrow_layers
@@ -39,7 +39,7 @@ class TrainStep:
             model.to(memory_format=torch.channels_last)
         on_gpu = self.device.type == "cuda"
         self.lr: float | Tensor = torch.tensor(settings.lr, device=self.device) if on_gpu else settings.lr
-        self.optimizer = sgd(model, settings, lr=self.lr)
+        self.optimizer = optimizer_of(model, settings, lr=self.lr)
         self.ema = Ema(model, settings.ema) if settings.ema else None
         self.scaler = scaler(settings.precision, self.device)
         self.total = torch.zeros((), device=self.device)
