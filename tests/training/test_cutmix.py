@@ -278,7 +278,10 @@ class TestBatchesAndLoss:
         for data, message in (
             (boxes(), "has boxes; cutmix is for classifiers only"),
             (OwnLoss(**parts), "digits has a loss of its own; cutmix is for classifiers only"),
-            (FromFiles(**parts), "digits is not held in memory, which cutmix needs; give 0"),
+            (
+                FromFiles(**parts),
+                "digits is neither held in memory nor in image files; cutmix and mixup need that",
+            ),
         ):
             with pytest.raises(TrainingError, match=message) as caught:
                 batches_and_loss(data, settings)
@@ -431,3 +434,48 @@ def test_a_captured_step_with_a_teacher_in_bfloat16_takes_no_more_memory_from_ep
     assert torch.equal(teacher.bn1.running_mean, statistics)
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert lane.done[-1].loss < lane.done[0].loss
+
+
+class TestMixup:
+    def test_each_image_is_a_sum_of_two_and_so_are_its_labels(self):
+        batches, _ = batches_and_loss(DATA, TrainSettings(batch=100, mixup=0.5))
+        plain = DATA.train_batches(100)
+        for (images, labels, others, shares), (own, own_labels) in zip(batches, plain, strict=True):
+            weight = shares.view(-1, 1, 1, 1)
+            assert torch.allclose(images, weight * own + (1 - weight) * own.roll(1, 0), atol=1e-5)
+            assert torch.equal(labels, own_labels)
+            assert torch.equal(others, own_labels.roll(1))
+            assert 25 < (shares < 1).sum() < 75
+
+    def test_those_that_are_pasted_into_are_not_blended(self):
+        both = next(iter(batches_and_loss(DATA, TrainSettings(batch=200, cutmix=0.5, mixup=1.0))[0]))
+        pasted_in = next(iter(batches_and_loss(DATA, TrainSettings(batch=200, cutmix=0.5))[0]))
+        untouched = pasted_in[3] == 1
+        assert torch.equal(both[0][~untouched], pasted_in[0][~untouched])
+        assert torch.equal(both[3][~untouched], pasted_in[3][~untouched])
+        assert (both[3][untouched] < 1).float().mean() > 0.99
+
+    @pytest.mark.parametrize("options", [{"cutmix": 1.0}, {"mixup": 1.0}, {"cutmix": 0.5, "mixup": 0.5}])
+    def test_images_in_files_are_mixed_the_same_way_in_every_process_that_sees_them_again(self, options, tmp_path):
+        pytest.importorskip("torchvision")
+        from PIL import Image
+
+        for part, count in (("train", 6), ("val", 2)):
+            for label in ("a", "b"):
+                (tmp_path / part / label).mkdir(parents=True)
+                for number in range(count):
+                    colour = torch.randint(256, (40, 40, 3), dtype=torch.uint8).numpy()
+                    Image.fromarray(colour).save(tmp_path / part / label / f"{number}.png")
+        settings = TrainSettings(batch=4, **options)
+        seen = []
+        for _ in range(2):
+            batches, loss_fn = batches_and_loss(open_data(f"folder:{tmp_path},size=32", workers=0), settings)
+            seen.append([list(batches), list(batches)])
+        again, first = seen
+        assert all(map(torch.equal, again[0][0], first[0][0]))
+        assert not torch.equal(again[0][0][3], again[1][0][3])
+        _, labels, others, shares = again[0][0]
+        assert torch.equal(others, labels.roll(1))
+        assert (shares < 1).any()
+        model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+        assert torch.isfinite(loss_fn(model, again[0][0]))

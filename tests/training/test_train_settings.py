@@ -26,6 +26,7 @@ BAD = {
     "clip": (-1.0, NAN, INF, "no"),
     "distill": (-0.1, 1.0000001, NAN, True),
     "temperature": (0.0, -1, NAN, INF),
+    "mixup": (-0.1, 1.0000001, NAN, True, "0.5", None),
     "cutmix": (-0.1, 1.0000001, NAN, True, "0.5", None),
     "milestones": ((0.8, 0.6), (0.5, 0.5), (0, 0.5), (0.5, 1), (120, 160), (NAN,), ("a",), "0.6", 0.6, None, (True,)),
     "nesterov": ("no", 1, None),

@@ -48,6 +48,7 @@ SETTINGS = {
     "decay_all": ("", "weight decay for norms and biases, too"),
     "label_smoothing": ("SHARE", "of every label, for all classes ({})"),
     "cutmix": ("SHARE", "of images into which a piece of another goes ({})"),
+    "mixup": ("SHARE", "of the other images, which are blended with another one ({})"),
     "ema": ("DECAY", "moving average of the weights, such as 0.999 ({}: none)"),
     "clip": ("NORM", "largest norm of the gradient ({}: none)"),
     "accumulate": ("N", "micro-batches that make a batch ({})"),

@@ -195,7 +195,7 @@ KINDS: Mapping[str, tuple[Kind, str]] = {
     ),
     **dict.fromkeys(
         ("lr", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
-         "distill", "temperature", "cutmix", "validation"), _NUMBER
+         "distill", "temperature", "cutmix", "mixup", "validation"), _NUMBER
     ),
     **dict.fromkeys(
         ("train_mode", "update", "channels_last", "nesterov", "decay_all", "compile", "padded"), _TRUTH

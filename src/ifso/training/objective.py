@@ -2,12 +2,12 @@
 
 CutMix (Yun et al., 2019) pastes a rectangle of another image into an image, which then has two labels. With a teacher
 that is asked about the mixed images it is the method of Beyer et al., "Knowledge distillation: A good teacher is
-patient and consistent" (2022).
+patient and consistent" (2022). Mixup (Zhang et al., 2018) blends two images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ifso.common.distributed import is_distributed
 from ifso.common.loss_fn import LossFn
 from ifso.data.base import Data, detects, has_own_loss
-from ifso.data.batches import ExtendedBatches, TrainBatches, generator
+from ifso.data.batches import Epochs, ExtendedBatches, TrainBatches, generator
+from ifso.data.decoding import TrainFiles
 from ifso.errors import TrainingError
 from ifso.tasks.detection import detection_losses
 from ifso.training.detector_distillation import detector_distillation
@@ -42,23 +43,29 @@ def batches_and_loss(
 
     Where that is less work, a teacher's logits for every variant of every image in memory are computed beforehand;
     ``caches`` keeps them for other networks with the same teacher, ``networks`` of them in all. Mixed images
-    (``cutmix``) have too many variants for that: the teacher is asked in every step.
+    (``cutmix``, ``mixup``) have too many variants for that: the teacher is asked in every step.
     """
     if settings.batch % ranks:
         raise TrainingError(f"a batch of {settings.batch} cannot be shared by {ranks} processes; give a multiple")
     _check_options(data, settings, teacher)
     batches = data.train_batches(settings.batch // ranks)
-    if settings.cutmix:
-        if not isinstance(batches, TrainBatches):
-            raise TrainingError(f"{data.name} is not held in memory, which cutmix needs; give 0")
-        batches = MixedBatches(batches, settings.cutmix)
+    if settings.mixes:
+        batches = _mixed_batches(data, batches, settings)
     if has_own_loss(data):
         return batches, data.loss_fn
     if teacher is not None and settings.distill:
         return _distilled(data, batches, settings, teacher, {} if caches is None else caches, networks, say)
     if detects(data):
         return batches, NamedLosses(detection_losses)
-    return batches, classification(settings.label_smoothing, mixed=settings.cutmix > 0)
+    return batches, classification(settings.label_smoothing, mixed=settings.mixes)
+
+
+def _mixed_batches(data: Data, batches: Any, settings: TrainSettings) -> MixedBatches | MixedFiles:
+    if isinstance(batches, TrainBatches):
+        return MixedBatches(batches, settings.cutmix, settings.mixup)
+    if isinstance(batches, TrainFiles):
+        return MixedFiles(batches, settings.cutmix, settings.mixup)
+    raise TrainingError(f"{data.name} is neither held in memory nor in image files; cutmix and mixup need that, give 0")
 
 
 def _distilled(
@@ -76,7 +83,7 @@ def _distilled(
     options["label_smoothing"] = settings.label_smoothing
     cached = not is_distributed() and cache_pays_off(batches, networks * settings.epochs, data.num_classes or 1000)
     if not cached or not isinstance(batches, TrainBatches):
-        return batches, distillation(teacher, **options, mixed=settings.cutmix > 0)
+        return batches, distillation(teacher, **options, mixed=settings.mixes)
     if teacher not in caches:
         if say is not None:
             say("asking the teacher about every variant of every image")
@@ -87,9 +94,9 @@ def _distilled(
 def _check_options(data: Data, settings: TrainSettings, teacher: nn.Module | None) -> None:
     """Raise if the settings ask for what the data, its loss or the teacher cannot give."""
     boxes, own_loss = detects(data), has_own_loss(data)
-    if settings.cutmix and (boxes or own_loss):
-        has = "boxes" if boxes else "a loss of its own"
-        raise TrainingError(f"{data.name} has {has}; cutmix is for classifiers only, give 0")
+    if settings.mixes and (boxes or own_loss):
+        has, which = "boxes" if boxes else "a loss of its own", "cutmix" if settings.cutmix else "mixup"
+        raise TrainingError(f"{data.name} has {has}; {which} is for classifiers only, give 0")
     if boxes and settings.label_smoothing:
         raise TrainingError(f"{data.name} has boxes; label smoothing is for classifiers only")
     if boxes and settings.compile:
@@ -138,29 +145,86 @@ def pasted(images: Tensor, corners: Tensor) -> Tensor:
     return torch.where(inside[:, None], images.roll(1, 0), images)
 
 
-class MixedBatches(ExtendedBatches):
-    """Batches of (images, labels, labels of the images that were pasted in, shares [N] of the area that were not).
+PARTS = 2**16
+"""In so many parts a plan says how much of an image is its own."""
 
-    Rectangles depend on the seed and the number of the epoch alone; each of several processes mixes its own batches.
+
+def own_parts(count: int, share: float, random: torch.Generator) -> Tensor:
+    """Of each image, how many of its :data:`PARTS` stay its own when it is blended with another [count].
+
+    Each is blended with probability ``share``, and then with λ uniform between 0 and 1.
+
+    >>> own_parts(2, 0.0, torch.Generator().manual_seed(0)).tolist()
+    [65536, 65536]
+    """
+    mixed, kept = torch.rand(2, count, generator=random, dtype=torch.float64)
+    return torch.where(mixed < share, (kept * PARTS).round().long(), PARTS)
+
+
+def mixed(images: Tensor, labels: Tensor, corners: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A batch (images, labels, other labels, shares [N] of the first ones) of images mixed with the one before.
+
+    ``corners`` [N, 4] are rectangles that are pasted in; of the others ``own`` [N] of :data:`PARTS` stay their own.
+
+    >>> images = torch.tensor([[[[4.0, 4.0]]], [[[8.0, 8.0]]]])
+    >>> corners, own = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]), torch.tensor([PARTS, PARTS // 4])
+    >>> found, labels, others, shares = mixed(images, torch.tensor([0, 1]), corners, own)
+    >>> found.flatten(1).tolist(), others.tolist(), shares.tolist()
+    ([[8.0, 4.0], [5.0, 5.0]], [1, 0], [0.5, 0.25])
+    """
+    area = (corners[:, 2:] - corners[:, :2]).prod(1)
+    share, pasted_in = 1 - area / (images.shape[2] * images.shape[3]), pasted(images, corners)
+    if own is None:
+        return pasted_in, labels, labels.roll(1), share
+    blend = torch.where(area > 0, 1.0, own / PARTS)
+    weight = blend[:, None, None, None]
+    blended = torch.where(weight < 1, weight * images + (1 - weight) * images.roll(1, 0), pasted_in)
+    return blended, labels, labels.roll(1), torch.where(area > 0, share, blend)
+
+
+class MixedBatches(ExtendedBatches):
+    """Batches of (images, labels, labels of the images that were mixed in, shares [N] that are not theirs).
+
+    How images are mixed depends on the seed and the number of the epoch alone; each of several processes mixes its own
+    batches. ``share`` of them are pasted into, ``blend`` of the others are blended.
     """
 
-    def __init__(self, batches: TrainBatches, share: float) -> None:
+    def __init__(self, batches: TrainBatches, share: float, blend: float = 0.0) -> None:
         super().__init__(batches)
-        self._share = share
+        self._share, self._blend = share, blend
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """As that of the training batches; the rectangles are the last four columns of the moves."""
+        """As that of the training batches; rectangles, and parts if images are blended, are the last columns."""
         order, moves = self.base.plan(epoch)
         count, _, height, width = self.base.images.pixels.shape
         random = generator(self.base.seed, f"cutmix/{epoch}")
         corners = self.base.own(rectangles(count, (height, width), self._share, random))
+        if self._blend:
+            parts = own_parts(count, self._blend, generator(self.base.seed, f"mixup/{epoch}"))
+            corners = torch.cat([corners, self.base.own(parts[:, None])], 1)
         return order, corners if moves is None else torch.cat([moves, corners], 1)
 
     def make(self, order: Tensor, moves: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A batch of the training batches, mixed."""
         assert moves is not None
+        own = moves[:, -1] if self._blend else None
+        moves = moves[:, :-1] if self._blend else moves
         images, labels = self.base.make(order, moves[:, :-CORNERS])
-        corners = moves[:, -CORNERS:]
-        area = (corners[:, 2:] - corners[:, :2]).prod(1)
-        share = 1 - area / (images.shape[2] * images.shape[3])
-        return pasted(images, corners), labels, labels.roll(1), share
+        return mixed(images, labels, moves[:, -CORNERS:], own)
+
+
+class MixedFiles(Epochs):
+    """The same of images in files."""
+
+    def __init__(self, batches: TrainFiles, share: float, blend: float = 0.0) -> None:
+        self._base, self._share, self._blend = batches, share, blend
+        self.batch_size, self._indices = batches.batch_size, batches._indices
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        first = int(self._indices[0]) if len(self._indices) else 0
+        random = generator(self._base.source.seed, f"mixed/{epoch}/{first}")
+        for images, labels in self._base._batches(epoch):
+            count, _, height, width = images.shape
+            corners = rectangles(count, (height, width), self._share, random).to(images.device)
+            own = own_parts(count, self._blend, random).to(images.device) if self._blend else None
+            yield mixed(images, labels, corners, own)

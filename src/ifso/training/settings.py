@@ -16,7 +16,7 @@ SCHEDULES = ("step", "cosine", "one-cycle", "constant")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 ADAM_RATE = 1e-3
 """The learning rate of Adam and AdamW where a recipe, which is for SGD, has another."""
-LATER = ("warm_up_steps", "cutmix", "opt")
+LATER = ("warm_up_steps", "cutmix", "opt", "mixup")
 """Settings that older files lack."""
 
 
@@ -30,7 +30,8 @@ class TrainSettings:
     the decay of a moving average of the weights (0: none), which is then evaluated and kept. ``accumulate``
     micro-batches make a batch. ``distill`` is the weight of the teacher (0: labels only), at ``temperature``.
     ``opt`` is the optimizer; ``momentum`` is then the first β of Adam and AdamW, whose second one is 0.999.
-    ``cutmix`` is the share of images with a rectangle of another one (:mod:`ifso.training.objective`).
+    ``cutmix`` is the share of images with a rectangle of another one, ``mixup`` the share of the others that are
+    blended with another one (:mod:`ifso.training.objective`).
     """
 
     epochs: int = 200
@@ -57,6 +58,7 @@ class TrainSettings:
     warm_up_steps: int = 0
     cutmix: float = 0.0
     opt: str = "sgd"
+    mixup: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise a TrainingError for values out of range, or that do not go together."""
@@ -101,6 +103,11 @@ class TrainSettings:
         if self.warm_up and self.warm_up >= self.epochs:
             raise TrainingError(f"{self.warm_up:g} epochs of warm-up leave nothing of {self.epochs}; give fewer")
 
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed, so that they have two labels."""
+        return bool(self.cutmix or self.mixup)
+
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values; without those of :data:`LATER` that are the defaults, as in older files."""
         plain = {**dataclasses.asdict(self), "milestones": list(self.milestones)}
@@ -135,7 +142,7 @@ _ALLOWED: Mapping[str, tuple[Any, float, float, str]] = {
     "clip": (_FLOAT, 0, _LARGEST, "the largest norm of the gradient, or 0 for none"),
     "distill": (_FLOAT, 0, 1, "a weight from 0 to 1"),
     "temperature": (_FLOAT, 1e-6, _LARGEST, "a temperature of 1e-6 or more"),
-    "cutmix": (_FLOAT, 0, 1, "a share of the images from 0 to 1"),
+    **dict.fromkeys(("cutmix", "mixup"), (_FLOAT, 0, 1, "a share of the images from 0 to 1")),
 }
 
 _CYCLE = TrainSettings(batch=256, lr=0.2, schedule="one-cycle", nesterov=True, weight_decay=5e-4, decay_all=False)

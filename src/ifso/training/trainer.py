@@ -36,7 +36,7 @@ from ifso.training.checkpoint import (
 )
 from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, can_capture
 from ifso.training.losses import NamedLosses, classification
-from ifso.training.objective import MixedBatches
+from ifso.training.objective import MixedBatches, MixedFiles
 from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
 from ifso.training.train_step import TrainStep
@@ -273,11 +273,10 @@ def fit(
         raise TrainingError(
             f"distill={settings.distill:g} needs a teacher; give loss_fn=distillation(teacher), or distill=0"
         )
-    if settings.cutmix and not isinstance(batches, MixedBatches):
-        raise TrainingError(
-            f"cutmix={settings.cutmix:g} needs MixedBatches and a loss for them; give those of batches_and_loss()"
-        )
-    loss_fn = classification(settings.label_smoothing, mixed=settings.cutmix > 0) if loss_fn is None else loss_fn
+    if settings.mixes and not isinstance(batches, (MixedBatches, MixedFiles)):
+        which = f"cutmix={settings.cutmix:g}" if settings.cutmix else f"mixup={settings.mixup:g}"
+        raise TrainingError(f"{which} needs MixedBatches and a loss for them; give those of batches_and_loss()")
+    loss_fn = classification(settings.label_smoothing, mixed=settings.mixes) if loss_fn is None else loss_fn
     trainer = Trainer(model, batches, settings, loss_fn=loss_fn, hooks=hooks)
     failure = fit_side_by_side([trainer])[0]
     if failure is not None:
