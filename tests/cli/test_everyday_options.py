@@ -195,3 +195,43 @@ class TestOptimizer:
     def test_unknown(self, capsys):
         assert ifso_(f"train {TASK} --opt lion --out run") == 2
         assert "optimizer 'lion' is unknown; choose one of sgd, adam, adamw" in capsys.readouterr().err
+
+
+FILE = """
+import torch
+
+BATCH = (torch.zeros(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))
+
+class Loss:
+    num_classes, input_shape, train_batches = 10, (1, 8, 8), [BATCH]
+    @staticmethod
+    def loss_fn(model, batch):
+        return model(batch[0]).nothing()
+
+class Loader:
+    def __iter__(self):
+        yield BATCH
+        raise ValueError("no more")
+
+class Breaks:
+    num_classes, input_shape, train_batches = 10, (1, 8, 8), Loader()
+
+def net():
+    return torch.nothing
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "line"),
+    [("--data own.py:Loss", 9), ("--data own.py:Breaks", 14), ("--data digits --model own.py:net", 20)],
+)
+@pytest.mark.parametrize("command", ["prune --macs 0.5 --out run", "train --epochs 1 --batch 8 --out run"])
+def test_errors_in_the_users_file_name_file_and_line(own, line, command, capsys):
+    Path("own.py").write_text(FILE.lstrip())
+    model = "" if "--model" in own else "--model ifso:resnet8-digits"
+    assert ifso_(f"{command} {model} {own}") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("ifso: error: ")
+    assert f"(own.py, line {line})" in last
+    assert ifso_(f"{command} {model} {own} --debug") == 2
+    assert "Traceback" in capsys.readouterr().err

@@ -307,8 +307,8 @@ def first_batches(batches: Iterable[Any], seed: int, samples: int | None, least:
     while total < samples:
         try:
             batch = next(stream)
-        except DataError:
-            if found:
+        except DataError as error:
+            if found and error.__cause__ is None:
                 break
             raise
         if stream.position[0]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ifso.common.text import describe_error
 from ifso.data.base import Data
 from ifso.data.batches import WHOLE, Shard
-from ifso.errors import DataError, IfsoError
+from ifso.errors import DataError, IfsoError, users_line
 from ifso.models.from_file import blamed, find_in_file
 from ifso.tasks.detection import detection_loss
 
@@ -160,7 +160,8 @@ class DeviceBatches:
         except (IfsoError, torch.OutOfMemoryError):
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(f"{self._where} failed after {number} batches: {describe_error(error)}") from error
+            said = f"{describe_error(error)}{users_line(error)}"
+            raise DataError(f"{self._where} failed after {number} batches: {said}") from error
 
     def _move(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf

@@ -21,7 +21,7 @@ from ifso.common.module_state import device_of
 from ifso.common.text import describe_error
 from ifso.common.torch_state import eval_mode
 from ifso.data.base import AVERAGES, Data, detects, has_own_loss
-from ifso.errors import DataError, IfsoError, TrainingError
+from ifso.errors import DataError, IfsoError, TrainingError, users_line
 from ifso.pruning.recovery import mean_loss
 from ifso.tasks.classification import logits_in
 from ifso.training.average_precision import AveragePrecision, check_evaluator, evaluate_detector
@@ -305,8 +305,9 @@ def with_clear_errors(loss_fn: Callable[[nn.Module, Any], Result], data: Data) -
         except (IfsoError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            said = f"{describe_error(error)}{users_line(error)}"
             raise TrainingError(
-                f"a batch of {data.name} cannot be learned from ({describe_error(error)}); check its {what}, "
+                f"a batch of {data.name} cannot be learned from ({said}); check its {what}, "
                 f"and that the network gives {gives} in train mode"
             ) from error
 
@@ -324,5 +325,5 @@ def clear_errors(what: str) -> Iterator[None]:
         if isinstance(error, IfsoError):
             raise
         raise DataError(
-            f"the network fails on {what} ({describe_error(error)}); check that they fit together"
+            f"the network fails on {what} ({describe_error(error)}{users_line(error)}); check that they fit together"
         ) from error
