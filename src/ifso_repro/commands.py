@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, complain, console, print_json, say
-from ifso.cli.signals import TERMINATED, Terminated
+from ifso.cli.main import TERMINATED, Terminated
 from ifso.errors import DataError, IfsoError
 from ifso_repro.cli import FIGURE1, RECIPE
 from ifso_repro.config import studies, study

@@ -1,28 +1,36 @@
-"""``ifso``: finds the command, runs it, and turns errors into one line and an exit status."""
+"""``ifso``: finds the command, runs it, and turns errors into one line and an exit status.
+
+SIGTERM, which schedulers and ``kill`` send, stops a command as Ctrl-C does: what is done is kept.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from ifso._version import __version__
 from ifso.cli import bench, demo, evaluate, export, finetune, inspect, prune, report, repro, train
 from ifso.cli.console import complain, give_up, steady_streams
 from ifso.cli.distributed import leave
-from ifso.cli.signals import stoppable
 from ifso.errors import IfsoError
 
 COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
 INTERRUPTED = 130
 _ENDED = "the network, its data or its loss ended the process by sys.exit({}); let it raise an error or return"
 DEBUG = "--debug"
+TERMINATED = 143
+"""The status of a process stopped by SIGTERM."""
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
+Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
@@ -105,3 +113,38 @@ def _parser() -> Parser:
     for command in COMMANDS:
         command.add_parser(commands)
     return parser
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised where a command is when SIGTERM comes."""
+
+
+def stoppable(run: Command) -> Command:
+    """A command that cleans up after SIGTERM. Under ``torchrun`` the ranks settle that among themselves."""
+
+    @functools.wraps(run)
+    def stopped(args: argparse.Namespace) -> int:
+        if not _may_listen():
+            return run(args)
+        before = signal.signal(signal.SIGTERM, _terminate_once)
+        try:
+            return run(args)
+        except Terminated:
+            complain("terminated")
+            return TERMINATED
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    return stopped
+
+
+def _may_listen() -> bool:
+    """Only the main thread may, and nobody else who has a handler of their own is overruled."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    listening = threading.current_thread() is threading.main_thread()
+    return alone and listening and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def _terminate_once(*_: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
