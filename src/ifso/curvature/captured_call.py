@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, make_dual, unpack_dual
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ifso.common.cuda_graphs import Pair, Record
-from ifso.curvature.dual_layers import dual_zero
+from ifso.curvature.dual_layers import DualFunction, dual_zero, give_tangent
 from ifso.curvature.dual_mode import DualMode, PassOptions
 from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.taps import GradientTaps, TapKey
@@ -185,7 +184,7 @@ class CapturedCall:
         return [None if pair[0] is None else _dual(_copied(pair)) for pair in self._back[:count]]
 
 
-class _Replayed(Function):
+class _Replayed(DualFunction):
     """The result of a captured call, for autograd and for forward mode."""
 
     @staticmethod
@@ -199,16 +198,9 @@ class _Replayed(Function):
         *asked: Tensor,  # noqa: ARG004 (inputs for the backward pass alone)
     ) -> tuple[Tensor, ...]:
         """``z`` with the tangents ``ż``."""
-        ctx.set_materialize_grads(False)
         ctx.call, ctx.taps = call, taps
-        ctx.tangents = tuple(torch.zeros_like(number) if dot is None else dot for number, dot in pairs)
+        give_tangent(ctx, tuple(torch.zeros_like(number) if dot is None else dot for number, dot in pairs))
         return tuple(number for number, _ in pairs)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> tuple[Tensor, ...]:
-        """``ż``, which came with ``z``."""
-        tangents, ctx.tangents = ctx.tangents, ()
-        return tangents
 
     @staticmethod
     def backward(ctx: Any, *lams: Tensor | None) -> tuple[Any, ...]:

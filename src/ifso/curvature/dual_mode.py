@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_map
 
 from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
-from ifso.curvature.dual_functions import DualActivation, DualAttention, DualLayerNorm
-from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, dual_zero
+from ifso.curvature.dual_functions import DualActivation, DualAttention, DualBatchNorm, DualLayerNorm
+from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, along, dual_zero
 from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
 
@@ -62,7 +62,7 @@ class PassOptions:
 
 
 class DualMode(TorchFunctionMode):
-    """Run layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
+    """Run layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`ParameterPlan`."""
 
     def __init__(self, plans: Mapping[int, ParameterPlan], options: PassOptions) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Batch norm on dual numbers in two GPU kernels a pass: one adds up, one applies. Written in Triton.
 
-The formulas are those of :class:`ifso.curvature.dual_layers.DualBatchNorm`, of which this is the quick version.
+The formulas are those of :class:`ifso.curvature.dual_functions.DualBatchNorm`, of which this is the quick version.
 Tensors are [N, C, …] in channels-first or channels-last order. Sums are taken in float32 in a fixed order, so that
 results repeat bit for bit.
 """
