@@ -225,7 +225,7 @@ class _Settler:
     def _lines(self, problem: Problem, kept: Tensor) -> Iterator[Tensor]:
         """Ids along each axis of the call's results and arguments that loses something."""
         of = self._rehearsed.of
-        for ref in dict.fromkeys(refs_in((problem.call.result, problem.call.args, problem.call.kwargs))):
+        for ref in problem.call.refs:
             for layer in self._labels[ref]:
                 for dim in layer.dims:
                     ids = layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])
@@ -309,7 +309,7 @@ class _Settler:
                     yield layer.ids.flatten()
 
     def _passing(self, problem: Problem) -> Iterator[Tensor]:
-        for ref in dict.fromkeys(refs_in((problem.call.result, problem.call.args, problem.call.kwargs))):
+        for ref in problem.call.refs:
             for layer in self._labels[ref]:
                 yield layer.ids.squeeze()
 

@@ -59,6 +59,12 @@ class Call:
         """All tensors the call reads, in order."""
         return refs_in((self.args, self.kwargs))
 
+    @property
+    def result(self) -> Ref:
+        """The first output, which there must be."""
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """A positional-or-keyword argument."""
         if len(self.args) > position:
@@ -75,6 +81,11 @@ class FunctionCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+
+    @property
+    def refs(self) -> list[Ref]:
+        """The tensors that it gives and takes, each once."""
+        return list(dict.fromkeys(refs_in((self.result, self.args, self.kwargs))))
 
 
 @dataclass

@@ -7,19 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer
+from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer, placed
 from ifso.graph.rules import rule
 from ifso.graph.rules.pointwise import follow
 from ifso.graph.tape import Call, Ref
 
 
 @rule(
-    "aten.convolution",
-    "aten._convolution",
-    "aten.cudnn_convolution",
-    "aten.mkldnn_convolution",
+    "aten.convolution", "aten._convolution", "aten.cudnn_convolution", "aten.mkldnn_convolution",
     "aten.convolution_overrideable",
-)
+)  # fmt: skip
 def convolution(call: Call, labels: Labels) -> None:
     """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
     x, weight, bias = call.args[:3]
@@ -30,8 +27,7 @@ def convolve(
     call: Call, labels: Labels, x: Ref, weight: Ref, bias: Ref | None, *, transposed: bool, groups: int
 ) -> None:
     """Follow a convolution of any kind."""
-    out = call.outputs[0]
-    assert out is not None
+    out = call.result
     shape = labels.shape(weight)
     if groups > 1 and shape[1] == 1 and shape[0] == groups:
         _depthwise(call, labels, x, weight, bias, transposed)
@@ -49,7 +45,7 @@ def convolve(
         _read(labels, x, 1, read, shape[in_dim])
     if made is not None:
         labels.role(made, PRODUCES)
-    layers = [] if made is None else [Layer(made.reshape(_at(1, len(labels.shape(out)))))]
+    layers = [] if made is None else [Layer(placed(made, 1, len(labels.shape(out))))]
     along_batch = [layer for layer in labels[x] if layer.dims == (0,)]
     labels.set(out, [*layers, *along_batch], like=x)
     follow(labels, out, bias, 1)
@@ -66,15 +62,14 @@ def _flag_made_weight(call: Call, labels: Labels, read: Tensor) -> None:
 
 def _depthwise(call: Call, labels: Labels, x: Ref, weight: Ref, bias: Ref | None, transposed: bool) -> None:
     """One filter per channel: the weight goes along with the channels like a norm's, in whatever order they come."""
-    out = call.outputs[0]
-    assert out is not None
+    out = call.result
     own = _weight_ids(labels, weight, 0)
     _freeze_positions(labels, x)
     layers = [layer for layer in labels[x] if layer.varies(1)]
     _read(labels, x, 1, own, labels.shape(weight)[0])
     if own is not None:
         labels.measure(call, ("groups",), own)
-    labels.set(out, layers if layers or own is None else [Layer(own.reshape(_at(1, len(labels.shape(x)))))], like=x)
+    labels.set(out, layers if layers or own is None else [Layer(placed(own, 1, len(labels.shape(x))))], like=x)
     follow(labels, out, bias, 1)
     _conv_cost(call, labels, x, weight, own, None, transposed, labels.shape(weight)[0])
 
@@ -84,10 +79,6 @@ def _freeze_positions(labels: Labels, x: Ref) -> None:
     for layer in labels[x]:
         if any(dim >= 2 for dim in layer.dims):
             labels.freeze(layer.ids, "lies along the positions that a convolution mixes")
-
-
-def _at(dim: int, ndim: int) -> list[int]:
-    return [-1 if d == dim else 1 for d in range(ndim)]
 
 
 def _weight_ids(labels: Labels, weight: Ref, dim: int) -> Tensor | None:
@@ -106,7 +97,7 @@ def _read(labels: Labels, x: Ref, dim: int, read: Tensor | None, size: int) -> N
     if not layers:
         labels.freeze(read, f"reads {labels.why(x)}")
     for layer in layers:
-        labels.unite_layers(layer, Layer(read.reshape(_at(dim, layer.ids.dim()))))
+        labels.unite_layers(layer, Layer(placed(read, dim, layer.ids.dim())))
 
 
 def _grouped(
@@ -242,8 +233,7 @@ def _conv_cost(
     transposed: bool,
     groups: int,
 ) -> None:
-    out = call.outputs[0]
-    assert out is not None
+    out = call.result
     shape = labels.shape(weight)
     positions = labels.tape.shape(x if transposed else out)
     times = positions[0] * math.prod(positions[2:]) * math.prod(shape[2:])

@@ -41,8 +41,7 @@ def grouped_matmul(call: Call, labels: Labels) -> None:
         "runs through grouped_mm, which takes only sizes of a multiple of 16 bytes; let experts run without it "
         '(transformers: experts_implementation="batched_mm" or "eager")',
     )
-    out = call.outputs[0]
-    assert out is not None
+    out = call.result
     labels.set(out, (), like=x)
     shape = (*labels.tape.shape(x), labels.tape.shape(weight)[-1])
     labels.cost("linear", call, shape, ())
@@ -80,8 +79,7 @@ def _finish(
     shape: tuple[int, ...],
     x: Ref,
 ) -> None:
-    result = call.outputs[0]
-    assert result is not None
+    result = call.result
     if bias is not None and isinstance(bias, Ref):
         out = labels.merge([*out, *labels.aligned(bias, len(labels.shape(result)))])
     labels.set(result, out, like=x)
