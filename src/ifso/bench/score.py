@@ -16,7 +16,7 @@ from torch.func import functional_call
 from ifso.bench.correlation import spearman
 from ifso.common.devices import let_go_of
 from ifso.common.text import describe_error
-from ifso.common.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.common.timing import WARM_UP, Ready, in_turns, machine, make_ready, middle, peak_bytes
 from ifso.common.torch_state import conv_settings, undisturbed
 from ifso.costs.cost import count
 from ifso.criteria.base import Criterion, Task
@@ -364,8 +364,7 @@ def measure(
         if step:
             row["memory_in_steps"] = row["peak_bytes"] / step
         row["captured"], row["fidelity"] = trials.ready[name].captured, fidelity.get(name)
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
-    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    about = machine(bench.device)
     names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("images", setup.images))}
     compared = bench.rank_samples if fidelity else 0
     return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import traceback
 import types
 import weakref
 from collections import deque
@@ -84,16 +83,6 @@ class FakeStage(FakeTensorMode):
                 f"the model keeps tensors of a trial run in {_describe(self.alive())}, from where they cannot be taken "
                 "out; they are useless: start a new process, and keep tensors in attributes of the model or in a dict"
             )
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Let go of the frames of an error, which hold what it was raised among."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _release(held: list[Any]) -> bool:

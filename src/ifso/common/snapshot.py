@@ -7,6 +7,7 @@ that their code mentions.
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import sys
 import types
@@ -101,45 +102,33 @@ def _module(module: nn.Module) -> Look:
     return undo, [kind, *attributes[1]]
 
 
-def _dict(items: dict[Any, Any]) -> tuple[Undo, list[Any]]:
-    before = list(items.items())
+def _undoing(items: Any, parts: Callable[[], list[Any]], refill: Callable[[], None]) -> Undo:
+    """Empties and refills a container whose parts are others by then."""
+    before = parts()
 
     def undo() -> None:
-        if not _same([part for item in before for part in item], [part for item in items.items() for part in item]):
+        now = parts()
+        if len(now) != len(before) or not all(map(operator.is_, before, now)):
             items.clear()
-            items.update(before)
+            refill()
 
+    return undo
+
+
+def _dict(items: dict[Any, Any]) -> tuple[Undo, list[Any]]:
+    before = list(items.items())
+    undo = _undoing(items, lambda: [part for item in items.items() for part in item], lambda: items.update(before))
     return undo, [value for _, value in before[:LONGEST]]
 
 
 def _sequence(items: Any) -> Look:
     before = list(items)
-
-    def undo() -> None:
-        if not _same(before, list(items)):
-            items.clear()
-            items.extend(before)
-
-    return undo, before[:LONGEST]
+    return _undoing(items, lambda: list(items), lambda: items.extend(before)), before[:LONGEST]
 
 
 def _set(items: set[Any]) -> Look:
-    before = set(items)
-
-    def undo() -> None:
-        if items != before:
-            items.clear()
-            items.update(before)
-
-    return undo, list(before)[:LONGEST]
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
-
-
-def _tuple(items: Any) -> Look:
-    return None, list(items)[:LONGEST]
+    before = list(items)
+    return _undoing(items, lambda: list(items), lambda: items.update(before)), before[:LONGEST]
 
 
 def _object(item: Any) -> Look:
@@ -157,10 +146,14 @@ def _object(item: Any) -> Look:
 def _class(kind: type) -> Look:
     if _package(kind) in _FOREIGN:
         return None, ()
-    before = {name: value for name, value in vars(kind).items() if not _is_dunder(name)}
+
+    def attributes() -> dict[str, Any]:
+        return {name: value for name, value in vars(kind).items() if not (name[:2] == name[-2:] == "__")}
+
+    before = attributes()
 
     def undo() -> None:
-        now = {name: value for name, value in vars(kind).items() if not _is_dunder(name)}
+        now = attributes()
         for name in now.keys() - before.keys():
             delattr(kind, name)
         for name, value in before.items():
@@ -168,10 +161,6 @@ def _class(kind: type) -> Look:
                 setattr(kind, name, value)
 
     return undo, [*before.values(), *kind.__bases__]
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 def _package(item: Any) -> str:
@@ -214,14 +203,6 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *(name for inner in nested for name in _names(inner))]))
 
 
-def _method(method: types.MethodType) -> Look:
-    return None, (method.__self__, method.__func__)
-
-
-def _partial(call: functools.partial[Any]) -> Look:
-    return None, (call.func, *call.args, *call.keywords.values())
-
-
 def _wrapped(item: Any) -> Look:
     inside = [getattr(item, name, None) for name in ("__func__", "__wrapped__", "fget")]
     if not isinstance(item, functools._lru_cache_wrapper):
@@ -231,17 +212,16 @@ def _wrapped(item: Any) -> Look:
 
 
 def _attributes_of_tensor(tensor: Tensor) -> Look:
-    undo, inside = _dict(tensor.__dict__)
-    return undo, inside
+    return _dict(tensor.__dict__)
 
 
 def _generator(generator: torch.Generator) -> Look:
     state = generator.get_state()
-    return functools.partial(_set_state, generator, state), ()
 
+    def undo() -> None:
+        generator.set_state(state)
 
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
+    return undo, ()
 
 
 _LOOKS: tuple[tuple[Any, Callable[[Any], Look]], ...] = (
@@ -250,10 +230,10 @@ _LOOKS: tuple[tuple[Any, Callable[[Any], Look]], ...] = (
     (dict, _dict),
     ((list, deque), _sequence),
     (set, _set),
-    ((tuple, frozenset), _tuple),
+    ((tuple, frozenset), lambda items: (None, list(items)[:LONGEST])),
     (types.FunctionType, _function),
-    (types.MethodType, _method),
-    (functools.partial, _partial),
+    (types.MethodType, lambda method: (None, (method.__self__, method.__func__))),
+    (functools.partial, lambda call: (None, (call.func, *call.args, *call.keywords.values()))),
     (type, _class),
     ((staticmethod, classmethod, property, functools._lru_cache_wrapper), _wrapped),
     (torch.Generator, _generator),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,7 @@ class Cost:
 
     def as_dict(self) -> dict[str, int]:
         """All numbers by name."""
-        return {
-            "macs": self.macs, "conv_macs": self.conv_macs, "linear_macs": self.linear_macs,
-            "matmul_macs": self.matmul_macs, "params": self.params, "activations": self.activations,
-        }  # fmt: skip
+        return {"macs": self.macs, **asdict(self)}
 
     def __str__(self) -> str:
         return (

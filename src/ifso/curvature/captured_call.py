@@ -19,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ifso.common.cuda_graphs import Pair, Record
+from ifso.common.torch_state import no_autocast_cache
 from ifso.curvature.dual_layers import DualFunction, dual_zero, give_tangent
 from ifso.curvature.dual_mode import DualMode, PassOptions
 from ifso.curvature.primal_cache import PrimalCache
@@ -143,7 +144,7 @@ class CapturedCall:
         pool: Any,
     ) -> None:
         self.cache: PrimalCache | None = options.cache
-        with _no_autocast_cache():
+        with no_autocast_cache():  # a cached weight may have been forgotten by the next replay
             work = _ForwardBackward(call, plan, options, leads)
             _fill(work.inputs, call.leaves)
             work.warm_up()
@@ -189,14 +190,9 @@ class _Replayed(DualFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: CapturedCall,
-        taps: GradientTaps,
-        pairs: list[tuple[Tensor, Tensor | None]],
-        uncollected: Tensor,  # noqa: ARG004 (an input for the backward pass alone)
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangents)
-        *asked: Tensor,  # noqa: ARG004 (inputs for the backward pass alone)
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, call: CapturedCall, taps: GradientTaps, pairs: list[tuple[Tensor, Tensor | None]],
+        uncollected: Tensor, dual_zero: Tensor, *asked: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """``z`` with the tangents ``ż``."""
         ctx.call, ctx.taps = call, taps
         give_tangent(ctx, tuple(torch.zeros_like(number) if dot is None else dot for number, dot in pairs))
@@ -220,17 +216,6 @@ def without_modes() -> Iterator[None]:
     finally:
         for mode in modes:
             _push_mode(mode)
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Weights in half precision are made anew, not taken from where they may have been forgotten by the next time."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class DualActivation(DualFunction):
     """``y = f(x)`` with ``ẏ = f'(x) ẋ``; back come ``f'(x) λ`` and ``f'(x) λ̇ + f''(x) ẋ λ``."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:  # noqa: ARG004 (see there)
+    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
         """``y`` with the tangent ``ẏ``."""
         function, slope, _ = ACTIVATIONS[name]
         ctx.name = name
@@ -88,13 +88,7 @@ class DualBatchNorm(DualFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        x_dot: Tensor,
-        gain: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
+        ctx: Any, x: Tensor, x_dot: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float, dual_zero: Tensor
     ) -> Tensor:
         """``y`` with the tangent ``ẏ``."""
         if gain is None:
@@ -163,15 +157,9 @@ class DualLayerNorm(DualFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        x_dot: Tensor,
-        shape: Sequence[int],
-        gain: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
+        ctx: Any, x: Tensor, x_dot: Tensor, shape: Sequence[int], gain: Tensor | None, bias: Tensor | None,
+        eps: float, dual_zero: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ``."""
         x, x_dot = x.contiguous(), x_dot.contiguous()
         y, mean, rstd = aten.native_layer_norm(x, shape, gain, bias, eps)
@@ -214,17 +202,9 @@ class DualAttention(DualFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        scale: float,
-        mask: Tensor | None,
-        q: Tensor,
-        q_dot: Tensor,
-        k: Tensor,
-        k_dot: Tensor,
-        v: Tensor,
-        v_dot: Tensor,
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
+        ctx: Any, scale: float, mask: Tensor | None, q: Tensor, q_dot: Tensor, k: Tensor, k_dot: Tensor,
+        v: Tensor, v_dot: Tensor, dual_zero: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ``."""
         q, q_dot = q * scale, q_dot * scale
         scores = q @ k.mT

@@ -106,19 +106,10 @@ class DualLayer(DualFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        shape: ConvShape | LinearShape,
-        known: CachedCall,
-        x: Tensor,
-        x_dot: Tensor | None,
-        weight: Tensor,
-        weight_dot: Tensor | None,
-        bias: Tensor | None,
-        mask_dot: Tensor | float | None,
-        weight_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
-        mask_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
+        ctx: Any, shape: ConvShape | LinearShape, known: CachedCall, x: Tensor, x_dot: Tensor | None,
+        weight: Tensor, weight_dot: Tensor | None, bias: Tensor | None, mask_dot: Tensor | float | None,
+        weight_tap: Tensor | None, mask_tap: Tensor | None, dual_zero: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
         y = known.output()
         if y is None:

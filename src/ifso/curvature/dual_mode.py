@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
+from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
 from ifso.curvature.dual_functions import DualActivation, DualAttention, DualBatchNorm, DualLayerNorm
 from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, along, dual_zero
@@ -108,6 +110,10 @@ class DualMode(TorchFunctionMode):
         """Whether one of the tensors has a plan."""
         return any(id(tensor) in self._plans for tensor in tensors if tensor is not None)
 
+    def moves(self, *tensors: Tensor | None) -> bool:
+        """Whether one of the tensors has a plan, or was computed from something that moves or is differentiated."""
+        return self.watches(*tensors) or any(map(_derived, tensors))
+
     def stand_in(self, value: Any) -> Any:
         """A parameter as the dual number it stands for; anything else as it is."""
         plan = self._plans.get(id(value)) if isinstance(value, Tensor) else None
@@ -124,7 +130,7 @@ class DualMode(TorchFunctionMode):
         mask_tap = plan.mask_tap(shape.groups) if plan.mask_tap else None
         if isinstance(mask_dot, Tensor):
             mask_dot = along(mask_dot.to(x.dtype), shape.channel_dim(x), x)
-        late = bias if self.watches(bias) or _derived(bias) else None
+        late = bias if self.moves(bias) else None
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
         known = self._options.next_call((shape, id(weight), x.shape), weight)
@@ -142,6 +148,13 @@ def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+@contextlib.contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Within it a loss can be differentiated twice: plain attention, no checkpoints. The model is left as it was."""
+    with undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
+        yield
 
 
 @contextlib.contextmanager
@@ -196,7 +209,7 @@ def _batch_norm(
 ) -> Any:  # fmt: skip
     del momentum
     x, x_dot = _primal_and_dot(input)
-    if mode.watches(weight, bias) or _derived(weight) or _derived(bias):
+    if mode.moves(weight, bias):
         return NotImplemented
     if training:
         if x_dot is None:
@@ -228,8 +241,7 @@ def _layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     x, x_dot = _primal_and_dot(input)
-    still = not (mode.watches(weight, bias) or _derived(weight) or _derived(bias))
-    if x_dot is None or not still or _autocasts(x):
+    if x_dot is None or mode.moves(weight, bias) or _autocasts(x):
         return NotImplemented
     gain, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
     return DualLayerNorm.apply(x, x_dot, list(normalized_shape), gain, shift, eps, mode.dual_zero)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -11,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ifso.common.devices import devices_apart
-from ifso.common.fake_tensors import FakeStage, forget_frames
+from ifso.common.devices import devices_apart, let_go_of
+from ifso.common.fake_tensors import FakeStage
 from ifso.common.module_state import named_tensors
 from ifso.common.snapshot import Image
 from ifso.common.tensors import WatchedCalls, WatchedLeavings, Writes, map_tensors
-from ifso.common.torch_state import ALONE, forget_caches, preserved, quiet_torch
+from ifso.common.torch_state import ALONE, forget_caches, preserved, quiet_torch, uncollected
 from ifso.errors import TraceError, TraceMemoryError, users_line
 from ifso.graph.tape import Recorder, Tape
 
@@ -42,11 +41,11 @@ def trainable() -> Iterator[None]:
 def on_fake_tensors(model: nn.Module, run: Callable[[FakeStage], T], prepare: Callable[[], Any] | None = None) -> T:
     """What ``run`` returns, which must hold no tensor; it runs the model on tensors without values or memory.
 
-    ``prepare`` changes the model beforehand, with values.
+    ``prepare`` changes the model beforehand, with values. Nothing takes memory that garbage collection would find.
     """
     stage = None
     try:
-        with ALONE, _uncollected(), preserved(model) as image, quiet_torch():
+        with ALONE, uncollected(), preserved(model) as image, quiet_torch():
             if prepare is not None:
                 prepare()
             with written_back(model, image) as writes:
@@ -54,23 +53,11 @@ def on_fake_tensors(model: nn.Module, run: Callable[[FakeStage], T], prepare: Ca
                 with stage:
                     return run(stage)
     except BaseException as error:
-        forget_frames(error)
+        let_go_of(error, wholly=True)
         raise
     finally:
         if stage is not None:
             stage.clear()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which looks at every object of the process while nothing here takes memory."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def on_real_tensors(model: nn.Module, run: Callable[[], T]) -> T:
@@ -100,28 +87,24 @@ def run_fake(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
     """The tape of a run on fake tensors: shapes only, no memory."""
 
     def run(stage: FakeStage) -> Tape:
-        forget_caches(model)
-        fakes = map_tensors(inputs, stage.from_tensor)
-        recorder.add_inputs(fakes)
-        with WatchedLeavings(stage.writes), recorder:
-            output = call_model(model, fakes)
-        return recorder.finish(output)
+        with WatchedLeavings(stage.writes):
+            return _recorded(model, map_tensors(inputs, stage.from_tensor), recorder)
 
     return on_fake_tensors(model, run)
 
 
 def run_real(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
-    """The tape of a run on the real tensors."""
+    """The tape of a run on copies of the real tensors."""
+    copies = map_tensors(inputs, lambda tensor: tensor.detach().clone())
+    return on_real_tensors(model, lambda: _recorded(model, copies, recorder))
 
-    def run() -> Tape:
-        forget_caches(model)
-        copies = map_tensors(inputs, lambda tensor: tensor.detach().clone())
-        recorder.add_inputs(copies)
-        with recorder:
-            output = call_model(model, copies)
-        return recorder.finish(output)
 
-    return on_real_tensors(model, run)
+def _recorded(model: nn.Module, inputs: Any, recorder: Recorder) -> Tape:
+    forget_caches(model)
+    recorder.add_inputs(inputs)
+    with recorder:
+        output = call_model(model, inputs)
+    return recorder.finish(output)
 
 
 class GuardedRecorder(Recorder):

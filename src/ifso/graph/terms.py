@@ -76,10 +76,7 @@ class Term:
                 sizes[dim] = int(kept[units].sum())
             return math.prod(sizes)
         times, layers = self._core
-        alive = kept[layers[0]]
-        for layer in layers[1:]:
-            alive = alive & kept[layer]
-        return times * int(alive.sum())
+        return times * int(_alive(layers, kept).sum())
 
     def savings(self, kept: Tensor) -> Tensor:
         """For each unit that is kept, the elements its removal alone would take away [units]."""
@@ -89,9 +86,7 @@ class Term:
         if self.lines is not None:
             return self._separable_savings(kept, total)
         times, layers = self._core
-        alive = kept[layers[0]]
-        for layer in layers[1:]:
-            alive = alive & kept[layer]
+        alive = _alive(layers, kept)
         chosen = torch.stack([layer[alive] for layer in layers])
         result = torch.zeros(total + 1, dtype=torch.long, device="cpu")
         for place, row in enumerate(chosen):
@@ -112,6 +107,10 @@ class Term:
             before *= alive.numel()
             after = after * (alive.numel() - own)
         return before - after
+
+
+def _alive(layers: list[Tensor], kept: Tensor) -> Tensor:
+    return torch.stack([kept[layer] for layer in layers]).all(0)
 
 
 def terms_of(labels: Labels, units: Units, tensors: Mapping[str, Tensor]) -> tuple[Term, ...]:

@@ -30,11 +30,10 @@ def find(call: Call) -> Rule:
         convolution,
         joins,
         layout,
-        norms,
         pointwise,
         products,
-        reduce,
         spatial,
+        statistics,
     )
 
     for name in (call.op, call.op.removesuffix("_")):

@@ -38,7 +38,7 @@ def stack(call: Call, labels: Labels) -> None:
 
 
 def _freeze_unmatched(
-    pieces: list[Ref], layers: list[Layer], labels: Labels, own_ids: Callable[[Tensor], Tensor]
+    pieces: list[Ref], layers: list[Layer], labels: Labels, own_ids: Callable[[Tensor], Tensor] = lambda ids: ids
 ) -> None:
     """Freeze layers that lie side by side with an axis of fixed size; ``own_ids`` brings ids to a piece's dims."""
     for layer in layers:
@@ -50,7 +50,7 @@ def _freeze_unmatched(
 
 def _join(pieces: list[Ref], out: Ref | None, dim: int, labels: Labels) -> None:
     across = labels.merge(layer for ref in pieces for layer in labels[ref] if not layer.varies(dim))
-    _freeze_unmatched(pieces, across, labels, lambda ids: ids)
+    _freeze_unmatched(pieces, across, labels)
     joined: list[Layer] = []
     if any(labels.along(ref, dim) is not None for ref in pieces):
         joined = [Layer(_ids_along(pieces, dim, labels))]
@@ -174,7 +174,7 @@ def index_add(call: Call, labels: Labels) -> None:
         labels.set(out, ())
         return
     merged = labels.merge(layers)
-    _freeze_unmatched([x, source], merged, labels, lambda ids: ids)
+    _freeze_unmatched([x, source], merged, labels)
     labels.adopt(x, merged)
     labels.set(out, merged, like=source)
     labels.uniform.discard(x.index)
@@ -193,7 +193,7 @@ def index_put(call: Call, labels: Labels) -> None:
         labels.set(out, ())
         return
     merged = labels.merge(layers)
-    _freeze_unmatched([x, values], merged, labels, lambda ids: ids)
+    _freeze_unmatched([x, values], merged, labels)
     labels.set(out, merged, like=values)
     if merged:
         labels.uniform.discard(x.index)

@@ -14,14 +14,10 @@ from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
 
 
-@rule("aten.mm", "aten.bmm", "aten.mv", "aten.dot")
+@rule("aten.mm", "aten.bmm")
 def matmul(call: Call, labels: Labels) -> None:
     """[…, m, k] · […, k, n]."""
     a, b = call.args[:2]
-    if call.op in ("aten.mv", "aten.dot"):
-        labels.freeze_all(call.inputs, f"passes through {call.op}, for which there is no rule")
-        labels.set(call.outputs[0], ())
-        return
     _product(call, labels, a, b, None)
 
 

@@ -46,7 +46,7 @@ def _position_dims(call: Call, labels: Labels) -> list[int]:
 @rule("torchvision.deform_conv2d")
 def deform_conv(call: Call, labels: Labels) -> None:
     """A convolution with learned positions: input and output channels as in a convolution of one group."""
-    from ifso.graph.rules.convolution import convolve
+    from ifso.graph.rules.convolution import Convolution
 
     x, weight, offset, mask, bias = call.args[:5]
     groups, offset_groups = call.args[11], call.args[12]
@@ -55,7 +55,7 @@ def deform_conv(call: Call, labels: Labels) -> None:
     )
     if offset_groups > 1 or groups > 1:
         labels.freeze_all([x], "is read by a grouped deformable convolution")
-    convolve(call, labels, x, weight, bias, transposed=False, groups=groups)
+    Convolution(call, labels, x, weight, bias, transposed=False, groups=groups).follow()
 
 
 @rule("aten.pixel_shuffle")
