@@ -96,7 +96,6 @@ class Workbench:
             self.batch, example = (images, labels.to(self.device)), images[:1]
         self.graph: ChannelGraph = trace(self.model, example)
         self.model.train(not setup.eval_mode)
-        self._precision = setup.precision
         self._space = weight_space(self.model, self.graph)
         self._readers = [one for one in readers(self.graph, self.device) if one.parameter in self._space.tensors]
 
@@ -132,7 +131,7 @@ class Workbench:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross entropy, or the losses of a detector, the model under autocast if it is to run in bf16."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setup.precision == "bf16"):
             if self.detects:
                 return detection_loss(model, batch)
             logits = model(batch[0])
@@ -151,7 +150,7 @@ class Workbench:
             "group-fisher": self._criterion(create("group-fisher")),
             "taylor": self._criterion(create("taylor")),
         }
-        if self._precision != "tf32":
+        if self.setup.precision != "tf32":
             del found["ifso, all in TF32"], found["ifso, full primal"]
         return found
 

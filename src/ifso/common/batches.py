@@ -296,9 +296,9 @@ def dealt_again(batches: list[Any], seed: int) -> list[Any]:
     >>> [batch.tolist() for batch in dealt_again([torch.tensor([0, 1]), torch.tensor([2, 3])], seed=1)]
     [[1, 3], [2, 0]]
     """
-    whole = joined(batches)
-    sizes = [{len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)} for batch in batches]
-    if len(batches) < 2 or whole is None or any(len(size) != 1 for size in sizes):
+    whole = joined(batches) if len(batches) > 1 else None
+    sizes = [] if whole is None else [{len(leaf) for leaf in tree_leaves(batch)} for batch in batches]
+    if whole is None or any(len(size) != 1 for size in sizes):
         return batches
     counts = [size.pop() for size in sizes]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed), device="cpu")

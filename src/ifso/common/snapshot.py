@@ -7,7 +7,6 @@ that their code mentions.
 from __future__ import annotations
 
 import functools
-import operator
 import random
 import sys
 import types
@@ -102,33 +101,41 @@ def _module(module: nn.Module) -> Look:
     return undo, [kind, *attributes[1]]
 
 
-def _undoing(items: Any, parts: Callable[[], list[Any]], refill: Callable[[], None]) -> Undo:
-    """Empties and refills a container whose parts are others by then."""
-    before = parts()
-
-    def undo() -> None:
-        now = parts()
-        if len(now) != len(before) or not all(map(operator.is_, before, now)):
-            items.clear()
-            refill()
-
-    return undo
-
-
 def _dict(items: dict[Any, Any]) -> tuple[Undo, list[Any]]:
     before = list(items.items())
-    undo = _undoing(items, lambda: [part for item in items.items() for part in item], lambda: items.update(before))
+
+    def undo() -> None:
+        if not _same([part for item in before for part in item], [part for item in items.items() for part in item]):
+            items.clear()
+            items.update(before)
+
     return undo, [value for _, value in before[:LONGEST]]
 
 
 def _sequence(items: Any) -> Look:
     before = list(items)
-    return _undoing(items, lambda: list(items), lambda: items.extend(before)), before[:LONGEST]
+
+    def undo() -> None:
+        if not _same(before, list(items)):
+            items.clear()
+            items.extend(before)
+
+    return undo, before[:LONGEST]
 
 
 def _set(items: set[Any]) -> Look:
-    before = list(items)
-    return _undoing(items, lambda: list(items), lambda: items.update(before)), before[:LONGEST]
+    before = set(items)
+
+    def undo() -> None:
+        if items != before:
+            items.clear()
+            items.update(before)
+
+    return undo, list(before)[:LONGEST]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
 
 
 def _object(item: Any) -> Look:

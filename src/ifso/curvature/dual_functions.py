@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.curvature.dual_layers import DualFunction, along, dense_format, fits_kernels, give_tangent, load_kernels
+from ifso.common.tensors import placed
+from ifso.curvature.dual_layers import DualFunction, dense_format, fits_kernels, give_tangent, load_kernels
 
 aten = torch.ops.aten
 
@@ -134,9 +135,11 @@ def _batch_norm_backward(
     lam_y_dot = scale * (lam_x_dot - x_dot_mean * lam_mean - x_dot_hat * lam_hat)
     to_x_dot = scale * rstd * lam_hat
     to_x = rstd * (rstd * lam_y_dot - to_x_dot * x_dot_hat)
-    back_dot = torch.addcmul(along(to_x * mean + to_x_dot * x_dot_mean, 1, x), x, along(to_x, 1, x), value=-1)
-    back_dot.addcmul_(back, along(rstd * x_dot_hat, 1, x), value=-1)
-    back_dot.addcmul_(x_dot, along(to_x_dot, 1, x), value=-1)
+    back_dot = torch.addcmul(
+        placed(to_x * mean + to_x_dot * x_dot_mean, 1, x.dim()), x, placed(to_x, 1, x.dim()), value=-1
+    )
+    back_dot.addcmul_(back, placed(rstd * x_dot_hat, 1, x.dim()), value=-1)
+    back_dot.addcmul_(x_dot, placed(to_x_dot, 1, x.dim()), value=-1)
     if lam_dot is not None:
         back_dot.add_(_b(lam_dot, x, gain, mean, rstd, eps)[0])
     return back, back_dot.to(back.dtype)

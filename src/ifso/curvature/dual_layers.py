@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
+from ifso.common.tensors import placed
 from ifso.curvature.primal_cache import CachedCall, alias
 from ifso.curvature.weight_space import sum_present
 
@@ -119,7 +120,7 @@ class DualLayer(DualFunction):
         moved = sum_present(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
         y_dot = None if moved is None else shape.apply(moved, weight)
         if isinstance(mask_dot, float):
-            plain = y if bias is None else y - along(bias, shape.channel_dim(y), y)
+            plain = y if bias is None else y - placed(bias, shape.channel_dim(y), y.dim())
             y_dot = plain.clone() if y_dot is None else y_dot.add_(plain)
         if weight_dot is not None:
             turned = shape.apply(x, weight_dot)
@@ -293,10 +294,3 @@ def _has_triton() -> bool:
 def load_kernels() -> Any:
     """The module with the kernels; only for tensors of :func:`fits_kernels`."""
     return import_module("ifso.curvature.kernels")
-
-
-def along(vector: Tensor, dim: int, like: Tensor) -> Tensor:
-    """A vector as a factor along one dim of ``like``."""
-    sizes = [1] * like.dim()
-    sizes[dim] = -1
-    return vector.view(sizes)

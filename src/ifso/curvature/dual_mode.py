@@ -22,10 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
+from ifso.common.tensors import placed
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
 from ifso.curvature.dual_functions import DualActivation, DualAttention, DualBatchNorm, DualLayerNorm
-from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, along, dual_zero
+from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, dual_zero
 from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
 
@@ -129,7 +130,7 @@ class DualMode(TorchFunctionMode):
         weight_tap = plan.weight_tap() if plan.weight_tap else None
         mask_tap = plan.mask_tap(shape.groups) if plan.mask_tap else None
         if isinstance(mask_dot, Tensor):
-            mask_dot = along(mask_dot.to(x.dtype), shape.channel_dim(x), x)
+            mask_dot = placed(mask_dot.to(x.dtype), shape.channel_dim(x), x.dim())
         late = bias if self.moves(bias) else None
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
@@ -138,7 +139,7 @@ class DualMode(TorchFunctionMode):
             shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.dual_zero
         )
         if late is not None:
-            result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
+            result = result + placed(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result.dim())
         return result
 
 
@@ -220,7 +221,7 @@ def _batch_norm(
     scale = (running_var + eps).rsqrt()
     scale = scale if weight is None else scale * weight.detach()
     shift = -running_mean * scale if bias is None else bias.detach() - running_mean * scale
-    return input * along(scale, 1, input).to(input.dtype) + along(shift, 1, input).to(input.dtype)
+    return input * placed(scale, 1, input.dim()).to(input.dtype) + placed(shift, 1, input.dim()).to(input.dtype)
 
 
 def _primal_and_dot(x: Tensor) -> tuple[Tensor, Tensor | None]:

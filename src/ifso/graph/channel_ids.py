@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ifso.common.tensors import placed
 from ifso.graph.channel_graph import STAYS
 from ifso.graph.tape import Call, FunctionKey, Ref, Tape
 
@@ -90,15 +91,6 @@ def compress(ids: Tensor, exact: bool = False) -> Tensor:
         elif size > 1 and (stride == 0 or (exact and bool((ids == ids.narrow(dim, 0, 1)).all()))):
             ids = ids.narrow(dim, 0, 1)
     return ids
-
-
-def placed(ids: Tensor, dim: int, ndim: int) -> Tensor:
-    """Ids [n] along one of ``ndim`` dims.
-
-    >>> placed(torch.arange(3), 1, 4).shape
-    torch.Size([1, 3, 1, 1])
-    """
-    return ids.reshape([ids.numel() if each == dim else 1 for each in range(ndim)])
 
 
 class Labels:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ifso.common.fake_tensors import FakeStage
 from ifso.common.module_state import named_tensors, set_tensors
 from ifso.common.tensors import LEAVING, WatchedLeavings, map_tensors, tensors_in
 from ifso.errors import StaleGraphError
-from ifso.graph.execution import call_model, on_fake_tensors, on_real_tensors
+from ifso.graph.execution import FakeStage, call_model, on_fake_tensors, on_real_tensors
 from ifso.graph.layouts import compact
 from ifso.graph.naming import modes_of
 from ifso.graph.removal import Removal

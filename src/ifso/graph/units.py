@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ifso.common.tensors import placed
 from ifso.graph.channel_graph import STAYS, Balance, Frozen, Group, Layout, Member
-from ifso.graph.channel_ids import PRODUCES, Axis, Labels, placed
+from ifso.graph.channel_ids import PRODUCES, Axis, Labels
 
 UNUSED = "is not used when the model runs on the example inputs"
 COMPLEX = "holds complex numbers, which are not followed"

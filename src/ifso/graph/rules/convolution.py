@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer, placed
+from ifso.common.tensors import placed
+from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.rules.pointwise import follow
 from ifso.graph.tape import Call, Ref

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ifso.graph.channel_ids import PADDED_BACK, PADDED_FRONT, PRODUCES, Labels, Layer, placed
+from ifso.common.tensors import placed
+from ifso.graph.channel_ids import PADDED_BACK, PADDED_FRONT, PRODUCES, Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.rules.layout import carry_period
 from ifso.graph.tape import Call, Ref

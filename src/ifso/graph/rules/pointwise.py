@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from ifso.graph.channel_ids import FROM_INPUT, Labels, placed
+from ifso.common.tensors import placed
+from ifso.graph.channel_ids import FROM_INPUT, Labels
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ifso.graph.channel_ids import Labels, Layer, placed
+from ifso.common.tensors import placed
+from ifso.graph.channel_ids import Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call
 
