@@ -37,7 +37,7 @@ class Rehearsal:
         return {"dry_run": True, **asdict(self)}
 
     def __str__(self) -> str:
-        from ifso.common.progress import roughly
+        from ifso.common.text import roughly
 
         costs = f"{amount(self.before['macs'])} MACs, {amount(self.before['params'])} parameters"
         first = f"the first took {self.first:.1f} s"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ifso.common.batches import BatchStream
 from ifso.common.cuda_graphs import NotCaptured, capturing, draws
-from ifso.common.distributed import is_distributed, number_of_each, together
+from ifso.common.distributed import gathered, is_distributed, together
 from ifso.data.batches import Epochs
 from ifso.errors import DataError, TrainingError
 from ifso.training.optimizers import rate, rates
@@ -82,12 +82,12 @@ def same_count_on_all_ranks(batches: Iterator[Any], length: int | None) -> Itera
     if not is_distributed():
         yield from batches
         return
-    lengths = number_of_each(-1 if length is None else length)
+    lengths = gathered(-1 if length is None else length)
     if len(set(lengths)) > 1:
         raise DataError(f"ranks have {', '.join(map(str, lengths))} training batches; give each equally many")
     number = 0
     if length is None:
-        while any(there := number_of_each((batch := together(lambda: next(batches, None))) is not None)):
+        while any(there := gathered((batch := together(lambda: next(batches, None))) is not None)):
             if not all(there):
                 raise DataError(
                     f"rank {there.index(0)} has {number} training batches, and others have more; give each equally many"

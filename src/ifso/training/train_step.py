@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ifso.common.batches import is_listed, part_of
 from ifso.common.cuda_graphs import captures_go_to
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import among_ranks, is_distributed, number_of_each
+from ifso.common.distributed import among_ranks, gathered, is_distributed
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
@@ -92,7 +92,7 @@ class TrainStep:
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
         if isinstance(self._loss_fn, NamedLosses):
             self._loss_fn.pop_means()
-        return any(number_of_each(any(gradient is None for gradient in found)))
+        return any(gathered(any(gradient is None for gradient in found)))
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the next step."""
