@@ -12,7 +12,7 @@ from typing import Any
 
 from ifso.cli.console import complain
 from ifso.errors import IfsoError, TraceError
-from ifso.runs.open import is_folder, network_in, weights_in
+from ifso.runs.open import holds_network, network_in, weights_in
 from ifso.runs.values import LARGEST_WHOLE
 
 MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory; or the folder of a run, for its network"
@@ -78,7 +78,7 @@ def name_networks(args: argparse.Namespace, run: Path | None = None) -> list[str
     ``run`` is such a folder, too, of which ``--model`` says the MODEL. What is to be said of each is returned.
     """
     said = []
-    if run is None and args.model is not None and is_folder(args.model):
+    if run is None and args.model is not None and holds_network(args.model):
         run, args.model = Path(args.model), None
     if run is not None:
         if args.weights is not None:
@@ -88,11 +88,11 @@ def name_networks(args: argparse.Namespace, run: Path | None = None) -> list[str
             if getattr(args, name, None) is None:
                 setattr(args, name, value)
         said.append(f"the network is {which}")
-    elif args.weights is not None and is_folder(args.weights):
+    elif args.weights is not None and holds_network(args.weights):
         args.weights, which = weights_in(Path(args.weights))
         said.append(f"the weights are those of {which}")
     teacher = getattr(args, "teacher", None)
-    if teacher is not None and is_folder(teacher):
+    if teacher is not None and holds_network(teacher):
         options, which = network_in(Path(teacher))
         if "model" not in options:
             raise IfsoError(

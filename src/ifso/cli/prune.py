@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.data.base import Data
-    from ifso.pruning.events import Listener
+    from ifso.pruning.events import Listener, Plan
     from ifso.pruning.result import PruneResult
 
 DESCRIPTION = (
@@ -111,11 +111,30 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> 
     others = [TensorBoardListener(args.out / "tensorboard")] if writes else []
     shown = progress(*others) if world.is_first else nullcontext(Silent())
     with tensor_cores(settings.get("precision", "float32")), shown as listener:
-        call = {**_call(settings, args, world, listener), "listener": listener}
+        call = {**_call(settings, args, world, listener), "listener": _Telling(listener, args.said)}
         if args.dry_run:
-            return rehearse(call, defaults_of(settings)["min_share"])
+            found = rehearse(call, defaults_of(settings)["min_share"])
+            for line in args.said:
+                listener.said(line)
+            return found
         where = {"resume" if args.resume else "out": args.out, **({"overwrite": True} if args.overwrite else {})}
         return prune(**call, **where)
+
+
+class _Telling:
+    """A listener that is told further lines when the run begins, as one that cannot begin ends with one line."""
+
+    def __init__(self, listener: Listener, lines: Sequence[str]) -> None:
+        self._listener, self._lines = listener, lines
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+    def started(self, plan: Plan) -> None:
+        """Pass it on, and the lines."""
+        self._listener.started(plan)
+        for line in self._lines:
+            self._listener.said(line)
 
 
 def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, listener: Listener) -> dict[str, Any]:
@@ -143,8 +162,6 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
         workers=args.workers,
     )
     report_notes(data, listener.said)
-    for line in args.said:
-        listener.said(line)
     if detects(data) and not args.resume and takes_default_steps(settings):
         settings = {**settings, "lr": PRUNING_RATE[data.task]}
         arguments = prune_arguments(settings)

@@ -80,8 +80,6 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
     with training_progress("train") if world.is_first else nullcontext(SilentTraining()) as listener:
         data = open_data(options["data"], **data_options(options, settings, world, args))
         report_notes(data, listener.said)
-        for line in args.said:
-            listener.said(line)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")
@@ -100,6 +98,8 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
             validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
             about={"arguments": options}, start="weights given" if given else None,
         )  # fmt: skip
+        for line in args.said:
+            listener.said(line)
         outcome = train_side_by_side([training], listener, resume=args.resume, ranks=world.ranks)[0]
     if isinstance(outcome, IfsoError):
         raise outcome

@@ -141,6 +141,13 @@ def exists(path: Path) -> bool:
         return False
 
 
+def is_folder(path: str | Path) -> bool:
+    """Return whether it is a folder; what cannot be a path is none."""
+    with suppress(OSError, ValueError):
+        return Path(path).is_dir()
+    return False
+
+
 def is_file(path: Path) -> bool:
     """Return whether there is a file, also by a link; False where the system will not say."""
     try:

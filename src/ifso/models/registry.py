@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ifso.common.files import is_folder
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, ModelNotFound, TraceError
 from ifso.models.detectors import (
@@ -237,7 +238,7 @@ def create_model(
 
 def _filled(model: nn.Module, name: str, weights: str | Path) -> nn.Module:
     """The network with the weights of a file; or made smaller, and with the weights, as a folder has it."""
-    if Path(weights).is_dir():
+    if is_folder(weights):
         return load(weights, model)
     if is_detector(model):
         refuse_thawed(model, name, weights)

@@ -77,9 +77,11 @@ def places_of(folder: Path, path: str) -> Iterator[Path]:
 
 def opened_with(folder: Path, arguments: Mapping[str, Any]) -> list[Path]:
     """The folder of a run, and those of the network it began with, if that was another run's: one sender for all."""
+    from ifso.common.files import is_folder
+
     weights = arguments.get("weights")
     places = places_of(folder, weights) if isinstance(weights, str) else ()
-    found = [place for place in places if Path(place).is_dir()]
+    found = [place for place in places if is_folder(place)]
     return [folder, *found, *(place.parent for place in found if place.name == FINETUNE)]
 
 

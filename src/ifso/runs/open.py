@@ -214,12 +214,13 @@ class OpenedRun:
         refuse_foreign(option, f"{place}{factory}", [*opened, self.finetune])
 
 
-def is_folder(name: str) -> bool:
+def holds_network(name: str) -> bool:
     """Return whether a MODEL or ``--weights`` is the folder of a run, of a training, or of a saved network."""
+    from ifso.common.files import is_folder
     from ifso.runs.files import CONFIG, is_there
     from ifso.surgery.store import RECIPE
 
-    return Path(name).is_dir() and (is_there(Path(name) / CONFIG) or is_there(Path(name) / RECIPE))
+    return is_folder(name) and (is_there(Path(name) / CONFIG) or is_there(Path(name) / RECIPE))
 
 
 def network_in(folder: Path, *, model: str | None = None, data: str | None = None) -> tuple[dict[str, Any], str]:
