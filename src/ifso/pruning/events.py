@@ -84,20 +84,5 @@ class Listener(Protocol):
         """The run has ended, well or not."""
 
 
-class Silent:
+class Silent(Listener):
     """Tells nobody."""
-
-    def started(self, plan: Plan) -> None:
-        """Nothing."""
-
-    def removed(self, removal: Removal) -> None:
-        """Nothing."""
-
-    def staged(self, stage: Stage) -> None:
-        """Nothing."""
-
-    def said(self, line: str) -> None:
-        """Nothing."""
-
-    def finished(self) -> None:
-        """Nothing."""

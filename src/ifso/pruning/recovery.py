@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +16,13 @@ from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
 from ifso.curvature.loss_change import true_loss_change
 from ifso.curvature.solvers import SolverWarning, create_solver
-from ifso.errors import ScoreError, WeightsError
+from ifso.errors import WeightsError
 from ifso.graph.channel_graph import ChannelGraph
 
 ITERATIONS = 20
 """Of conjugate gradients for ΔW."""
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What ``evaluate`` said about the network after a stage of the run."""
-
-    stage: str
-    values: Mapping[str, float]
 
 
 def norms_of(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
@@ -93,30 +83,41 @@ def _norm(parts: Iterable[Tensor]) -> float:
     return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
 
 
-class Undo:
+class Snapshot:
+    """A copy in memory of tensors that change in place, to return to. ``live`` gives them by name."""
+
+    def __init__(self, live: Callable[[], dict[str, Tensor]]) -> None:
+        self._live = live
+        self.copies: dict[str, Tensor] = {}
+        self.renew()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Copy again; memory is only taken where shapes have changed."""
+        live = self._live()
+        shapes = [[(name, tensor.shape) for name, tensor in side.items()] for side in (live, self.copies)]
+        if shapes[0] != shapes[1]:
+            self.copies = {name: tensor.clone() for name, tensor in live.items()}
+            return
+        torch._foreach_copy_(list(self.copies.values()), list(live.values()))
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Back to the copy."""
+        for name, tensor in self._live().items():
+            if name in self.copies:
+                tensor.copy_(self.copies[name])
+
+
+class Undo(Snapshot):
     """The weights as they were, should a change have done harm."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors = named_tensors(model)
-        self._copies = {name: copy.deepcopy(tensor.detach()) for name, tensor in self._tensors.items()}
+        super().__init__(lambda: named_tensors(model))
 
-    @torch.no_grad()
     def __call__(self) -> None:
         """Back to then."""
-        for name, tensor in self._tensors.items():
-            tensor.copy_(self._copies[name])
-
-
-def as_numbers(found: Any) -> dict[str, float]:
-    """What ``evaluate`` returned as numbers by name."""
-    values = found if isinstance(found, Mapping) else {"value": found}
-    if not values:
-        raise ScoreError("evaluate returned no numbers; it must return a number or a dict of numbers")
-    try:
-        return {str(name): float(value) for name, value in values.items()}
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(found).__name__
-        raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None
+        self.restore_()
 
 
 LOOK_FOR = 20.0

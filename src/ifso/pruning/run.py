@@ -26,14 +26,13 @@ from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.moves import Move, Moves
-from ifso.pruning.recovery import Evaluate, norms_of
+from ifso.pruning.recovery import Evaluate, Snapshot, norms_of
 from ifso.pruning.result import Network
 from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select
 from ifso.pruning.settings import Settings
-from ifso.pruning.shrinking_network import ShrinkingNetwork
+from ifso.pruning.shrinking_network import ShrinkingNetwork, plain_state_of
 from ifso.pruning.staged import run_stage
-from ifso.pruning.state import Snapshot, plain_state_of
 from ifso.pruning.verify import Check, compare, outputs
 from ifso.runs.folder import RunFolder
 
@@ -126,7 +125,7 @@ class Run:
         """This is a good state: to return to, and to be written."""
         self._good_state: dict[str, Any] | None = None
         self._good.renew()
-        self.progress.seconds = time.perf_counter() - self._began
+        self.progress.seconds = self.seconds
         self._good_state = {
             "progress": copy.deepcopy(finite(vars(self.progress))),
             "position": list(self.stream.position),
@@ -275,7 +274,7 @@ class Run:
         """Tell everybody, and the folder, what went."""
         self._trail.remove(move.units)
         self.progress.removals += 1
-        self.progress.seconds = time.perf_counter() - self._began
+        self.progress.seconds = self.seconds
         removal = Removal(
             self.progress.removals, self.progress.step, self._places(move.units), move.score,
             self._trail.costs(), self._trail.shares(), loss, round(self.progress.seconds, 3),

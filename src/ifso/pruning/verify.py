@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ifso.common.loss_fn import LossFn, scalar, steady_
+from ifso.common.loss_fn import LossFn, outputs_of, scalar, steady_
 from ifso.common.tensors import map_tensors
 from ifso.common.torch_state import full_float32, same_modes, undisturbed
 from ifso.errors import VerificationError
@@ -43,30 +42,16 @@ def outputs(network: ShrinkingNetwork, loss_fn: LossFn, batch: Any) -> list[Tens
     with same_modes(network.model), full_float32(), network.running():
         if network.graph.on_real_tensors:
             with suppress(Exception), in_float64(network.model):
-                return _steadily(network.model, loss_fn, map_tensors(batch, as_float64))
-        return _steadily(network.model, loss_fn, batch)
-
-
-def _steadily(model: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
-    steady_(model, loss_fn, batch)
-    return _run(model, loss_fn, batch)
+                return _run(network.model, loss_fn, map_tensors(batch, as_float64))
+        return _run(network.model, loss_fn, batch)
 
 
 @torch.no_grad()
 def _run(model: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
-    found: list[Any] = []
-    with undisturbed(model), _listening(model, found):
+    steady_(model, loss_fn, batch)
+    with undisturbed(model), outputs_of(model) as found:
         loss = loss_fn(model, batch)
     return [leaf.detach().clone() for leaf in tree_leaves([*found, scalar(loss)]) if isinstance(leaf, Tensor)]
-
-
-@contextlib.contextmanager
-def _listening(model: nn.Module, found: list[Any]) -> Iterator[None]:
-    handle = model.register_forward_hook(lambda module, args, output: found.append(output))  # noqa: ARG005
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def compare(masked: list[Tensor], compacted: list[Tensor]) -> Check:
