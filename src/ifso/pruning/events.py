@@ -84,5 +84,10 @@ class Listener(Protocol):
         """The run has ended, well or not."""
 
 
-class Silent(Listener):
+class Silent:
     """Tells nobody."""
+
+    def started(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    removed = staged = said = finished = started

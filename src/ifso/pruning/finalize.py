@@ -10,10 +10,9 @@ from ifso.common.distributed import copy_from_first_, together
 from ifso.common.module_state import named_tensors
 from ifso.costs.cost import count, recount
 from ifso.errors import DataError, IfsoError
-from ifso.pruning.distillation import distil_, is_better
 from ifso.pruning.latency_budget import keep_latency, measured_latency
 from ifso.pruning.measures import evaluated, loss_of, measure, recalibrate, reconstruct, record_measure
-from ifso.pruning.recovery import Undo, norms_of, update_weights_
+from ifso.pruning.recovery import Undo, distil_, is_better, norms_of, update_weights_
 from ifso.pruning.result import UNDONE, Measure, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
 from ifso.pruning.selection import TOLERANCE, Target

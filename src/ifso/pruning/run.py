@@ -216,19 +216,20 @@ class Run:
     def _step(self, phase: Phase, target: Target) -> None:
         with self.progress.timed("rounds"):
             scores, loss = self._collect(phase.train)
+        made, ranked = self.choose(scores, target, phase.most)
         with self.progress.timed("selection"):
-            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
-            made = select(self.ledger, self.moves, ranked, target, most=phase.most)
-            self.progress.step += 1
             self.scoring.remove_([unit for move in made for unit in move.units])
         self.scores.copy_(scores)
-        if self.folder is not None and self.progress.step == 1:
-            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
-        for move in made:
-            self.record(move, loss)
+        self.record(made, ranked, loss)
         if self.shrink and target.gap(self.ledger.shares()) > 0:
             self.shrink_if_it_pays()
         self.keep_state()
+
+    def choose(self, scores: Tensor, target: Target, most: int | None = None) -> tuple[list[Move], Tensor]:
+        """What is to go by these scores, gone from the ledger already; and the scores by which it was chosen."""
+        with self.progress.timed("selection"):
+            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
+            return select(self.ledger, self.moves, ranked, target, most=most), ranked
 
     def keep_state(self) -> None:
         """This is where the run goes on if it is interrupted."""
@@ -270,8 +271,15 @@ class Run:
             raise DataError(f"batches up to {index} of epoch {epoch} hold NaN or infinity ({where}); {good}")
         raise DivergedError(f"the loss is no longer finite ({loss}); {good}; a smaller learning rate may help")
 
-    def record(self, move: Move, loss: float) -> None:
-        """Tell everybody, and the folder, what went."""
+    def record(self, made: Sequence[Move], ranked: Tensor, loss: float) -> None:
+        """Tell everybody, and the folder, what went in this step, and by which scores the first units went."""
+        self.progress.step += 1
+        if self.folder is not None and self.progress.step == 1:
+            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
+        for move in made:
+            self._record(move, loss)
+
+    def _record(self, move: Move, loss: float) -> None:
         self._trail.remove(move.units)
         self.progress.removals += 1
         self.progress.seconds = self.seconds
