@@ -16,9 +16,9 @@ from ifso.common.plots import DPI, LOOKS, PAGE, STYLE
 from ifso.criteria import registry
 from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import summarise
-from ifso_repro.figures import curves, layers
+from ifso_repro.figures import layers, studies
 from ifso_repro.figures.drawing import Source, draw_figure
-from ifso_repro.figures.points import plot
+from ifso_repro.figures.studies import plot
 from ifso_repro.results import write
 from ifso_repro.statistics import Runs
 
@@ -50,7 +50,7 @@ def test_points_and_bars_are_means_and_deviations():
     ]
     far = result(job_of("figure5", row="resnet32-cifar10-90", criterion="ifso"), 80.0)
     figure = sheet()
-    curves._lines(figure, plot("figure5", Runs([*found, far])))
+    studies._lines(figure, plot("figure5", Runs([*found, far])))
     line, _, (bars,) = figure.axes[0].containers[0]
     drawn = dict(zip(*line.get_data(), strict=True))
     assert [place for place, value in drawn.items() if not math.isnan(value)] == [10.0, 20.0, 90.0]
@@ -94,7 +94,7 @@ def test_the_same_data_give_the_same_files(tmp_path):
 def test_seconds_and_the_hardware_of_figure_7(tmp_path):
     figure = sheet()
     found = seeds(job_of("figure7", schedule="incremental"), 93.0, 93.4, prune_seconds=330.0)
-    curves._schedule(figure, plot("figure7", Runs(found)))
+    studies._schedule(figure, plot("figure7", Runs(found)))
     above, below = figure.axes
     assert [y for _, y in above.containers[0][0].get_xydata() if not math.isnan(y)] == pytest.approx([93.2])
     assert [y for _, y in below.containers[0][0].get_xydata() if not math.isnan(y)] == [330.0]
@@ -107,7 +107,7 @@ def test_figure_8_shows_every_run():
     summed, last = seeds(job_of("figure8", accumulate=5, accumulation=None), 93.0, 92.0, 94.0), [92.5]
     figure = sheet()
     results = [*summed, *seeds(job_of("figure8", accumulate=5, accumulation="last"), *last)]
-    curves._boxes(figure, plot("figure8", Runs(results)))
+    studies._boxes(figure, plot("figure8", Runs(results)))
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "."]
     assert [list(line.get_ydata()) for line in dots] == [[93.0, 92.0, 94.0], [92.5]]
     assert dots[0].get_xdata()[0] < 1 < dots[1].get_xdata()[0]

@@ -15,10 +15,9 @@ from ifso.errors import IfsoError
 from ifso_repro.cli import FIGURE1
 from ifso_repro.config import find_row, rows, study
 from ifso_repro.figure1.networks import NETWORKS
-from ifso_repro.figures.curves import draw_study
+from ifso_repro.figure1.summary import draw_loss_change
 from ifso_repro.figures.layers import Network, draw_layers, network_of
-from ifso_repro.figures.loss_change import draw_loss_change
-from ifso_repro.figures.points import PLACES, Plot, load, plot
+from ifso_repro.figures.studies import PLACES, Plot, draw_study, load, plot
 from ifso_repro.jobs import Job
 from ifso_repro.schema import RECIPES
 
