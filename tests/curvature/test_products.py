@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from reference.second_order import Reference, layer_weights
 from torch import Tensor, nn
 
 import ifso
+from ifso.curvature import dual_layers
 from ifso.curvature.primal_cache import CachedCall, is_careful
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
@@ -805,3 +809,15 @@ def test_narrow_layers_are_careful_unless_told_otherwise():
     narrow, wide = torch.zeros(64, 64, 3, 3), torch.zeros(64, 65, 1, 1)
     assert [is_careful(None, weight) for weight in (narrow, wide)] == [True, False]
     assert [is_careful(choice, wide) for choice in (True, False)] == [True, False]
+
+
+def test_the_gpu_kernels_that_are_called_exist() -> None:
+    """No machine without a GPU runs them."""
+    room = Path(dual_layers.__file__).parent
+    body = ast.parse((room / "kernels.py").read_text("utf-8")).body
+    made = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    called = {
+        name for file in room.glob("*.py") for name in re.findall(r"load_kernels\(\)\.(\w+)", file.read_text("utf-8"))
+    }
+    assert called
+    assert called <= made

@@ -225,6 +225,15 @@ def test_a_network_that_draws_random_numbers_is_not_captured(beside, train, monk
     assert said == ["rounds run without a CUDA graph: the model or its loss draws random numbers"]
 
 
+def test_a_criterion_that_takes_another_direction_for_each_batch_is_not_captured(monkeypatch):
+    recording, (worker, said) = Recording(monkeypatch), worker_of(Net(), criterion="true-loss")
+    worker.prepare([small(number) for number in range(4)])
+    for number in range(4):
+        worker.round([small(number)], train=True)
+    assert recording.captured == 0
+    assert said == ["rounds run without a CUDA graph: criterion 'true-loss' does not score every batch in the same way"]
+
+
 @pytest.mark.parametrize("beside", [functional_dropout, lambda _, x: x])
 def test_one_that_draws_none_is_captured(beside, monkeypatch):
     recording, (worker, said) = Recording(monkeypatch), worker_of(Net(beside).eval())

@@ -1,7 +1,7 @@
 """Activations, layer norm and attention on dual numbers, as :mod:`ifso.curvature.dual_layers` has layers with weights.
 
 Forward mode over PyTorch's backward passes takes some thirty kernels for each of them, reading and writing activations
-again and again. On a GPU an activation or a layer norm is one kernel of :mod:`ifso.curvature.kernels` each way.
+again and again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from ifso.curvature.dual_layers import give_tangent, take_tangent
-from ifso.curvature.paired_batches import dense_format, lie_alike, load_kernels
 
 aten = torch.ops.aten
 
@@ -60,15 +59,11 @@ class DualActivation(Function):
     @staticmethod
     def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:  # noqa: ARG004 (see there)
         """``y`` with the tangent ``ẏ``."""
-        ctx.name, ctx.quick = name, lie_alike(x, x_dot)
-        if ctx.quick:
-            y, y_dot = load_kernels().activation_forward(name, x, x_dot)
-        else:
-            function, slope, _ = ACTIVATIONS[name]
-            y, y_dot = function(x), slope(x_dot, x)
+        ctx.name = name
         ctx.save_for_backward(x, x_dot)
-        give_tangent(ctx, y_dot)
-        return y
+        function, slope, _ = ACTIVATIONS[name]
+        give_tangent(ctx, slope(x_dot, x))
+        return function(x)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
@@ -81,22 +76,12 @@ class DualActivation(Function):
         x, x_dot = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
         with torch.no_grad():
-            if ctx.quick:
-                back, back_dot = load_kernels().activation_backward(ctx.name, *_like(x, lam, lam_dot), x, x_dot)
-            else:
-                _, slope, bend = ACTIVATIONS[ctx.name]
-                wide = torch.promote_types(x.dtype, torch.float32)
-                back, back_dot = slope(lam, x), (bend(x.to(wide)) * x_dot).mul_(lam).to(x.dtype)
-                if lam_dot is not None:
-                    back_dot += slope(lam_dot, x)
+            _, slope, bend = ACTIVATIONS[ctx.name]
+            wide = torch.promote_types(x.dtype, torch.float32)
+            back, back_dot = slope(lam, x), (bend(x.to(wide)) * x_dot).mul_(lam).to(x.dtype)
+            if lam_dot is not None:
+                back_dot += slope(lam_dot, x)
         return None, make_dual(back, back_dot), None, None
-
-
-def _like(x: Tensor, lam: Tensor, lam_dot: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both as ``x`` lies in memory, zeros for one that is missing."""
-    layout = dense_format(x)
-    lam = lam.contiguous(memory_format=layout)
-    return lam, torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=layout)
 
 
 class DualLayerNorm(Function):
@@ -121,16 +106,10 @@ class DualLayerNorm(Function):
         """``y`` with the tangent ``ẏ``."""
         x, x_dot = x.contiguous(), x_dot.contiguous()
         ctx.shape = shape
-        ctx.quick = lie_alike(x, x_dot) and load_kernels().fits_layer_norm(math.prod(shape))
-        if ctx.quick:
-            y, y_dot, stats = load_kernels().layer_norm_forward(x, x_dot, gain, bias, math.prod(shape), eps)
-            ctx.save_for_backward(x, x_dot, gain, stats)
-        else:
-            y, mean, rstd = aten.native_layer_norm(x, shape, gain, bias, eps)
-            y_dot = _a(x_dot, x, shape, mean, rstd)
-            y_dot = y_dot if gain is None else y_dot * gain
-            ctx.save_for_backward(x, x_dot, gain, mean, rstd)
-        give_tangent(ctx, y_dot)
+        y, mean, rstd = aten.native_layer_norm(x, shape, gain, bias, eps)
+        y_dot = _a(x_dot, x, shape, mean, rstd)
+        ctx.save_for_backward(x, x_dot, gain, mean, rstd)
+        give_tangent(ctx, y_dot if gain is None else y_dot * gain)
         return y
 
     @staticmethod
@@ -144,11 +123,7 @@ class DualLayerNorm(Function):
         x, x_dot, gain, *stats = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
         with torch.no_grad():
-            if ctx.quick:
-                size = math.prod(ctx.shape)
-                pair = load_kernels().layer_norm_backward(*_like(x, lam, lam_dot), x, x_dot, gain, stats[0], size)
-            else:
-                pair = _layer_norm_backward(lam, lam_dot, x, x_dot, ctx.shape, gain, *stats)
+            pair = _layer_norm_backward(lam, lam_dot, x, x_dot, ctx.shape, gain, *stats)
         return make_dual(*pair), None, None, None, None, None, None
 
 

@@ -75,15 +75,11 @@ def dense_format(x: Tensor) -> torch.memory_format:
 
 
 def fits_kernels(*tensors: Tensor) -> bool:
-    """Return whether kernels of :mod:`ifso.curvature.kernels` over channels take these: also [N, C, …]."""
-    return tensors[0].dim() in (3, 4, 5) and lie_alike(*tensors)
-
-
-def lie_alike(*tensors: Tensor) -> bool:
-    """Return whether :mod:`ifso.curvature.kernels` takes these: on the current GPU, alike and dense, no float64."""
+    """Return whether :mod:`ifso.curvature.kernels` takes these [N, C, …]: on the current GPU, alike and dense."""
     first = tensors[0]
     return (
         first.is_cuda
+        and first.dim() in (3, 4, 5)
         and first.device.index == torch.cuda.current_device()  # where Triton would put them
         and is_dense(first)
         and all(
@@ -100,5 +96,5 @@ def _has_triton() -> bool:
 
 
 def load_kernels() -> Any:
-    """The module with the kernels; only where :func:`quick` said yes."""
+    """The module with the kernels; only where :func:`fits_kernels` says yes."""
     return import_module("ifso.curvature.kernels")

@@ -184,6 +184,8 @@ class ScoringLoop:
 
     def _capture_obstacle(self, train: bool) -> str:
         """Why a captured round would not repeat what the round does now; empty if it would."""
+        if self.criterion.prepares:
+            return f"criterion {self.criterion.name!r} does not score every batch in the same way"
         if self._side_effects.draws:
             return "the model or its loss draws random numbers"
         if train and has_host_counters(self.optimizer):

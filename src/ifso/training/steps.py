@@ -299,11 +299,11 @@ class CapturedSteps:
         except NotCaptured as error:
             raise TrainingError(f"{NO_GRAPH} ({error})") from error
         finally:
+            torch.cuda.synchronize()  # steps that still run would read what is restored here, or freed
             with torch.no_grad():
                 for tensor, value in zip(changed, before, strict=True):
                     tensor.copy_(value)
             torch.cuda.set_rng_state(random, self._train_step.device)
-        torch.cuda.synchronize()
         return graph
 
 
