@@ -79,24 +79,24 @@ def test_only_float64_leaves_a_file_that_a_later_run_takes(tmp_path, monkeypatch
     assert "failed" not in found
     assert left([DIGITS], Setup(kept=str(tmp_path), only_float64=True), None, retry=False) == []
     monkeypatch.setattr(zoo._Exam, "_in_float64", None)
-    monkeypatch.setattr(zoo._Exam, "_prune", dict)
+    monkeypatch.setattr(zoo._Exam, "_prune", lambda *_: {})
     again = row_of(kept=str(tmp_path))
     assert again["rank"]["ifso"] > 0.999
 
 
 def test_a_stage_that_fails_leaves_the_others(monkeypatch):
-    def full(exam):
+    def full(*_):
         raise torch.OutOfMemoryError("no room\nfor this")
 
     monkeypatch.setattr(zoo._Exam, "_times", full)
-    monkeypatch.setattr(zoo._Exam, "_prune", lambda exam: {"pruned": {}})
+    monkeypatch.setattr(zoo._Exam, "_prune", lambda *_: {"pruned": {}})
     found = row_of(float64=False)
     assert found["failed"] == {"times": "out of memory: no room for this"}
     assert {"scored", "peak_bytes", "step", "pruned"} <= found.keys()
 
 
 def test_a_lost_gpu_ends_an_examination(monkeypatch):
-    def lost(exam):
+    def lost(*_):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(zoo._Exam, "_trace", lost)
