@@ -17,7 +17,7 @@ import ifso
 from ifso.cli.bench import add_machine, set_threads
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table, write_json
 from ifso.common.devices import usable_device
-from ifso.common.timing import in_turns, make_ready, middle
+from ifso.common.timing import in_turns, machine, make_ready, middle
 from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.generated import generated_images
@@ -253,8 +253,7 @@ def measure(
 
 def _document(bench: Workbench, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     setup = bench.setup
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
-    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads(), "complete": False}
+    about = {**machine(bench.device), "complete": False}
     projected = {"epochs": EPOCHS, "steps": STEPS_OF_AN_EPOCH}
     kind = setup.data.partition(":")[0]
     return {**asdict(setup), "data": kind, **about, "projected": projected, "rows": [*rows], "notes": bench.notes}

@@ -13,7 +13,7 @@ import ifso
 from ifso.errors import ExportError, VerificationError
 from ifso.exporting import export as exporting
 from ifso.exporting import onnx_files
-from ifso.exporting.comparing import in_order_of, relative_difference, worst_difference
+from ifso.exporting.export import in_order_of, relative_difference, worst_difference
 from ifso.exporting.samples import Sample
 
 

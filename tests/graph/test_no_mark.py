@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
-from ifso.common.fake_tensors import FakeStage
 from ifso.errors import BudgetError, IfsoError, ScoreError, TraceError
+from ifso.graph.execution import FakeStage
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,23 @@ from torch import Tensor, nn
 import ifso
 from ifso.pruning import reconstruction
 from ifso.pruning.reconstruction import GRID, LEAST_GAIN, reconstruct_, towards
+from ifso.pruning.recovery import norms_of, recalibrate_
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([out.float().square().mean() for out in outputs(model, batch)]).sum()
+
+
+def like(whole: nn.Module) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss that the network has least of as it is now."""
+    wanted = copy.deepcopy(whole).eval()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            aims = outputs(wanted, batch)
+        return torch.stack([F.mse_loss(*pair) for pair in zip(outputs(model, batch), aims, strict=True)]).sum()
+
+    return loss
 
 
 def pruned(model: nn.Module, graph: ifso.ChannelGraph, keep: dict[str, Tensor]) -> nn.Module:
@@ -121,14 +135,14 @@ def by_hand(small: nn.Module, whole: nn.Module, batches: list[Tensor]) -> None:
 
 
 IN_ONE_PASS = ("plain", "residual", "depthwise", "grouped", "transposed", "conv1d", "vit", "real-residual")
+SIZES = {"one": 8, "two": 6, "three": 5}
 KEPT = {"one": [0, 2, 3, 6, 7], "two": [0, 1, 3, 5], "three": [1, 2, 4], "fc": [0, 1, 2, 3]}
 
 
 def test_a_chain_is_fitted_as_by_hand(monkeypatch):
     monkeypatch.setattr(reconstruction, "POSITIONS", 10**9)
     whole, batches = CHAIN.model(), batches_of(CHAIN, 4)
-    keep = {name: torch.isin(torch.arange(size), torch.tensor(KEPT[name]))
-            for name, size in (("one", 8), ("two", 6), ("three", 5))}  # fmt: skip
+    keep = {name: torch.isin(torch.arange(size), torch.tensor(KEPT[name])) for name, size in SIZES.items()}
     found, wanted = (pruned(whole, CHAIN.graph(), keep) for _ in range(2))
     before = apart(found.eval(), whole.eval(), batches[1::2])
     assert reconstruct_(found, whole, CHAIN.graph(), CHAIN.graph().kept(keep), square, lambda: batches)
@@ -147,7 +161,7 @@ def test_no_network_gets_further_from_the_unpruned_one_on_samples_that_are_held_
     teacher, modes = state(whole), [module.training for module in small.modules()]
     small.eval(), whole.eval()
     before, old = apart(small, whole, batches[1::2]), state(small)
-    better = reconstruct_(small, whole, graph, graph.kept(keep), square, lambda: batches)
+    better = reconstruct_(small, whole, graph, graph.kept(keep), like(whole), lambda: batches)
     after = apart(small, whole, batches[1::2])
     assert after < before if better else all(torch.equal(old[name], tensor) for name, tensor in state(small).items())
     assert all(torch.equal(teacher[name], tensor) for name, tensor in state(whole).items())
@@ -179,6 +193,38 @@ def test_a_change_that_does_harm_is_undone(monkeypatch):
     monkeypatch.setattr(reconstruction, "towards", lambda weight, *_: -weight)
     assert not reconstruct_(small, whole, CHAIN.graph(), kept, square, lambda: batches)
     assert all(torch.equal(old[name], tensor) for name, tensor in state(small).items())
+
+
+@pytest.mark.parametrize("unpruned", [0.0, 3.0])
+def test_a_loss_that_rises_away_from_that_of_the_unpruned_network_undoes_it(unpruned):
+    whole, batches = CHAIN.model(), batches_of(CHAIN, 4)
+    keep = {name: torch.isin(torch.arange(size), torch.tensor(KEPT[name])) for name, size in SIZES.items()}
+    small = pruned(whole, CHAIN.graph(), keep)
+    old, kept = state(small), CHAIN.graph().kept(keep)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            same = model is small and all(torch.equal(old[name], tensor) for name, tensor in state(model).items())
+        return outputs(model, batch)[0].sum() * 0 + (unpruned if model is not small else 1.0 if same else 2.0)
+
+    assert reconstruct_(small, whole, CHAIN.graph(), kept, loss, lambda: batches) == (unpruned > 0)
+    assert all(torch.equal(old[name], tensor) for name, tensor in state(small).items()) == (unpruned == 0)
+
+
+def test_statistics_that_lag_behind_are_no_aim():
+    whole, keep, batches = CHAIN.model(), {"one": torch.arange(8) < 5}, batches_of(CHAIN, 4)
+    recalibrate_(whole, square, batches)
+    found, kept = pruned(whole, CHAIN.graph(), keep), CHAIN.graph().kept(keep)
+    wanted, lagging = copy.deepcopy(found), copy.deepcopy(whole)
+    assert reconstruct_(wanted, whole, CHAIN.graph(), kept, like(whole), lambda: batches)
+    for norm in norms_of(lagging):
+        norm.running_mean += 1.0
+    before = state(lagging)
+    assert reconstruct_(found, lagging, CHAIN.graph(), kept, like(whole), lambda: batches)
+    for name, tensor in wanted.state_dict().items():
+        if "num_batches" not in name:
+            torch.testing.assert_close(found.state_dict()[name], tensor, msg=lambda text, n=name: n + text)
+    assert all(torch.equal(before[name], tensor) for name, tensor in state(lagging).items())
 
 
 @pytest.mark.parametrize("what", ["one batch", "nothing but a loss", "as many outputs as are found"])

@@ -353,7 +353,7 @@ def test_a_conjugated_view_is_stored_as_its_values(tmp_path: Path):
 def test_parameters_in_one_storage_are_stored_apart(tmp_path: Path):
     model, memory = nn.Linear(2, 2), torch.randn(6)
     model.weight.data, model.bias.data = memory[:4].view(2, 2), memory[4:]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in store._storable(model).values()}) == 2
+    assert len({tensor.untyped_storage().data_ptr() for tensor in store.storable(named_tensors(model)).values()}) == 2
     save(model, tmp_path)
     loaded = load(tmp_path, nn.Linear(2, 2))
     assert same(loaded, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,6 +17,7 @@ from ifso.bench.choose_record import Record
 from ifso.bench.rivals import RIVALS, Rivals
 from ifso.common.devices import usable_device
 from ifso.common.text import one_line
+from ifso.common.timing import machine
 from ifso.costs import cost
 from ifso.costs.cost import Cost
 from ifso.criteria.registry import create
@@ -243,14 +244,8 @@ def _rows_or_reason(
             yield left.pop(0), {"failed": reason}
 
 
-def settings(setup: Setup) -> dict[str, Any]:
-    """The setup as plain values."""
-    return {field.name: getattr(setup, field.name) for field in fields(setup)}
-
-
 def about(device: str) -> dict[str, Any]:
     """Where it is run, and the versions of what is run."""
-    place = usable_device(device)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
-    versions = {"torch": str(torch.__version__), "ifso": __version__, "torch_pruning": Rivals.version()}
-    return {"device_name": name, **versions}
+    here = machine(usable_device(device))
+    versions = {"torch": str(here["torch"]), "ifso": __version__, "torch_pruning": Rivals.version()}
+    return {"device_name": here["device_name"], **versions}

@@ -1,20 +1,37 @@
-"""The JSON file of ``ifso bench choose``: one network, a row for each method and share, written as rows come in."""
+"""The JSON file of ``ifso bench choose``, a row for each method and share as it comes in, and the figure of several."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifso.common.files import write_text
+from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, PURPLE, SKY, VERMILION, Look, draw, key, name, plain
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 MAX_BYTES = 2**22
 BENCH = "choose"
+
+MORE = (
+    Look(SKY, "P", "-"),
+    Look(INK, "X", (0, (5, 1.5))),
+    Look(VERMILION, "<", (0, (1, 1))),
+    Look(PURPLE, ">", "-"),
+    Look(MUTED, "h", "-"),
+)
+"""Beside those of the paper's figures, because there are more lines."""
+
+TITLE = "Top-1 without training"
 
 
 @dataclass
@@ -74,7 +91,7 @@ def read_record(path: Path) -> Record:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise IfsoError(f"{path}: not a record of ifso bench choose --json; give another file") from None
     keys = ("unpruned", "rows", "left_out")
-    return Record(document["settings"], document["about"], path, **{key: document[key] for key in keys})
+    return Record(document["settings"], document["about"], path, **{part: document[part] for part in keys})
 
 
 def _check(document: Mapping[str, Any]) -> None:
@@ -102,10 +119,10 @@ def opened(path: Path | None, settings: Mapping[str, Any], about: Mapping[str, A
     before, now = ({**record.settings, **record.about} for record in (old, fresh))
     if before.get("torch_pruning") is None or now["torch_pruning"] is None:
         before["torch_pruning"] = now["torch_pruning"] = before.get("torch_pruning") or now["torch_pruning"]
-    for key, value in now.items():
-        if before.get(key) != value:
+    for setting, value in now.items():
+        if before.get(setting) != value:
             raise IfsoError(
-                f"{path} was made with {key}={one_line(str(before.get(key)))}, not {one_line(str(value))}; "
+                f"{path} was made with {setting}={one_line(str(before.get(setting)))}, not {one_line(str(value))}; "
                 "give another file, or the same settings to go on with this one"
             )
     old.about["torch_pruning"] = now["torch_pruning"]
@@ -138,3 +155,53 @@ def _digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise IfsoError(f"no weight file {path}: {error.strerror or error}") from None
+
+
+def draw_choices(records: Sequence[Record], stem: Path) -> tuple[Path, Path]:
+    """``stem.svg`` and ``stem.png``; a method looks the same in all panels."""
+    for record in records:
+        if not any("top1" in row for row in record.rows):
+            raise IfsoError(f"{record.path} has no row to draw; run ifso bench choose --json {record.path} first")
+    found = dict.fromkeys(row["method"] for record in records for row in record.rows if "top1" in row)
+    methods = sorted(found, key=lambda method: method != "default")
+    looks = dict(zip(methods, cycle((*LOOKS, *MORE)), strict=False))
+    width = COLUMN if len(records) == 1 else PAGE
+    return draw(stem, TITLE, (width, 3.4), lambda figure: _fill(figure, records, looks))
+
+
+def _fill(figure: Figure, records: Sequence[Record], looks: dict[str, Look]) -> None:
+    grid = figure.subplots(1, len(records), squeeze=False)[0]
+    for axes, record in zip(grid, records, strict=True):
+        _panel(axes, record, looks)
+    grid[0].set_ylabel("Top-1 (%)")
+    key(figure, _handles(looks), _notes(records), columns=2 if len(records) == 1 else 4)
+
+
+def _panel(axes: Axes, record: Record, looks: dict[str, Look]) -> None:
+    name(axes, plain(str(record.settings["model"]).rpartition(":")[2]), room=False)
+    axes.set_xlabel("MACs removed (%)")
+    for method, look in looks.items():
+        rows = [row for row in record.rows if row["method"] == method and "top1" in row]
+        points = sorted((100 * (1 - row["macs"]), row["top1"]) for row in rows)
+        if points:
+            axes.plot(*zip(*points, strict=True), **look.as_dict())
+    axes.set_xlim(left=0)
+    if record.unpruned is not None:
+        axes.axhline(record.unpruned["top1"], color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
+
+
+def _handles(looks: dict[str, Look]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    found = [Line2D([], [], label=plain(method), **look.as_dict()) for method, look in looks.items()]
+    return [*found, Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label="unpruned")]
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    """How many images, where, and with which versions; once where all are alike."""
+    told = [
+        f"No training; {record.settings['calibration']} images to calibrate, {record.settings['measured']} to measure; "
+        f"{record.about['device_name']}, torch {record.about['torch']}."
+        for record in records
+    ]
+    return list(dict.fromkeys(told))

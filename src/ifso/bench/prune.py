@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ifso.common.devices import usable_device
 from ifso.common.loss_fn import LossFn
-from ifso.common.timing import in_turns, make_ready, middle
+from ifso.common.timing import in_turns, machine, make_ready, middle
 from ifso.criteria.registry import find
 from ifso.data import Data, open_data
 from ifso.errors import DataError, IfsoError
@@ -234,8 +234,7 @@ def measure(setup: Setup, methods: Iterable[Method], say: Callable[[str], None])
             rows[method.name] = bench.run(method)
     for row in rows.values():
         row["ratio"] = row["round_seconds"] / step
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
-    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    about = machine(bench.device)
     names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("data", setup.data))}
     found = {"units": bench.graph.num_units, "step_seconds": step, "methods": rows}
     return {**asdict(setup), **names, **about, **found}

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from ifso.bench.correlation import spearman
 from ifso.common.devices import let_go_of
 from ifso.common.text import describe_error
-from ifso.common.timing import WARM_UP, Ready, in_turns, make_ready, middle, peak_bytes
+from ifso.common.timing import WARM_UP, Ready, in_turns, machine, make_ready, middle, peak_bytes
 from ifso.common.torch_state import conv_settings, undisturbed
 from ifso.costs.cost import count
 from ifso.criteria.base import Criterion, Task
@@ -96,7 +96,6 @@ class Workbench:
             self.batch, example = (images, labels.to(self.device)), images[:1]
         self.graph: ChannelGraph = trace(self.model, example)
         self.model.train(not setup.eval_mode)
-        self._precision = setup.precision
         self._space = weight_space(self.model, self.graph)
         self._readers = [one for one in readers(self.graph, self.device) if one.parameter in self._space.tensors]
 
@@ -132,7 +131,7 @@ class Workbench:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross entropy, or the losses of a detector, the model under autocast if it is to run in bf16."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setup.precision == "bf16"):
             if self.detects:
                 return detection_loss(model, batch)
             logits = model(batch[0])
@@ -151,7 +150,7 @@ class Workbench:
             "group-fisher": self._criterion(create("group-fisher")),
             "taylor": self._criterion(create("taylor")),
         }
-        if self._precision != "tf32":
+        if self.setup.precision != "tf32":
             del found["ifso, all in TF32"], found["ifso, full primal"]
         return found
 
@@ -364,8 +363,7 @@ def measure(
         if step:
             row["memory_in_steps"] = row["peak_bytes"] / step
         row["captured"], row["fidelity"] = trials.ready[name].captured, fidelity.get(name)
-    name = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
-    about = {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+    about = machine(bench.device)
     names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("images", setup.images))}
     compared = bench.rank_samples if fidelity else 0
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise IfsoError("--draw needs the JSON files of earlier runs: ifso bench choose --draw OUT.svg A.json B.json")
     records = [read_record(path) for path in args.files] if args.files else [_measured(args)]
     if args.draw is not None:
-        from ifso.bench.choose_figure import draw_choices
+        from ifso.bench.choose_record import draw_choices
 
         print(*draw_choices(records, args.draw.with_suffix("")), sep="\n")
     elif args.markdown:
@@ -77,7 +78,7 @@ def _measured(args: argparse.Namespace) -> Record:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
     import torch
 
-    from ifso.bench.choose import Setup, about, check, measure, settings
+    from ifso.bench.choose import Setup, about, check, measure
     from ifso.bench.choose_record import opened
 
     if args.threads is not None:
@@ -87,7 +88,7 @@ def _measured(args: argparse.Namespace) -> Record:
         model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
         batch=args.batch, device=args.device, seed=args.seed,
     )  # fmt: skip
-    record = opened(args.json, settings(setup), about(setup.device))
+    record = opened(args.json, asdict(setup), about(setup.device))
     with chatter_to_stderr():
         measure(setup, args.methods, args.macs, record, say)
     return record

@@ -8,17 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ifso.common.progress import (
-    EVERY,
-    BarDisplay,
-    Clock,
-    Estimate,
-    PlainDisplay,
-    duration,
-    loss_words,
-    shows_bars,
-    stderr_console,
-)
+from ifso.common.progress import EVERY, BarDisplay, Clock, Estimate, PlainDisplay, shows_bars, stderr_console
+from ifso.common.text import duration, loss_words
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:

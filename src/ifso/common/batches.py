@@ -19,13 +19,20 @@ from ifso.errors import DataError, ScoreError, TrainingError
 
 
 def num_samples(batch: Any) -> int:
-    """How many samples a batch can be cut into.
+    """How many samples a batch can be cut into: items of its lists, or the first dim that all its tensors have.
 
     >>> import torch
     >>> num_samples((torch.zeros(3, 2), torch.zeros(3))), num_samples(([torch.zeros(3, 8, 8)] * 2, [{}, {}]))
     (3, 2)
     """
-    return len(batch[0]) if is_lists(batch) else tensor_length(batch)
+    if is_lists(batch):
+        return len(batch[0])
+    lengths = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    if len(lengths) != 1:
+        raise ScoreError(
+            f"cannot cut a batch into samples: its tensors have first dims {sorted(lengths)}; they must be equal"
+        )
+    return lengths.pop()
 
 
 def pieces(batch: Any, size: int) -> Iterator[Any]:
@@ -33,12 +40,15 @@ def pieces(batch: Any, size: int) -> Iterator[Any]:
 
     >>> list(pieces((["a", "b", "c"], [1, 2, 3]), 2))
     [(['a', 'b'], [1, 2]), (['c'], [3])]
+    >>> [part[0].tolist() for part in pieces((torch.arange(3), "name"), 2)]
+    [[0, 1], [2]]
     """
-    if not is_lists(batch):
-        yield from tensor_pieces(batch, size)
-        return
     for start in range(0, num_samples(batch), size):
-        yield tuple(part[start : start + size] for part in batch)
+        here = slice(start, start + size)
+        if is_lists(batch):
+            yield tuple(part[here] for part in batch)
+        else:
+            yield tree_map(lambda leaf: leaf[here] if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch)  # noqa: B023
 
 
 def micro_batches(batch: Any, size: int | None) -> Iterator[tuple[Any, float]]:
@@ -114,28 +124,16 @@ def part_of(batch: Any, number: int, parts: int) -> Any:
     if parts == 1:
         return batch
     if is_listed(batch):
-        return tuple(_cut_list(part, number, parts) for part in batch)
-    return tree_map(lambda leaf: _cut(leaf, number, parts), batch)
+        return tuple(_share(part, number, parts) if isinstance(part, list) else part for part in batch)
+    cut = lambda leaf: _share(leaf, number, parts) if isinstance(leaf, Tensor) and leaf.dim() else leaf  # noqa: E731
+    return tree_map(cut, batch)
 
 
-def _cut_list(values: Any, number: int, parts: int) -> Any:
-    if not isinstance(values, list):
-        return values
-    _refuse_uneven(len(values), parts)
-    each = len(values) // parts
-    return values[number * each : (number + 1) * each]
-
-
-def _cut(leaf: Any, number: int, parts: int) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return leaf
-    _refuse_uneven(len(leaf), parts)
-    return leaf.chunk(parts)[number]
-
-
-def _refuse_uneven(size: int, parts: int) -> None:
-    if size % parts:
-        raise TrainingError(f"a batch of {size} cannot be cut into {parts} equal micro-batches")
+def _share(items: Any, number: int, parts: int) -> Any:
+    if len(items) % parts:
+        raise TrainingError(f"a batch of {len(items)} cannot be cut into {parts} equal micro-batches")
+    each = len(items) // parts
+    return items[number * each : (number + 1) * each]
 
 
 def joined(batches: Sequence[Any]) -> Any | None:
@@ -149,45 +147,17 @@ def joined(batches: Sequence[Any]) -> Any | None:
     if not batches or any(is_listed(batch) for batch in batches):
         return None
     flat = [tree_flatten(batch) for batch in batches]
-    if any(shape != flat[0][1] for _, shape in flat):
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=False))
+    if any(shape != flat[0][1] for _, shape in flat) or not all(map(_fit_together, columns)):
         return None
-    found = []
-    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-            return None
-        if len({(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) > 1:
-            return None
-        found.append(torch.cat(leaves))
-    return tree_unflatten(found, flat[0][1])
+    return tree_unflatten([torch.cat(column) for column in columns], flat[0][1])
 
 
-def tensor_pieces(batch: Any, size: int) -> Iterator[Any]:
-    """A batch cut along the first dim of its tensors into batches of ``size`` samples.
-
-    >>> [part[0].tolist() for part in pieces((torch.arange(3), "name"), 2)]
-    [[0, 1], [2]]
-    """
-    leaves, shape = tree_flatten(batch)
-    length = tensor_length(batch)
-    for start in range(0, length, size):
-        cut: Sequence[Any] = [
-            leaf[start : start + size] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf for leaf in leaves
-        ]
-        yield tree_unflatten(cut, shape)
-
-
-def tensor_length(batch: Any) -> int:
-    """The first dim that all tensors of a batch have in common.
-
-    >>> num_samples((torch.zeros(3, 2), torch.zeros(3)))
-    3
-    """
-    lengths = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0}
-    if len(lengths) != 1:
-        raise ScoreError(
-            f"cannot cut a batch into samples: its tensors have first dims {sorted(lengths)}; they must be equal"
-        )
-    return lengths.pop()
+def _fit_together(leaves: Sequence[Any]) -> bool:
+    """Return whether they are tensors that differ in nothing but the length of their first dim."""
+    if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return False
+    return len({(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) == 1
 
 
 def looks_like_one_batch(batches: Any) -> bool:
@@ -326,23 +296,15 @@ def dealt_again(batches: list[Any], seed: int) -> list[Any]:
     >>> [batch.tolist() for batch in dealt_again([torch.tensor([0, 1]), torch.tensor([2, 3])], seed=1)]
     [[1, 3], [2, 0]]
     """
-    flat = [tree_flatten(batch) for batch in batches]
-    columns = list(zip(*(leaves for leaves, _ in flat), strict=False))
-    alike = len({str(spec) for _, spec in flat}) == 1 and all(map(_can_be_joined, columns))
-    sizes = [{len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()} for leaves, _ in flat]
-    if len(batches) < 2 or not alike or any(len(size) != 1 for size in sizes):
+    whole = joined(batches) if len(batches) > 1 else None
+    sizes = [] if whole is None else [{len(leaf) for leaf in tree_leaves(batch)} for batch in batches]
+    if whole is None or any(len(size) != 1 for size in sizes):
         return batches
     counts = [size.pop() for size in sizes]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed), device="cpu")
-    joined = [torch.cat(column)[order.to(column[0].device)].split(counts) for column in columns]
-    return [tree_unflatten(list(leaves), flat[0][1]) for leaves in zip(*joined, strict=True)]
-
-
-def _can_be_joined(leaves: Sequence[Any]) -> bool:
-    """Return whether they are tensors that differ in nothing but the length of their first dim."""
-    if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        return False
-    return len({(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) == 1
+    leaves, shape = tree_flatten(whole)
+    dealt = zip(*(leaf[order.to(leaf.device)].split(counts) for leaf in leaves), strict=True)
+    return [tree_unflatten(list(each), shape) for each in dealt]
 
 
 def _parts(batches: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from ifso.errors import DataError, IfsoError
 
 
 def available_memory() -> int | None:
-    """Bytes of main memory free for use, where the system tells."""
+    """Bytes of main memory that the machine has left, where the system tells."""
     try:
         with Path("/proc/meminfo").open() as lines:
             found = next(line for line in lines if line.startswith("MemAvailable"))
@@ -55,18 +55,17 @@ def out_of_memory(error: BaseException | None) -> bool:
     return told or isinstance(error, (torch.OutOfMemoryError, MemoryError)) or out_of_memory(error.__cause__)
 
 
-def refuse_too_large(numbers: int, what: str, size: int = 4) -> None:
-    """IfsoError if so many numbers of ``size`` bytes do not fit into the memory that is free: a kill says nothing.
+def refuse_too_large(numbers: int, what: str) -> None:
+    """IfsoError if so many float32 numbers do not fit into the memory that is free: a kill says nothing.
 
     >>> refuse_too_large(10**15, "a batch of 10**9")
     Traceback (most recent call last):
     ifso.errors.IfsoError: a batch of 10**9 takes 3,725,290.3 GiB of memory, and ... GiB are free; give a smaller one
     """
-    free = free_memory()
-    if free is not None and numbers * size > free:
+    free, size = free_memory(), numbers * 4
+    if free is not None and size > free:
         raise IfsoError(
-            f"{what} takes {numbers * size / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free; "
-            "give a smaller one"
+            f"{what} takes {size / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free; give a smaller one"
         )
 
 
@@ -79,15 +78,17 @@ def free_memory() -> int | None:
     return min((free for free in found if free is not None), default=None)
 
 
-def let_go_of(error: BaseException | None) -> None:
+def let_go_of(error: BaseException | None, *, wholly: bool = False) -> None:
     """Free what the frames behind an error, and behind those it tells of, still hold: they may be tensors by the score.
 
-    The error itself stays as it is, and is printed as before.
+    The error itself stays as it is, and is printed as before; ``wholly``, without the lines it came from.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
+        if wholly:
+            error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 

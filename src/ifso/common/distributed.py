@@ -34,10 +34,6 @@ class Sum:
 
 def over_ranks(outcome: Sum | Exception, size: int) -> Sum:
     """What all ranks have found together; raises on all of them if one has failed. ``size`` is the number of units."""
-    if not (dist.is_available() and dist.is_initialized()):
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
     sizes = gathered(-1 if isinstance(outcome, Exception) else size)
     if isinstance(outcome, Exception):
         raise outcome
@@ -46,6 +42,8 @@ def over_ranks(outcome: Sum | Exception, size: int) -> Sum:
         raise ScoreError(f"no score, because rank {', '.join(failed)} failed on its batches; see its own message")
     if len(set(sizes)) > 1:
         raise ScoreError(f"ranks score graphs of different sizes ({sizes} units); trace the same model on all of them")
+    if not is_distributed():
+        return outcome
     packed = torch.cat([outcome.total, outcome.total.new_tensor([outcome.count])]).to(collective_device())
     collective(dist.all_reduce, packed)
     return Sum(packed[:-1].cpu(), round(float(packed[-1])))
@@ -53,6 +51,8 @@ def over_ranks(outcome: Sum | Exception, size: int) -> Sum:
 
 def gathered(number: int) -> list[int]:
     """The number of each rank, on every rank."""
+    if not is_distributed():
+        return [number]
     numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collective_device())
     numbers[dist.get_rank()] = number
     collective(dist.all_reduce, numbers)
@@ -119,9 +119,9 @@ def together(work: Callable[[], T]) -> T:
         done = work()
     except BaseException:
         with suppress(RankError):
-            _failures(1)
+            gathered(1)
         raise
-    failed = _failures(0)
+    failed = [number for number, one in enumerate(gathered(0)) if one]
     if failed:
         raise RankError(f"stopped, because rank {', '.join(map(str, failed))} failed; see its own message")
     return done
@@ -171,13 +171,3 @@ def copy_from_first_(tensors: Iterable[Tensor]) -> None:
             held = tensor.detach().contiguous()
             collective(dist.broadcast, held, src=0)
             tensor.copy_(held)
-
-
-def number_of_each(number: int) -> list[int]:
-    """The number that each rank gives, on every rank."""
-    return gathered(number) if is_distributed() else [number]
-
-
-def _failures(failed: int) -> list[int]:
-    """Which ranks have failed."""
-    return [rank for rank, one in enumerate(gathered(failed)) if one]

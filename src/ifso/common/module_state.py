@@ -35,14 +35,16 @@ def tensor_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put other tensors in the places of the named ones (new Parameter objects: for rehearsals)."""
+    """Put other tensors in the places of the named ones: new Parameter objects, one for those that are tied."""
+    made: dict[str, nn.Parameter] = {}
     for name, module, key in list(tensor_slots(model)):
         if name not in tensors:
             continue
         if key in module._parameters:
             old = module._parameters[key]
             assert old is not None
-            module._parameters[key] = nn.Parameter(tensors[name], old.requires_grad)
+            made.setdefault(name, nn.Parameter(tensors[name], old.requires_grad))
+            module._parameters[key] = made[name]
         else:
             module._buffers[key] = tensors[name]
 

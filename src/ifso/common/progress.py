@@ -1,8 +1,7 @@
-"""Progress displays: what bars on a terminal and lines in a file have in common, and times and losses in words."""
+"""Progress displays: what bars on a terminal and lines in a file have in common."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -143,36 +142,3 @@ def stderr_console() -> Console:
 def shows_bars(console: Console) -> bool:
     """Whether standard error is a terminal that can redraw lines."""
     return sys.stderr.isatty() and not console.is_dumb_terminal
-
-
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds.
-
-    >>> duration(3725.4), duration(None)
-    ('1:02:05', '-:--:--')
-    """
-    if seconds is None:
-        return "-:--:--"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def roughly(seconds: float) -> str:
-    """A time as one would say it: seconds below two minutes, minutes below two hours, then hours too.
-
-    >>> roughly(0.2), roughly(45.3), roughly(754), roughly(9250)
-    ('1 s', '45 s', '13 min', '2 h 34 min')
-    """
-    if round(seconds) < 120:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def loss_words(loss: float) -> str:
-    """A loss with four digits; ``–`` where none was computed.
-
-    >>> loss_words(0.0213456), loss_words(float("nan"))
-    ('0.02135', '–')
-    """
-    return "–" if math.isnan(loss) else f"{loss:.4g}"

@@ -1,7 +1,8 @@
-"""What the files of a run are made of.
+"""What files are made of: JSON, checkpoints, and frozen dataclasses as plain JSON values.
 
 A checkpoint is one safetensors file: tensors, a JSON state beside them, and a hash of both. Metrics are lines of JSON.
-Whatever fails names the file and says what to do.
+Whatever fails names the file and says what to do. Of dataclasses only what the annotations allow comes back: no missing
+or further keys, no bool or float for an int, no long texts.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from errno import EBUSY, ELOOP, ENAMETOOLONG
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,12 +26,18 @@ from torch import Tensor
 
 from ifso.common.files import ADVICE, NO_ROOM, NOT_ALLOWED, NOT_THERE, explained, replacing, storable, write_tensors
 from ifso.common.text import one_line
-from ifso.errors import RunError
+from ifso.errors import RecipeError, RunError
 
 MAX_JSON_BYTES = 16 * 2**20
 MAX_METRICS_BYTES = 2**30
 MAX_LEVELS = 64
 """Lists and objects one in the other; no file of a run has a tenth of that."""
+MAX_NUMBER = 2**63 - 1
+MAX_TEXT = 4096
+
+T = TypeVar("T")
+
+_hints = cache(get_type_hints)
 
 _ADVICE = {
     **dict.fromkeys(
@@ -110,7 +121,7 @@ def refuse_special(path: Path) -> None:
 def parsed(data: bytes) -> dict[str, Any] | None:
     """A JSON object, or None if it is anything else, nested too deeply, or with half a surrogate pair: no text."""
     try:
-        document = json.loads(data.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
+        document = json.loads(data.decode(), parse_constant=no_constant, object_pairs_hook=unique_keys)
         if b"\\ud" in data or b"\\uD" in data:
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -127,7 +138,7 @@ def _is_too_deep(document: Any) -> bool:
     return bool(level)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys are all different: of two that are the same nobody knows which one is meant."""
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -135,8 +146,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(constant: str) -> NoReturn:
-    raise ValueError(constant)
+def no_constant(constant: str) -> NoReturn:
+    """Refuse NaN and infinity."""
+    raise ValueError(f"{constant} is no number")
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None = None) -> None:
@@ -173,3 +185,65 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
         sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses and dicts as dicts, tuples as lists, everything else as it is."""
+    if is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def from_plain(kind: type[T], value: Any, where: str) -> T:
+    """``value`` as the dataclass ``kind``; a RecipeError that begins with the path to what does not fit."""
+    _expect(value, dict, where)
+    hints = _hints(kind)  # type: ignore[arg-type]
+    for name in sorted(hints.keys() - value.keys()):
+        raise RecipeError(f"{where}: key {name!r} is missing")
+    for name in value.keys() - hints.keys():
+        raise RecipeError(f"{where}: unknown key {reprlib.repr(name)}")
+    arguments = {name: _decode(hints[name], value[name], f"{where}.{name}") for name in sorted(hints)}
+    try:
+        return kind(**arguments)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def scalar(hint: type[T], value: Any, where: str) -> T:
+    """``value`` if it is an int or str of sensible size, as ``hint`` asks; else a RecipeError."""
+    _expect(value, hint, where)
+    if hint is int and abs(value) > MAX_NUMBER:
+        raise RecipeError(f"{where}: the number is too large")
+    if hint is str and len(value) > MAX_TEXT:
+        raise RecipeError(f"{where}: the text is longer than {MAX_TEXT} characters")
+    return value
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as the annotation ``hint``: int, str, a dataclass, a dict or tuple of such, or one of them or None."""
+    inner = get_args(hint)
+    if hint is int or hint is str:
+        return scalar(hint, value, where)
+    if is_dataclass(hint):
+        return from_plain(hint, value, where)  # type: ignore[arg-type]
+    if get_origin(hint) is UnionType:
+        return None if value is None else _decode(inner[0], value, where)
+    if get_origin(hint) is dict:
+        _expect(value, dict, where)
+        return {
+            scalar(str, key, f"{where}: a key"): _decode(inner[1], item, f"{where}[{reprlib.repr(key)}]")
+            for key, item in value.items()
+        }
+    _expect(value, list, where)
+    hints = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+    if len(value) != len(hints):
+        raise RecipeError(f"{where}: {len(value)} items instead of {len(hints)}")
+    return tuple(_decode(each, item, f"{where}[{k}]") for k, (each, item) in enumerate(zip(hints, value, strict=True)))
+
+
+def _expect(value: object, kind: type, where: str) -> None:
+    """The exact type, since True is an int and a subclass may behave in its own way."""
+    if type(value) is not kind:
+        raise RecipeError(f"{where}: {type(value).__name__} instead of {kind.__name__}")

@@ -138,10 +138,6 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
 
 
-def _tuple(items: Any) -> Look:
-    return None, list(items)[:LONGEST]
-
-
 def _object(item: Any) -> Look:
     """A plain object with attributes; those of the standard library and of torch are let alone."""
     kind = type(item)
@@ -157,10 +153,14 @@ def _object(item: Any) -> Look:
 def _class(kind: type) -> Look:
     if _package(kind) in _FOREIGN:
         return None, ()
-    before = {name: value for name, value in vars(kind).items() if not _is_dunder(name)}
+
+    def attributes() -> dict[str, Any]:
+        return {name: value for name, value in vars(kind).items() if not (name[:2] == name[-2:] == "__")}
+
+    before = attributes()
 
     def undo() -> None:
-        now = {name: value for name, value in vars(kind).items() if not _is_dunder(name)}
+        now = attributes()
         for name in now.keys() - before.keys():
             delattr(kind, name)
         for name, value in before.items():
@@ -168,10 +168,6 @@ def _class(kind: type) -> Look:
                 setattr(kind, name, value)
 
     return undo, [*before.values(), *kind.__bases__]
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 def _package(item: Any) -> str:
@@ -214,14 +210,6 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *(name for inner in nested for name in _names(inner))]))
 
 
-def _method(method: types.MethodType) -> Look:
-    return None, (method.__self__, method.__func__)
-
-
-def _partial(call: functools.partial[Any]) -> Look:
-    return None, (call.func, *call.args, *call.keywords.values())
-
-
 def _wrapped(item: Any) -> Look:
     inside = [getattr(item, name, None) for name in ("__func__", "__wrapped__", "fget")]
     if not isinstance(item, functools._lru_cache_wrapper):
@@ -231,17 +219,16 @@ def _wrapped(item: Any) -> Look:
 
 
 def _attributes_of_tensor(tensor: Tensor) -> Look:
-    undo, inside = _dict(tensor.__dict__)
-    return undo, inside
+    return _dict(tensor.__dict__)
 
 
 def _generator(generator: torch.Generator) -> Look:
     state = generator.get_state()
-    return functools.partial(_set_state, generator, state), ()
 
+    def undo() -> None:
+        generator.set_state(state)
 
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
+    return undo, ()
 
 
 _LOOKS: tuple[tuple[Any, Callable[[Any], Look]], ...] = (
@@ -250,10 +237,10 @@ _LOOKS: tuple[tuple[Any, Callable[[Any], Look]], ...] = (
     (dict, _dict),
     ((list, deque), _sequence),
     (set, _set),
-    ((tuple, frozenset), _tuple),
+    ((tuple, frozenset), lambda items: (None, list(items)[:LONGEST])),
     (types.FunctionType, _function),
-    (types.MethodType, _method),
-    (functools.partial, _partial),
+    (types.MethodType, lambda method: (None, (method.__self__, method.__func__))),
+    (functools.partial, lambda call: (None, (call.func, *call.args, *call.keywords.values()))),
     (type, _class),
     ((staticmethod, classmethod, property, functools._lru_cache_wrapper), _wrapped),
     (torch.Generator, _generator),

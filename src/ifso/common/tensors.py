@@ -109,3 +109,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     if hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)):
         return [tensor for item in vars(tree).values() for tensor in tensors_in(item)]
     return []
+
+
+def placed(vector: Tensor, dim: int, ndim: int) -> Tensor:
+    """A vector along one of ``ndim`` dims, the others of size 1.
+
+    >>> placed(torch.arange(3), 1, 4).shape
+    torch.Size([1, 3, 1, 1])
+    """
+    return vector.reshape([vector.numel() if each == dim else 1 for each in range(ndim)])

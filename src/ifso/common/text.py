@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 LONGEST = 500
 """Characters that are repeated of what an error says; a hostile file may put anything there."""
 
@@ -38,3 +40,36 @@ def shown(value: object, most: int = 80) -> str:
     """A value as Python writes it, cut off where it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(3725.4), duration(None)
+    ('1:02:05', '-:--:--')
+    """
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def roughly(seconds: float) -> str:
+    """A time as one would say it: seconds below two minutes, minutes below two hours, then hours too.
+
+    >>> roughly(0.2), roughly(45.3), roughly(754), roughly(9250)
+    ('1 s', '45 s', '13 min', '2 h 34 min')
+    """
+    if round(seconds) < 120:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def loss_words(loss: float) -> str:
+    """A loss with four digits; ``–`` where none was computed.
+
+    >>> loss_words(0.0213456), loss_words(float("nan"))
+    ('0.02135', '–')
+    """
+    return "–" if math.isnan(loss) else f"{loss:.4g}"

@@ -69,6 +69,12 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
     return median, high - low
 
 
+def machine(device: torch.device) -> dict[str, Any]:
+    """The device that is timed, the version of torch and its threads."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
+
+
 def _cpu_seconds(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()

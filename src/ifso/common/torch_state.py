@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from ifso.common.module_state import named_tensors
 from ifso.common.snapshot import Image
 
 ALONE = threading.RLock()
@@ -37,10 +38,10 @@ def preserved(model: nn.Module) -> Iterator[Image]:
 
 def forget_caches(model: nn.Module) -> None:
     """Empty the dicts in which modules keep tensors computed from their parameters (``…cache…``), and autocast's."""
-    forget_caches_of(model.modules())
+    _forget_caches_of(model.modules())
 
 
-def forget_caches_of(modules: Iterable[nn.Module]) -> None:
+def _forget_caches_of(modules: Iterable[nn.Module]) -> None:
     """The same for modules that are known: to find all of a model takes long."""
     torch.clear_autocast_cache()
     for module in modules:
@@ -50,25 +51,46 @@ def forget_caches_of(modules: Iterable[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Within it ``torch.autocast`` casts weights anew each time, and keeps none of them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def quiet_torch() -> Iterator[None]:
     """No gradients, no fused attention kernels, no log lines about shapes we try; random state put back.
 
     Weights that ``torch.autocast`` has cast are not kept: the cache would mix those of this run with others.
     """
-    with ALONE:
-        fused, caching = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+    with ALONE, no_autocast_cache():
+        fused = torch.backends.mha.get_fastpath_enabled()
         log = logging.getLogger("torch._subclasses.fake_tensor")
         level = log.level
         try:
             torch.backends.mha.set_fastpath_enabled(False)
-            torch.clear_autocast_cache()
-            torch.set_autocast_cache_enabled(False)
             log.setLevel(logging.CRITICAL + 1)
             with torch.no_grad(), torch.random.fork_rng():
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
-            torch.set_autocast_cache_enabled(caching)
             log.setLevel(level)
 
 
@@ -91,14 +113,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     parameters = (tensor for module in modules for tensor in module.parameters(recurse=False))
     devices = {tensor.device for tensor in parameters if tensor.is_cuda}
     capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
-    forget_caches_of(modules)
+    _forget_caches_of(modules)
     try:
         for module in norms:
             module.track_running_stats = False
         with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing), not_reentrant():
             yield
     finally:
-        forget_caches_of(modules)
+        _forget_caches_of(modules)
         for module in norms:
             module.track_running_stats = True
         if others:
@@ -158,7 +180,7 @@ def _called(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) 
     return function(*args)
 
 
-@contextmanager
+@contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode within, and afterwards for every module the mode it had."""
     with same_modes(model):
@@ -181,3 +203,16 @@ def full_float32(yes: bool = True) -> Iterator[None]:
         yield
     finally:
         conv.fp32_precision = before
+
+
+@contextlib.contextmanager
+def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within it parameters and buffers hold numbers of another precision; afterwards each is the one that it was."""
+    before = [(tensor, tensor.data) for tensor in named_tensors(model).values() if tensor.is_floating_point()]
+    try:
+        for tensor, data in before:
+            tensor.data = data.to(dtype)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data

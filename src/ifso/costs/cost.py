@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,7 @@ class Cost:
 
     def as_dict(self) -> dict[str, int]:
         """All numbers by name."""
-        return {
-            "macs": self.macs, "conv_macs": self.conv_macs, "linear_macs": self.linear_macs,
-            "matmul_macs": self.matmul_macs, "params": self.params, "activations": self.activations,
-        }  # fmt: skip
+        return {"macs": self.macs, **asdict(self)}
 
     def __str__(self) -> str:
         return (
@@ -185,11 +182,10 @@ def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph)
     """A place may hold several terms: one of the smaller network must cost, for each row, what one of them does."""
     wanted: dict[_Place, list[tuple[int, list[int], int]]] = {}
     for term in original.terms:
-        dims = varying_dims(term)
         here = wanted.setdefault((term.kind, term.where), [])
-        rest = math.prod(size for dim, size in enumerate(term.shape) if dim not in dims)
+        rest = math.prod(size for dim, size in enumerate(term.shape) if dim not in term.varying)
         if rest:
-            here.append((len(term.shape), dims, term.count(kept) // rest))
+            here.append((len(term.shape), term.varying, term.count(kept) // rest))
     strange = []
     for term in smaller.terms:
         place = f"{term.kind} in {term.where or 'the model'}"
@@ -203,8 +199,3 @@ def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph)
 
 def _costs_as(term: Term, rank: int, dims: list[int], per_row: int) -> bool:
     return len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row
-
-
-def varying_dims(term: Term) -> list[int]:
-    """Dims of a term along which units change."""
-    return [dim for dim in range(len(term.shape)) if any(layer.shape[dim] > 1 for layer in term.distinct)]

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, make_dual, unpack_dual
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ifso.common.cuda_graphs import Pair, Record
-from ifso.curvature.dual_layers import dual_zero
+from ifso.common.torch_state import no_autocast_cache
+from ifso.curvature.dual_layers import DualFunction, dual_zero, give_tangent
 from ifso.curvature.dual_mode import DualMode, PassOptions
 from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.taps import GradientTaps, TapKey
@@ -144,7 +144,7 @@ class CapturedCall:
         pool: Any,
     ) -> None:
         self.cache: PrimalCache | None = options.cache
-        with _no_autocast_cache():
+        with no_autocast_cache():  # a cached weight may have been forgotten by the next replay
             work = _ForwardBackward(call, plan, options, leads)
             _fill(work.inputs, call.leaves)
             work.warm_up()
@@ -185,30 +185,18 @@ class CapturedCall:
         return [None if pair[0] is None else _dual(_copied(pair)) for pair in self._back[:count]]
 
 
-class _Replayed(Function):
+class _Replayed(DualFunction):
     """The result of a captured call, for autograd and for forward mode."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: CapturedCall,
-        taps: GradientTaps,
-        pairs: list[tuple[Tensor, Tensor | None]],
-        uncollected: Tensor,  # noqa: ARG004 (an input for the backward pass alone)
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangents)
-        *asked: Tensor,  # noqa: ARG004 (inputs for the backward pass alone)
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, call: CapturedCall, taps: GradientTaps, pairs: list[tuple[Tensor, Tensor | None]],
+        uncollected: Tensor, dual_zero: Tensor, *asked: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """``z`` with the tangents ``ż``."""
-        ctx.set_materialize_grads(False)
         ctx.call, ctx.taps = call, taps
-        ctx.tangents = tuple(torch.zeros_like(number) if dot is None else dot for number, dot in pairs)
+        give_tangent(ctx, tuple(torch.zeros_like(number) if dot is None else dot for number, dot in pairs))
         return tuple(number for number, _ in pairs)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> tuple[Tensor, ...]:
-        """``ż``, which came with ``z``."""
-        tangents, ctx.tangents = ctx.tangents, ()
-        return tangents
 
     @staticmethod
     def backward(ctx: Any, *lams: Tensor | None) -> tuple[Any, ...]:
@@ -228,17 +216,6 @@ def without_modes() -> Iterator[None]:
     finally:
         for mode in modes:
             _push_mode(mode)
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Weights in half precision are made anew, not taken from where they may have been forgotten by the next time."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Activations, layer norm and attention on dual numbers, as :mod:`ifso.curvature.dual_layers` has layers with weights.
+"""Norms, activations and attention on dual numbers, as :mod:`ifso.curvature.dual_layers` has layers with weights.
 
 Forward mode over PyTorch's backward passes takes some thirty kernels for each of them, reading and writing activations
 again and again.
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.curvature.dual_layers import give_tangent, take_tangent
+from ifso.common.tensors import placed
+from ifso.curvature.dual_layers import DualFunction, dense_format, fits_kernels, give_tangent, load_kernels
 
 aten = torch.ops.aten
 
@@ -53,30 +53,25 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], T
 """f(x), f'(x)·grad and f''(x), by name."""
 
 
-class DualActivation(Function):
+class DualActivation(DualFunction):
     """``y = f(x)`` with ``ẏ = f'(x) ẋ``; back come ``f'(x) λ`` and ``f'(x) λ̇ + f''(x) ẋ λ``."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:  # noqa: ARG004 (see there)
+    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
         """``y`` with the tangent ``ẏ``."""
+        function, slope, _ = ACTIVATIONS[name]
         ctx.name = name
         ctx.save_for_backward(x, x_dot)
-        function, slope, _ = ACTIVATIONS[name]
         give_tangent(ctx, slope(x_dot, x))
         return function(x)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Tensor:
-        """``ẏ``, which came with ``y``."""
-        return take_tangent(ctx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """``x̄`` and its tangent."""
         x, x_dot = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
+        _, slope, bend = ACTIVATIONS[ctx.name]
         with torch.no_grad():
-            _, slope, bend = ACTIVATIONS[ctx.name]
             wide = torch.promote_types(x.dtype, torch.float32)
             back, back_dot = slope(lam, x), (bend(x.to(wide)) * x_dot).mul_(lam).to(x.dtype)
             if lam_dot is not None:
@@ -84,7 +79,78 @@ class DualActivation(Function):
         return None, make_dual(back, back_dot), None, None
 
 
-class DualLayerNorm(Function):
+class DualBatchNorm(DualFunction):
+    """Batch norm with the batch's own statistics.
+
+    With ``x̂ = (x − mean) r`` and ``r = 1/√(var + eps)``, its derivative at x is the symmetric map
+    ``B(t) = γ r (t − mean(t) − x̂ mean(x̂ t))``: the kernel of the backward pass also computes the tangent ``ẏ = B(ẋ)``.
+    Back comes ``x̄ = B(λ)``, and along ẋ ``B(λ̇) − r (mean(x̂ ẋ) x̄ + mean(x̂ λ) ẏ + mean(λ ẏ) x̂)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, x_dot: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float, dual_zero: Tensor
+    ) -> Tensor:
+        """``y`` with the tangent ``ẏ``."""
+        if gain is None:
+            gain = torch.ones(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        ctx.eps, ctx.quick = eps, fits_kernels(x, x_dot)
+        if ctx.quick:
+            y, y_dot, *stats = load_kernels().batch_norm_forward(x, x_dot, gain, bias, eps)
+        else:
+            y, mean, rstd = aten.native_batch_norm(x, gain, bias, None, None, True, 0.0, eps)
+            y_dot, x_dot_hat, x_dot_sum = _b(x_dot, x, gain, mean, rstd, eps)
+            stats = [mean, rstd, x_dot_hat, x_dot_sum]
+        ctx.save_for_backward(x, x_dot, gain, *stats)
+        give_tangent(ctx, y_dot)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``x̄`` and its tangent."""
+        x, x_dot, gain, *stats = ctx.saved_tensors
+        lam, lam_dot = unpack_dual(grad)
+        with torch.no_grad():
+            if ctx.quick:
+                lam = lam.contiguous(memory_format=dense_format(x))
+                lam_dot = (
+                    torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=dense_format(x))
+                )
+                back, back_dot = load_kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
+            else:
+                back, back_dot = _batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats, ctx.eps)
+        return make_dual(back, back_dot), None, None, None, None, None
+
+
+def _batch_norm_backward(
+    lam: Tensor, lam_dot: Tensor | None, x: Tensor, x_dot: Tensor, gain: Tensor, stats: Sequence[Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    """``x̄`` and its tangent, with ``ẏ = γ r (ẋ − mean(ẋ) − x̂ mean(x̂ẋ))`` and ``x̂`` multiplied out."""
+    mean, rstd, *sums = stats
+    n = x.numel() // x.shape[1]
+    back, lam_hat, lam_mean = _b(lam, x, gain, mean, rstd, eps)
+    x_dot_hat, x_dot_mean, lam_hat, lam_mean = (part / n for part in (*sums, lam_hat, lam_mean))
+    scale = gain * rstd
+    lam_x_dot = (lam * x_dot).sum([axis for axis in range(x.dim()) if axis != 1], dtype=mean.dtype) / n
+    lam_y_dot = scale * (lam_x_dot - x_dot_mean * lam_mean - x_dot_hat * lam_hat)
+    to_x_dot = scale * rstd * lam_hat
+    to_x = rstd * (rstd * lam_y_dot - to_x_dot * x_dot_hat)
+    back_dot = torch.addcmul(
+        placed(to_x * mean + to_x_dot * x_dot_mean, 1, x.dim()), x, placed(to_x, 1, x.dim()), value=-1
+    )
+    back_dot.addcmul_(back, placed(rstd * x_dot_hat, 1, x.dim()), value=-1)
+    back_dot.addcmul_(x_dot, placed(to_x_dot, 1, x.dim()), value=-1)
+    if lam_dot is not None:
+        back_dot.add_(_b(lam_dot, x, gain, mean, rstd, eps)[0])
+    return back, back_dot.to(back.dtype)
+
+
+def _b(grad: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``B(grad)``, ``Σ x̂·grad`` and ``Σ grad`` per channel."""
+    return aten.native_batch_norm_backward(grad, x, gain, None, None, mean, rstd, True, eps, [True, True, True])
+
+
+class DualLayerNorm(DualFunction):
     """Layer norm over the last dims.
 
     With ``x̂ = (x − mean) r`` the symmetric map ``A(t) = r (t − mean(t) − x̂ mean(x̂ t))`` is the derivative of x̂:
@@ -94,37 +160,35 @@ class DualLayerNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        x_dot: Tensor,
-        shape: Sequence[int],
-        gain: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
+        ctx: Any, x: Tensor, x_dot: Tensor, shape: Sequence[int], gain: Tensor | None, bias: Tensor | None,
+        eps: float, dual_zero: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ``."""
         x, x_dot = x.contiguous(), x_dot.contiguous()
-        ctx.shape = shape
         y, mean, rstd = aten.native_layer_norm(x, shape, gain, bias, eps)
         y_dot = _a(x_dot, x, shape, mean, rstd)
+        ctx.shape = shape
         ctx.save_for_backward(x, x_dot, gain, mean, rstd)
         give_tangent(ctx, y_dot if gain is None else y_dot * gain)
         return y
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Tensor:
-        """``ẏ``, which came with ``y``."""
-        return take_tangent(ctx)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """``x̄`` and its tangent."""
-        x, x_dot, gain, *stats = ctx.saved_tensors
+        x, x_dot, gain, mean, rstd = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
+        last = tuple(range(-len(ctx.shape), 0))
         with torch.no_grad():
-            pair = _layer_norm_backward(lam, lam_dot, x, x_dot, ctx.shape, gain, *stats)
-        return make_dual(*pair), None, None, None, None, None, None
+            scaled = lam if gain is None else lam * gain
+            back, hat_dot = _a(scaled, x, ctx.shape, mean, rstd), _a(x_dot, x, ctx.shape, mean, rstd)
+            hat = ((x - mean) * rstd).to(x.dtype)
+            back_dot = back * (hat * x_dot).mean(last, keepdim=True)
+            back_dot += hat_dot * (hat * scaled).mean(last, keepdim=True)
+            back_dot += hat * (hat_dot * scaled).mean(last, keepdim=True)
+            back_dot *= -rstd.to(x.dtype)
+            if lam_dot is not None:
+                back_dot += _a(lam_dot if gain is None else lam_dot * gain, x, ctx.shape, mean, rstd)
+        return make_dual(back, back_dot), None, None, None, None, None, None
 
 
 def _a(t: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor) -> Tensor:
@@ -132,25 +196,7 @@ def _a(t: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor) -
     return aten.native_layer_norm_backward(t, x, shape, mean, rstd, None, None, [True, False, False])[0]
 
 
-def _layer_norm_backward(
-    lam: Tensor, lam_dot: Tensor | None, x: Tensor, x_dot: Tensor, shape: Sequence[int], gain: Tensor | None,
-    mean: Tensor, rstd: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``x̄`` and its tangent."""
-    last = tuple(range(-len(shape), 0))
-    scaled = lam if gain is None else lam * gain
-    back, hat_dot = _a(scaled, x, shape, mean, rstd), _a(x_dot, x, shape, mean, rstd)
-    hat = ((x - mean) * rstd).to(x.dtype)
-    back_dot = back * (hat * x_dot).mean(last, keepdim=True)
-    back_dot += hat_dot * (hat * scaled).mean(last, keepdim=True)
-    back_dot += hat * (hat_dot * scaled).mean(last, keepdim=True)
-    back_dot *= -rstd.to(x.dtype)
-    if lam_dot is not None:
-        back_dot += _a(lam_dot if gain is None else lam_dot * gain, x, shape, mean, rstd)
-    return back, back_dot
-
-
-class DualAttention(Function):
+class DualAttention(DualFunction):
     """``y = P v`` with ``P = softmax(s q kᵀ + mask)`` for dual q, k and v.
 
     ``Ṗ = J(s (q̇kᵀ + qk̇ᵀ))`` with ``J(t) = P ⊙ (t − Σ P ⊙ t)``, sums along rows, and ``ẏ = Ṗv + Pv̇``. With ``p̄ = λvᵀ``
@@ -159,17 +205,9 @@ class DualAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        scale: float,
-        mask: Tensor | None,
-        q: Tensor,
-        q_dot: Tensor,
-        k: Tensor,
-        k_dot: Tensor,
-        v: Tensor,
-        v_dot: Tensor,
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
+        ctx: Any, scale: float, mask: Tensor | None, q: Tensor, q_dot: Tensor, k: Tensor, k_dot: Tensor,
+        v: Tensor, v_dot: Tensor, dual_zero: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ``."""
         q, q_dot = q * scale, q_dot * scale
         scores = q @ k.mT
@@ -179,11 +217,6 @@ class DualAttention(Function):
         ctx.save_for_backward(p, p_dot, q, q_dot, k, k_dot, v, v_dot)
         give_tangent(ctx, (p_dot @ v).add_(p @ v_dot))
         return p @ v
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Tensor:
-        """``ẏ``, which came with ``y``."""
-        return take_tangent(ctx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -204,15 +237,8 @@ class DualAttention(Function):
             k_bar, k_bar_dot = s_bar.mT @ q, (s_bar_dot.mT @ q).add_(s_bar.mT @ q_dot)
             q_bar.mul_(ctx.scale)
             q_bar_dot.mul_(ctx.scale)
-        pairs = (
-            None,
-            make_dual(q_bar, q_bar_dot),
-            None,
-            make_dual(k_bar, k_bar_dot),
-            None,
-            make_dual(v_bar, v_bar_dot),
-        )
-        return None, *pairs, None, None
+        back = make_dual(q_bar, q_bar_dot), make_dual(k_bar, k_bar_dot), make_dual(v_bar, v_bar_dot)
+        return None, None, back[0], None, back[1], None, back[2], None, None
 
 
 def _j(p: Tensor, t: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,18 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.curvature.paired_batches import (
-    alias,
-    as_one_batch,
-    dense_format,
-    empty_pair,
-    fits_kernels,
-    halves,
-    is_dense,
-    load_kernels,
-    split_batch,
-)
-from ifso.curvature.primal_cache import CachedCall
+from ifso.common.tensors import placed
+from ifso.curvature.primal_cache import CachedCall, alias
 from ifso.curvature.weight_space import sum_present
 
 aten = torch.ops.aten
@@ -89,7 +82,23 @@ class LinearShape:
         return x.dim() - 1
 
 
-class DualLayer(Function):
+class DualFunction(Function):
+    """A function that brings the tangent of its output with it: the forward pass calls :func:`give_tangent`."""
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        """The tangent; nothing holds it any more."""
+        tangent, ctx.tangent = ctx.tangent, None
+        return tangent
+
+
+def give_tangent(ctx: Any, tangent: Any) -> None:
+    """In the forward pass of a :class:`DualFunction`: the tangent of its output, or those of its outputs."""
+    ctx.set_materialize_grads(False)
+    ctx.tangent = tangent
+
+
+class DualLayer(DualFunction):
     """``y = W ∗ (m ⊙ x)`` for dual ``x``, ``W`` and ``m``, at ``m = 1``.
 
     ``weight_dot`` is Ẇ and ``mask_dot`` is ṁ: a factor broadcastable to ``x``, or the number 1. ``weight_tap`` collects
@@ -98,19 +107,10 @@ class DualLayer(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        shape: ConvShape | LinearShape,
-        known: CachedCall,
-        x: Tensor,
-        x_dot: Tensor | None,
-        weight: Tensor,
-        weight_dot: Tensor | None,
-        bias: Tensor | None,
-        mask_dot: Tensor | float | None,
-        weight_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
-        mask_tap: Tensor | None,  # noqa: ARG004 (an input for the backward pass alone)
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
+        ctx: Any, shape: ConvShape | LinearShape, known: CachedCall, x: Tensor, x_dot: Tensor | None,
+        weight: Tensor, weight_dot: Tensor | None, bias: Tensor | None, mask_dot: Tensor | float | None,
+        weight_tap: Tensor | None, mask_tap: Tensor | None, dual_zero: Tensor,
+    ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ = W ∗ (ẋ + ṁ ⊙ x) + Ẇ ∗ x``."""
         y = known.output()
         if y is None:
@@ -120,7 +120,7 @@ class DualLayer(Function):
         moved = sum_present(x_dot, x * mask_dot) if isinstance(mask_dot, Tensor) else x_dot
         y_dot = None if moved is None else shape.apply(moved, weight)
         if isinstance(mask_dot, float):
-            plain = y if bias is None else y - along(bias, shape.channel_dim(y), y)
+            plain = y if bias is None else y - placed(bias, shape.channel_dim(y), y.dim())
             y_dot = plain.clone() if y_dot is None else y_dot.add_(plain)
         if weight_dot is not None:
             turned = shape.apply(x, weight_dot)
@@ -130,11 +130,6 @@ class DualLayer(Function):
         # a zero tangent, too: what cannot carry one must say so here, and not lose one on the way back
         give_tangent(ctx, torch.zeros_like(y) if y_dot is None else y_dot)
         return y
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Tensor:
-        """``ẏ``, which came with ``y``."""
-        return take_tangent(ctx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -171,18 +166,6 @@ def dual_zero() -> Tensor:
     every gradient copied five times on the way back.
     """
     return make_dual(torch.zeros(()), torch.zeros(()))
-
-
-def give_tangent(ctx: Any, tangent: Tensor) -> None:
-    """In the forward pass of a function: the tangent of its output, which torch will ask for."""
-    ctx.set_materialize_grads(False)
-    ctx.tangent = tangent
-
-
-def take_tangent(ctx: Any) -> Tensor:
-    """The tangent that the forward pass gave; nothing holds it any more."""
-    tangent, ctx.tangent = ctx.tangent, None
-    return tangent
 
 
 def _met(lam: Tensor, lam_dot: Tensor | None, *, beside: bool) -> tuple[Tensor, Tensor]:
@@ -231,88 +214,83 @@ def _per_channel(
     return sum_present(*parts)
 
 
-class DualBatchNorm(Function):
-    """Batch norm with the batch's own statistics.
+def halves(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two new tensors of the shape and strides of ``like`` (which must be dense), one behind the other in memory.
 
-    With ``x̂ = (x − mean) r`` and ``r = 1/√(var + eps)``, its derivative at x is the symmetric map
-    ``B(t) = γ r (t − mean(t) − x̂ mean(x̂ t))``: the kernel of the backward pass also computes the tangent ``ẏ = B(ẋ)``.
-    Back comes ``x̄ = B(λ)``, and along ẋ ``B(λ̇) − r (mean(x̂ ẋ) x̄ + mean(x̂ λ) ẏ + mean(λ ẏ) x̂)``.
+    They are no views of a third, of which forward mode would have to keep a tangent, too.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        x_dot: Tensor,
-        gain: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dual_zero: Tensor,  # noqa: ARG004 (makes torch ask for the tangent)
-    ) -> Tensor:
-        """``y`` with the tangent ``ẏ``."""
-        if gain is None:
-            gain = torch.ones(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        ctx.eps, ctx.quick = eps, fits_kernels(x, x_dot)
-        if ctx.quick:
-            y, y_dot, *stats = load_kernels().batch_norm_forward(x, x_dot, gain, bias, eps)
-        else:
-            y, mean, rstd = aten.native_batch_norm(x, gain, bias, None, None, True, 0.0, eps)
-            y_dot, x_dot_hat, x_dot_sum = _b(x_dot, x, gain, mean, rstd, eps)
-            stats = [mean, rstd, x_dot_hat, x_dot_sum]
-        ctx.save_for_backward(x, x_dot, gain, *stats)
-        give_tangent(ctx, y_dot)
-        return y
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Tensor:
-        """``ẏ``, which came with ``y``."""
-        return take_tangent(ctx)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """``x̄`` and its tangent."""
-        x, x_dot, gain, *stats = ctx.saved_tensors
-        lam, lam_dot = unpack_dual(grad)
-        with torch.no_grad():
-            if ctx.quick:
-                lam = lam.contiguous(memory_format=dense_format(x))
-                lam_dot = (
-                    torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=dense_format(x))
-                )
-                back, back_dot = load_kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
-            else:
-                back, back_dot = _batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats, ctx.eps)
-        return make_dual(back, back_dot), None, None, None, None, None
+    both = torch.empty(2 * like.numel(), dtype=like.dtype, device=like.device)
+    first, second = (torch.empty(0, dtype=like.dtype, device=like.device) for _ in range(2))
+    first.set_(both.untyped_storage(), 0, like.shape, like.stride())
+    second.set_(both.untyped_storage(), like.numel(), like.shape, like.stride())
+    return first, second
 
 
-def _batch_norm_backward(
-    lam: Tensor, lam_dot: Tensor | None, x: Tensor, x_dot: Tensor, gain: Tensor, stats: Sequence[Tensor], eps: float
-) -> tuple[Tensor, Tensor]:
-    """``x̄`` and its tangent, with ``ẏ = γ r (ẋ − mean(ẋ) − x̂ mean(x̂ẋ))`` and ``x̂`` multiplied out."""
-    mean, rstd, *sums = stats
-    n = x.numel() // x.shape[1]
-    back, lam_hat, lam_mean = _b(lam, x, gain, mean, rstd, eps)
-    x_dot_hat, x_dot_mean, lam_hat, lam_mean = (part / n for part in (*sums, lam_hat, lam_mean))
-    scale = gain * rstd
-    lam_x_dot = (lam * x_dot).sum([axis for axis in range(x.dim()) if axis != 1], dtype=mean.dtype) / n
-    lam_y_dot = scale * (lam_x_dot - x_dot_mean * lam_mean - x_dot_hat * lam_hat)
-    to_x_dot = scale * rstd * lam_hat
-    to_x = rstd * (rstd * lam_y_dot - to_x_dot * x_dot_hat)
-    back_dot = torch.addcmul(along(to_x * mean + to_x_dot * x_dot_mean, 1, x), x, along(to_x, 1, x), value=-1)
-    back_dot.addcmul_(back, along(rstd * x_dot_hat, 1, x), value=-1)
-    back_dot.addcmul_(x_dot, along(to_x_dot, 1, x), value=-1)
-    if lam_dot is not None:
-        back_dot.add_(_b(lam_dot, x, gain, mean, rstd, eps)[0])
-    return back, back_dot.to(back.dtype)
+def split_batch(pair: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second half of a batch [2N, …], on its memory."""
+    shape = (pair.shape[0] // 2, *pair.shape[1:])
+    return alias(pair, 0, shape), alias(pair, shape[0] * pair.stride(0), shape)
 
 
-def _b(grad: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``B(grad)``, ``Σ x̂·grad`` and ``Σ grad`` per channel."""
-    return aten.native_batch_norm_backward(grad, x, gain, None, None, mean, rstd, True, eps, [True, True, True])
+def empty_pair(x: Tensor) -> Tensor:
+    """An empty batch of twice the size, for functions that look at its shape only."""
+    shape = (2 * x.shape[0], *x.shape[1:])
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=dense_format(x))
 
 
-def along(vector: Tensor, dim: int, like: Tensor) -> Tensor:
-    """A vector as a factor along one dim of ``like``."""
-    sizes = [1] * like.dim()
-    sizes[dim] = -1
-    return vector.view(sizes)
+def as_one_batch(first: Tensor, second: Tensor) -> Tensor | None:
+    """Both as one batch [2N, …] without copying, or None if they do not lie side by side.
+
+    >>> first, second = halves(torch.zeros(2, 3))
+    >>> as_one_batch(first, second).shape, as_one_batch(second, first)
+    (torch.Size([4, 3]), None)
+    """
+    beside = (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and second.storage_offset() == first.storage_offset() + first.numel()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.dim() > 1
+        and first.stride(0) * first.shape[0] == first.numel()
+    )
+    if not beside:
+        return None
+    return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether it is contiguous, channels first or last."""
+    return x.is_contiguous() or (x.dim() > 2 and x.movedim(1, -1).is_contiguous())
+
+
+def dense_format(x: Tensor) -> torch.memory_format:
+    """Its memory format."""
+    if x.is_contiguous() or x.dim() not in (4, 5):
+        return torch.contiguous_format
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+
+def fits_kernels(*tensors: Tensor) -> bool:
+    """Return whether :mod:`ifso.curvature.kernels` takes these: [N, C, …] on the current GPU, dense, no float64."""
+    first = tensors[0]
+    return (
+        first.dim() in (3, 4, 5)
+        and first.is_cuda
+        and first.device.index == torch.cuda.current_device()  # where Triton would put them
+        and is_dense(first)
+        and all(
+            tensor.dtype != torch.float64 and tensor.stride() == first.stride() and tensor.shape == first.shape
+            for tensor in tensors
+        )
+        and _has_triton()
+    )
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def load_kernels() -> Any:
+    """The module with the kernels; only for tensors of :func:`fits_kernels`."""
+    return import_module("ifso.curvature.kernels")

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
+from ifso.common.tensors import placed
+from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
-from ifso.curvature.dual_functions import DualActivation, DualAttention, DualLayerNorm
-from ifso.curvature.dual_layers import ConvShape, DualBatchNorm, DualLayer, LinearShape, along, dual_zero
+from ifso.curvature.dual_functions import DualActivation, DualAttention, DualBatchNorm, DualLayerNorm
+from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, dual_zero
 from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
 
@@ -62,7 +65,7 @@ class PassOptions:
 
 
 class DualMode(TorchFunctionMode):
-    """Run layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`Plan`."""
+    """Run layers on dual numbers; ``plans`` maps ``id(parameter)`` to its :class:`ParameterPlan`."""
 
     def __init__(self, plans: Mapping[int, ParameterPlan], options: PassOptions) -> None:
         super().__init__()
@@ -108,6 +111,10 @@ class DualMode(TorchFunctionMode):
         """Whether one of the tensors has a plan."""
         return any(id(tensor) in self._plans for tensor in tensors if tensor is not None)
 
+    def moves(self, *tensors: Tensor | None) -> bool:
+        """Whether one of the tensors has a plan, or was computed from something that moves or is differentiated."""
+        return self.watches(*tensors) or any(map(_derived, tensors))
+
     def stand_in(self, value: Any) -> Any:
         """A parameter as the dual number it stands for; anything else as it is."""
         plan = self._plans.get(id(value)) if isinstance(value, Tensor) else None
@@ -123,8 +130,8 @@ class DualMode(TorchFunctionMode):
         weight_tap = plan.weight_tap() if plan.weight_tap else None
         mask_tap = plan.mask_tap(shape.groups) if plan.mask_tap else None
         if isinstance(mask_dot, Tensor):
-            mask_dot = along(mask_dot.to(x.dtype), shape.channel_dim(x), x)
-        late = bias if self.watches(bias) or _derived(bias) else None
+            mask_dot = placed(mask_dot.to(x.dtype), shape.channel_dim(x), x.dim())
+        late = bias if self.moves(bias) else None
         early = None if late is not None else bias
         x, x_dot, cast, dot, early = _as_autocast(x, x_dot, weight.detach(), plan.dot, early)
         known = self._options.next_call((shape, id(weight), x.shape), weight)
@@ -132,7 +139,7 @@ class DualMode(TorchFunctionMode):
             shape, known, x, x_dot, cast, dot, early, mask_dot, weight_tap, mask_tap, self.dual_zero
         )
         if late is not None:
-            result = result + along(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result)
+            result = result + placed(self.stand_in(late).to(result.dtype), shape.channel_dim(x), result.dim())
         return result
 
 
@@ -142,6 +149,13 @@ def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+@contextlib.contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Within it a loss can be differentiated twice: plain attention, no checkpoints. The model is left as it was."""
+    with undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
+        yield
 
 
 @contextlib.contextmanager
@@ -196,7 +210,7 @@ def _batch_norm(
 ) -> Any:  # fmt: skip
     del momentum
     x, x_dot = _primal_and_dot(input)
-    if mode.watches(weight, bias) or _derived(weight) or _derived(bias):
+    if mode.moves(weight, bias):
         return NotImplemented
     if training:
         if x_dot is None:
@@ -207,7 +221,7 @@ def _batch_norm(
     scale = (running_var + eps).rsqrt()
     scale = scale if weight is None else scale * weight.detach()
     shift = -running_mean * scale if bias is None else bias.detach() - running_mean * scale
-    return input * along(scale, 1, input).to(input.dtype) + along(shift, 1, input).to(input.dtype)
+    return input * placed(scale, 1, input.dim()).to(input.dtype) + placed(shift, 1, input.dim()).to(input.dtype)
 
 
 def _primal_and_dot(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -228,8 +242,7 @@ def _layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     x, x_dot = _primal_and_dot(input)
-    still = not (mode.watches(weight, bias) or _derived(weight) or _derived(bias))
-    if x_dot is None or not still or _autocasts(x):
+    if x_dot is None or mode.moves(weight, bias) or _autocasts(x):
         return NotImplemented
     gain, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
     return DualLayerNorm.apply(x, x_dot, list(normalized_shape), gain, shift, eps, mode.dual_zero)

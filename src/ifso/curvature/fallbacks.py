@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from ifso.common.devices import let_go_of, out_of_memory
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
-from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
-from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.common.torch_state import differentiable, in_precision, undisturbed
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes, twice_differentiable
 from ifso.curvature.weight_space import Reader, WeightSpace
 
 AGREEMENT = 0.01
@@ -149,7 +148,7 @@ class DoubleBackward:
         leaves = {name: tensor.detach() for name, tensor in masked.tensors.items()}
         weights = {name: leaves[name].requires_grad_() for name in masked.space.tensors}
         masks = [torch.ones_like(masked.moving).requires_grad_() for _ in masked.readers]
-        with undisturbed(masked.model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), without_checkpoints():
+        with twice_differentiable(masked.model):
             scaled = masked.scaled(leaves, masks)
             plans = {
                 id(tensor): ParameterPlan(stand_in=lambda name=name: scaled[name], in_layers=False)  # type: ignore[misc]
@@ -246,20 +245,6 @@ class Differences:
             loss = checked(self.masked.loss_fn(self.masked.model, batch))
             grads = torch.autograd.grad(loss, list(mine.values()), allow_unused=True)
         return dict(zip(mine, _zeros_for_none(grads, list(tensors.values())), strict=True))
-
-
-@contextlib.contextmanager
-def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let the model compute in another precision; afterwards every tensor is the one that it was."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    before = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to(dtype)
-        yield
-    finally:
-        for tensor, data in zip(tensors, before, strict=True):
-            tensor.data = data
 
 
 def _relative(one: Tensor, other: Tensor) -> float:

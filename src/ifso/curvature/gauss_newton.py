@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ifso.common.loss_fn import LossFn, checked
-from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
+from ifso.common.torch_state import ALONE
 from ifso.curvature.decompositions import load_forward_mode
-from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes, twice_differentiable
 from ifso.curvature.weight_space import sum_present
 from ifso.errors import ScoreError
 
@@ -34,13 +33,7 @@ def gauss_newton_product(
 ) -> dict[str, Tensor | None]:
     """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
     load_forward_mode()
-    with (
-        _reraise_as_score_error(),
-        undisturbed(model),
-        torch.enable_grad(),
-        sdpa_kernel(SDPBackend.MATH),
-        without_checkpoints(),
-    ):
+    with _reraise_as_score_error(), twice_differentiable(model):
         with ALONE, forward_ad.dual_level():
             split = _Linearization(tensors, dots)
             before = model.register_forward_pre_hook(split.enter, with_kwargs=True)
@@ -63,10 +56,7 @@ def gauss_newton_product(
         ]
         through = _pull_back(back, list(split.inside.values()))
     beside = dict(zip(split.direct, tangents[len(leaves) :], strict=True))
-    return {
-        name: sum_present(through.get(id(split.inside.get(name))), beside.get(name))
-        for name in tensors
-    }  # fmt: skip
+    return {name: sum_present(through.get(id(split.inside.get(name))), beside.get(name)) for name in tensors}
 
 
 _SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch")

@@ -1,6 +1,6 @@
 """Batch norm on dual numbers in two GPU kernels a pass: one adds up, one applies. Written in Triton.
 
-The formulas are those of :class:`ifso.curvature.dual_layers.DualBatchNorm`, of which this is the quick version.
+The formulas are those of :class:`ifso.curvature.dual_functions.DualBatchNorm`, of which this is the quick version.
 Tensors are [N, C, …] in channels-first or channels-last order. Sums are taken in float32 in a fixed order, so that
 results repeat bit for bit.
 """
@@ -203,21 +203,10 @@ def batch_norm_forward(
     stats = x.new_empty(4, shape.channels, dtype=torch.float32)
     y, y_dot = torch.empty_like(x), torch.empty_like(x)
     _forward_sums[shape.sum_grid](x, x_dot, partial, *shape.sizes, **shape.tiles)
-    bias_or_any = gain if bias is None else bias
     _forward_apply[shape.apply_grid](
-        x,
-        x_dot,
-        y,
-        y_dot,
-        gain,
-        bias_or_any,
-        partial,
-        stats,
-        *shape.sizes,
-        eps,
-        HAS_BIAS=bias is not None,
-        **shape.tiles,
-    )
+        x, x_dot, y, y_dot, gain, gain if bias is None else bias, partial, stats, *shape.sizes, eps,
+        HAS_BIAS=bias is not None, **shape.tiles,
+    )  # fmt: skip
     return y, y_dot, stats
 
 

@@ -1,16 +1,18 @@
-"""The loss over fixed batches as a function of the flat weight vector, and what asking for it has cost."""
+"""The loss over fixed batches as a function of the flat weights, and what solvers of its curvature take and give."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ifso.common.batches import tensor_pieces
+from ifso.common.batches import pieces
 from ifso.common.loss_fn import scalar
 from ifso.common.torch_state import forget_caches, undisturbed
 from ifso.costs.cost import check_fits
@@ -108,7 +110,7 @@ class Objective:
             )
         self.spent += GRADIENT
         for batch in self.batches:
-            for part in tensor_pieces(batch, group_size):
+            for part in pieces(batch, group_size):
                 yield finite(self.products.gradient(part)[1], "the gradient of a sample")
 
 
@@ -140,6 +142,55 @@ class System:
     def sample_gradients(self, group_size: int = 1) -> Iterator[Tensor]:
         """Rows of the empirical Fisher, restricted."""
         return (self.restrict(row) for row in self.objective.sample_gradients(group_size))
+
+
+class SolverWarning(UserWarning):
+    """A solver did not reach what it was asked for; the message has the residual."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """u ≈ (C + λI)⁻¹ v.
+
+    Attributes:
+        u: the solution.
+        residual: ‖v − (C + λI)u‖/‖v‖ for the matrix the solver inverts, None where it was not measured.
+        iterations: how many it took.
+        note: what went wrong, empty if nothing did.
+    """
+
+    u: Tensor
+    residual: float | None
+    iterations: int
+    note: str = ""
+
+
+class Solver(Protocol):
+    """Anything with ``solve``."""
+
+    def solve(self, system: System, v: Tensor) -> Solution:
+        """u ≈ C⁻¹v."""
+        ...
+
+
+def checked_vector(system: System, v: Tensor) -> Tensor:
+    """v restricted to the weights that may move, if its shape and numbers are right."""
+    if v.shape != (system.size,):
+        raise ScoreError(f"v has shape {tuple(v.shape)}; the system has {system.size} weights")
+    return system.restrict(finite(v, "the vector v to solve for"))
+
+
+def warn_note(note: str) -> str:
+    """Warn, and give the note back."""
+    warnings.warn(note, SolverWarning, stacklevel=3)
+    return note
+
+
+def checked_positive(solver: str, *, or_zero: bool = False, **values: float) -> None:
+    """Refuse options that are not above zero, or not zero."""
+    for name, value in values.items():
+        if not (value > 0 or (or_zero and value == 0)):
+            raise ScoreError(f"solver {solver!r}: {name} must be {'0 or more' if or_zero else 'above 0'}, got {value}")
 
 
 def finite(vector: Tensor, what: str) -> Tensor:

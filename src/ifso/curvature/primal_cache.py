@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ifso.common.torch_state import conv_settings, full_float32
-from ifso.curvature.paired_batches import alias
 
 NARROW = 64
 """Layers with at most so many channels cost the time that memory takes: for them full float32 is all but free."""
@@ -98,3 +98,9 @@ class PrimalCache:
             self.calls.append(CachedCall(key, careful, shared=True))
         self._next += 1
         return self.calls[self._next - 1]
+
+
+def alias(x: Tensor, offset: int = 0, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor on the memory of ``x`` that is no view of it, in the eyes of forward mode."""
+    bare = torch.empty(0, dtype=x.dtype, device=x.device)
+    return bare.set_(x.untyped_storage(), x.storage_offset() + offset, shape or x.shape, x.stride())

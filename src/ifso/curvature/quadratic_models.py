@@ -22,7 +22,7 @@ class QuadraticModel(ABC):
 
     @abstractmethod
     def decrease(self, damping: float) -> float:
-        """gᵀu − ½uᵀCu at that u: by how much the model says the loss falls."""
+        """gᵀu − ½uᵀCu at that u, without damping: by how much the model says the loss falls."""
 
     @abstractmethod
     def inverse(self, vector: Tensor, damping: float) -> Tensor:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import make_dual, unpack_dual
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ifso.common.loss_fn import LossFn, checked
-from ifso.common.torch_state import ALONE, undisturbed, without_checkpoints
+from ifso.common.torch_state import ALONE
 from ifso.curvature.decompositions import load_forward_mode
-from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes, twice_differentiable
 from ifso.curvature.weight_space import sum_present
 
 TapKey = tuple[str, str, int]
@@ -122,15 +121,7 @@ def dual_pass(
 ) -> None:
     """Run the loss forward and backward ``within`` a context; the taps collect."""
     load_forward_mode()
-    with (
-        undisturbed(model),
-        torch.enable_grad(),
-        sdpa_kernel(SDPBackend.MATH),
-        without_checkpoints(),
-        ALONE,
-        forward_ad.dual_level(),
-        within,
-    ):
+    with twice_differentiable(model), ALONE, forward_ad.dual_level(), within:
         with below_other_modes(DualMode(taps.plans, options)):
             loss = checked(loss_fn(model, batch))
         grads = torch.autograd.grad(loss, list(taps.inputs.values()), allow_unused=True) if taps.inputs else ()

@@ -144,10 +144,7 @@ def cells_of(connected: list[Balance]) -> list[list[int]]:
     marks: dict[int, list[tuple[int, int, int]]] = {}
     for number, one in enumerate(connected):
         for row, block in enumerate(one.blocks.tolist()):
-            counts: dict[int, int] = {}
-            for unit in block:
-                counts[unit] = counts.get(unit, 0) + 1
-            for unit, count in counts.items():
+            for unit, count in Counter(block).items():
                 marks.setdefault(unit, []).append((number, row, count))
     cells: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     for unit, found in marks.items():

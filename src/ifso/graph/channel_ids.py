@@ -7,12 +7,14 @@ same channel (:meth:`Labels.unite`), must stay (:meth:`freeze`), are reduced ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ifso.common.tensors import placed
 from ifso.graph.channel_graph import STAYS
 from ifso.graph.tape import Call, FunctionKey, Ref, Tape
 
@@ -179,9 +181,7 @@ class Labels:
             axis = Axis(value.name, dim, self.size, size)
             self.axes.append(axis)
             self._axes_of.setdefault(value.name, []).append(axis)
-            view = [1] * len(value.shape)
-            view[dim] = size
-            layers.append(Layer(self.fresh(size).view(view)))
+            layers.append(Layer(placed(self.fresh(size), dim, len(value.shape))))
         return tuple(layers)
 
     def axis_of(self, ids: Tensor) -> Axis | None:
@@ -190,14 +190,8 @@ class Labels:
         first, last = int(flat[0]), int(flat[-1])
         if last - first + 1 != flat.numel():
             return None
-        low, high = 0, len(self.axes)
-        while low < high:
-            middle = (low + high) // 2
-            if self.axes[middle].first <= first:
-                low = middle + 1
-            else:
-                high = middle
-        axis = self.axes[low - 1] if low else None
+        place = bisect_left(self.axes, first, key=lambda axis: axis.first)
+        axis = self.axes[place] if place < len(self.axes) else None
         return axis if axis and axis.first == first and axis.size == flat.numel() else None
 
     # ---- what rules say -------------------------------------------------------------------------------------------
@@ -333,6 +327,16 @@ class Labels:
             self.flexible[out.index] = dims
 
     # ---- combining layers -----------------------------------------------------------------------------------------
+
+    def passing(self, ref: Ref, dims: Collection[int], reason: str) -> list[Layer]:
+        """The layers of a tensor that vary along none of the dims; those of the others must stay."""
+        passing = []
+        for layer in self[ref]:
+            if any(layer.varies(dim) for dim in dims):
+                self.freeze(layer.ids, reason)
+            else:
+                passing.append(layer)
+        return passing
 
     def along(self, ref: Ref, dim: int) -> Layer | None:
         """The first layer of a tensor that varies along ``dim``."""

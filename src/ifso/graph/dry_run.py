@@ -13,18 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ifso.common.fake_tensors import FakeStage
 from ifso.common.module_state import named_tensors, set_tensors
 from ifso.common.tensors import LEAVING, WatchedLeavings, map_tensors, tensors_in
 from ifso.errors import StaleGraphError
-from ifso.graph.execution import call_model, on_fake_tensors, on_real_tensors
+from ifso.graph.execution import FakeStage, call_model, on_fake_tensors, on_real_tensors
 from ifso.graph.layouts import compact
 from ifso.graph.naming import modes_of
 from ifso.graph.removal import Removal
@@ -36,7 +34,7 @@ from ifso.graph.scalar_arguments import (
     recorded_numbers,
     same_numbers,
 )
-from ifso.graph.tape import FunctionCall, ModuleStack, Ref, Tape, refs_in
+from ifso.graph.tape import FunctionCall, ModuleFunctions, Ref, Tape, refs_in
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class _BelowFunctions(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-class Rehearsal(TorchFunctionMode):
+class Rehearsal(ModuleFunctions):
     """Compares each torch function with the recording and notes the ``problems``.
 
     Numbers that functions compute with are compared where there is a ``stage`` to hear of them.
@@ -172,22 +170,13 @@ class Rehearsal(TorchFunctionMode):
         problems: list[Problem],
         stage: FakeStage | None,
     ) -> None:
-        super().__init__()
+        super().__init__(model, self._resume)
         self.problems = problems
-        self._tape = tape
-        self._expected = expected
-        self._stack = ModuleStack(model, self._resume)
-        self._last = ""
-        self._place = 0
-        self._inside = False
-        self._exchanged = exchanged
-        self._stage = stage
-        self._computed = ComputedNumbers(model)
-
-    @property
-    def module(self) -> str:
+        self.module = ""
         """The innermost module that ran last."""
-        return self._last
+        self._tape, self._expected, self._exchanged, self._stage = tape, expected, exchanged, stage
+        self._place, self._inside = 0, False
+        self._computed = ComputedNumbers(model)
 
     def _resume(self, name: str, entry: int) -> None:
         if name in self._exchanged:
@@ -202,7 +191,7 @@ class Rehearsal(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self._computed.calls.clear()
-        self._last = self._stack.module
+        self.module = self._stack.module
         name = getattr(func, "__name__", str(func))
         if self._stage is not None and name in LEAVING and args and isinstance(args[0], Tensor):
             self._stage.writes.protect(args[0])
@@ -262,8 +251,7 @@ class Rehearsal(TorchFunctionMode):
             return type(tree)(self._stand_in(item) for item in tree) if type(tree) in (tuple, list) else tree
         return tree
 
-    def __enter__(self) -> Rehearsal:
-        self._stack.__enter__()
+    def __enter__(self) -> Self:
         if self._stage is not None:
             self._stage.listen = self._computed.note
         return super().__enter__()
@@ -272,7 +260,6 @@ class Rehearsal(TorchFunctionMode):
         super().__exit__(*exc)
         if self._stage is not None:
             self._stage.listen = None
-        self._stack.__exit__(*exc)
 
 
 class LooseRehearsal(Rehearsal):
@@ -291,7 +278,7 @@ class LooseRehearsal(Rehearsal):
         kwargs = kwargs or {}
         if self._inside or any(name in self._exchanged for name in self._stack.running):
             return func(*args, **kwargs)
-        self._last = self._stack.module
+        self.module = self._stack.module
         call = self._by_key.get(self._stack.next_function(func))
         self._inside = True
         try:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ifso.graph.channel_graph import STAYS
 from ifso.graph.channel_ids import Labels
-from ifso.graph.tape import FunctionCall, FunctionKey, ModuleStack, Ref
+from ifso.graph.tape import FunctionCall, FunctionKey, ModuleFunctions, Ref
 from ifso.graph.units import Units
 
 Lines = tuple[tuple[int, Tensor], ...]
@@ -66,14 +65,12 @@ def _lines(ref: Ref, labels: Labels, units: Units) -> Lines:
     return tuple(found.items())
 
 
-class ExactReductions(TorchFunctionMode):
+class ExactReductions(ModuleFunctions):
     """Within it, functions over channels see only the kept ones."""
 
     def __init__(self, model: nn.Module, reductions: Mapping[FunctionKey, Reduction], kept: Tensor) -> None:
-        super().__init__()
-        self._stack = ModuleStack(model)
-        self._reductions = reductions
-        self._kept = kept
+        super().__init__(model)
+        self._reductions, self._kept = reductions, kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -127,14 +124,6 @@ class ExactReductions(TorchFunctionMode):
         elif isinstance(result, (tuple, list)) and isinstance(lines, list):
             return type(result)([self._scatter(part, line) for part, line in zip(result, lines, strict=True)])
         return result
-
-    def __enter__(self) -> ExactReductions:
-        self._stack.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._stack.__exit__(*exc)
 
 
 def _fit_normalized_shape(args: list[Any], kwargs: dict[str, Any]) -> None:

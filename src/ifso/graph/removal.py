@@ -16,7 +16,7 @@ from ifso.common.torch_state import forget_caches
 from ifso.graph.balancing import balance_vector
 from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.channel_ids import Labels
-from ifso.graph.layouts import compact_shape
+from ifso.graph.layouts import compact_shape, varying_dims
 from ifso.graph.slim_attention import slim_attention
 from ifso.graph.tape import Ref, refs_in
 from ifso.graph.units import Units
@@ -77,8 +77,7 @@ def expected_shape(shape: tuple[int, ...], layers: list[Tensor], kept: Tensor, b
     for layer in layers:
         if bool((layer == STAYS).all()):
             continue
-        dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
-        for dim, size in zip(dims, _block(layer.squeeze(), kept, blocks), strict=True):
+        for dim, size in zip(varying_dims(layer), _block(layer.squeeze(), kept, blocks), strict=True):
             result[dim] = size
     return tuple(result)
 

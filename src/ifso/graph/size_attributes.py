@@ -7,7 +7,7 @@ helps, the channels concerned are frozen, with the place as the reason.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,18 +52,17 @@ def settle(
     model: nn.Module, inputs: Any, labels: Labels, on_real_tensors: bool
 ) -> tuple[Units, tuple[SizeAttribute, ...]]:
     """Units that can really be removed, and the attributes to set when they are."""
-    settler = _Settler(model, labels)
+    settler = _Settler(model, inputs, labels, on_real_tensors)
     clean = 0
     whole: set[int] = set()
     for number in range(ROUNDS):
-        units, attributes = settler.units(), settler.attributes()
+        units = settler.units()
         if not units.groups:
             break
         kept = trial(units, seed=number, everywhere=clean == 0 or bool(labels.together), halve=whole)
         if clean:
             kept = leave_one_whole(kept, units, labels.together, clean)
-        removal = Removal(units, attributes, kept, labels, inputs, on_real_tensors)
-        problems, stuck = rehearse(model, removal)
+        problems, stuck = settler.rehearse(kept)
         if problems or stuck is not None:
             clean, whole = 0, set()
             settler.react(kept, problems, stuck, may_search=number < SEARCH_ROUNDS)
@@ -76,42 +75,20 @@ def settle(
             break
     else:
         settler.frozen.append((torch.arange(labels.size, device="cpu"), "its removal could not be rehearsed"))
-    _drop_needless(model, inputs, labels, settler, on_real_tensors)
+    settler.drop_needless()
     return settler.units(), settler.attributes()
-
-
-def _drop_needless(model: nn.Module, inputs: Any, labels: Labels, settler: _Settler, on_real_tensors: bool) -> None:
-    """Forget attributes that the model runs without: they were taken along by chance, and may mean something else.
-
-    One attribute of each module at a time is left as it is; a module that then has no problem does not need it.
-    """
-    by_module: dict[str, list[Place]] = {}
-    for place in settler.found:
-        by_module.setdefault(place[0], []).append(place)
-    units = settler.units()
-    for number in range(max(map(len, by_module.values()), default=0)):
-        dropped = {module: places[number] for module, places in by_module.items() if number < len(places)}
-        attributes = settler.attributes(without=set(dropped.values()))
-        kept = trial(units, seed=100 + number, everywhere=True)
-        problems, stuck = rehearse(model, Removal(units, attributes, kept, labels, inputs, on_real_tensors))
-        if stuck is None:
-            needed = {name for problem in problems for name in _around(problem.module)}
-            changing = {(item.module, item.name, item.position) for item in settler.attributes() if item.changes(kept)}
-            for module, place in dropped.items():
-                if module not in needed and place in changing:
-                    settler.found.pop(place)
 
 
 class _Settler:
     """What is known so far: attributes found, channels frozen."""
 
-    def __init__(self, model: nn.Module, labels: Labels) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, labels: Labels, on_real_tensors: bool) -> None:
         self.found: dict[Place, Tensor] = {}
         self.frozen: list[tuple[Tensor, str]] = []
         self.ties: list[tuple[Tensor, str]] = []
-        self._modules = dict(model.named_modules())
-        self._labels = labels
-        self._searches: dict[str, _Search] = {}
+        self._model, self._modules = model, dict(model.named_modules())
+        self._inputs, self._labels, self._on_real_tensors = inputs, labels, on_real_tensors
+        self._searches: defaultdict[str, _Search] = defaultdict(_Search)
         self._built: tuple[tuple[int, ...], Units] | None = None
         self._rehearsed = self.units()
 
@@ -134,6 +111,33 @@ class _Settler:
         places |= {place: of[ids] for place, ids in self.found.items() if place not in without}
         return tuple(SizeAttribute(*place, units) for place, units in places.items() if bool((units != STAYS).any()))
 
+    def rehearse(self, kept: Tensor, without: Collection[Place] = ()) -> tuple[list[Problem], str | None]:
+        """The problems of a removal, and the module where it could not go on."""
+        units, attributes = self.units(), self.attributes(without)
+        return rehearse(
+            self._model, Removal(units, attributes, kept, self._labels, self._inputs, self._on_real_tensors)
+        )
+
+    def drop_needless(self) -> None:
+        """Forget attributes that the model runs without: they were taken along by chance, and may mean something else.
+
+        One attribute of each module at a time is left as it is; a module that then has no problem does not need it.
+        """
+        by_module: dict[str, list[Place]] = {}
+        for place in self.found:
+            by_module.setdefault(place[0], []).append(place)
+        units = self.units()
+        for number in range(max(map(len, by_module.values()), default=0)):
+            dropped = {module: places[number] for module, places in by_module.items() if number < len(places)}
+            kept = trial(units, seed=100 + number, everywhere=True)
+            problems, stuck = self.rehearse(kept, without=set(dropped.values()))
+            if stuck is None:
+                needed = {name for problem in problems for name in _around(problem.module)}
+                changing = {(item.module, item.name, item.position) for item in self.attributes() if item.changes(kept)}
+                for module, place in dropped.items():
+                    if module not in needed and place in changing:
+                        self.found.pop(place)
+
     def react(self, kept: Tensor, problems: list[Problem], stuck: str | None, may_search: bool) -> None:
         """Try attributes for each module that has problems; where none is left to try, freeze."""
         self._rehearsed = self.units()
@@ -148,7 +152,7 @@ class _Settler:
                 acted = True
                 continue
             self.ties = [tie for tie in self.ties if tie[1] != module]
-            self._forget({place for tried in self._search(module).tried for place in tried})
+            self._forget({place for tried in self._searches[module].tried for place in tried})
             for problem in here:
                 acted |= self._freeze_for(problem, kept)
         if stuck is not None and not acted:
@@ -159,9 +163,6 @@ class _Settler:
                 self.frozen.append((torch.arange(self._labels.size, device="cpu"), reason))
 
     # ---- attributes -----------------------------------------------------------------------------------------------
-
-    def _search(self, module: str) -> _Search:
-        return self._searches.setdefault(module, _Search())
 
     def _forget(self, places: Collection[Place]) -> None:
         for place in places:
@@ -185,7 +186,7 @@ class _Settler:
         return [ids.view(1, -1) for ids in self._module_lines(module, kept)]
 
     def _try_proposal(self, module: str, lines: list[Tensor], problems: int) -> bool:
-        search = self._search(module)
+        search = self._searches[module]
         if problems >= search.before:
             self._forget(search.last)
         search.last = frozenset()
@@ -201,9 +202,9 @@ class _Settler:
         """Sets of attributes to try: all likely ones of the running module, then one at a time, then further out."""
         for name in _around(module):
             here = dict(self._candidates(name, lines))
-            likely = {place: ids for place, ids in here.items() if _is_likely(place[1])}
+            likely = {place: ids for place, ids in here.items() if any(word in place[1].lower() for word in LIKELY)}
             for proposal in (likely, *({place: ids} for place, ids in likely.items()), here):
-                if proposal and (again or frozenset(proposal) not in self._search(module).tried):
+                if proposal and (again or frozenset(proposal) not in self._searches[module].tried):
                     yield proposal
 
     def _candidates(self, name: str, lines: list[Tensor]) -> Iterator[Candidate]:
@@ -225,7 +226,7 @@ class _Settler:
     def _lines(self, problem: Problem, kept: Tensor) -> Iterator[Tensor]:
         """Ids along each axis of the call's results and arguments that loses something."""
         of = self._rehearsed.of
-        for ref in dict.fromkeys(refs_in((problem.call.result, problem.call.args, problem.call.kwargs))):
+        for ref in problem.call.refs:
             for layer in self._labels[ref]:
                 for dim in layer.dims:
                     ids = layer.ids.movedim(dim, -1).reshape(-1, layer.ids.shape[dim])
@@ -241,7 +242,7 @@ class _Settler:
         Code such as ``x.reshape(B, N, num_heads, C // num_heads)`` runs if what is left of the heads is as wide as what
         is left of the input.
         """
-        search = self._search(module)
+        search = self._searches[module]
         if search.tied:
             return False
         search.tied = True
@@ -309,7 +310,7 @@ class _Settler:
                     yield layer.ids.flatten()
 
     def _passing(self, problem: Problem) -> Iterator[Tensor]:
-        for ref in dict.fromkeys(refs_in((problem.call.result, problem.call.args, problem.call.kwargs))):
+        for ref in problem.call.refs:
             for layer in self._labels[ref]:
                 yield layer.ids.squeeze()
 
@@ -375,7 +376,3 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, int]]:
             yield name, None, attribute
         elif isinstance(attribute, (tuple, list)) and len(attribute) <= 8:
             yield from ((name, place, item) for place, item in enumerate(attribute) if type(item) is int)
-
-
-def _is_likely(name: str) -> bool:
-    return any(word in name.lower() for word in LIKELY)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,12 @@ class Call:
         """All tensors the call reads, in order."""
         return refs_in((self.args, self.kwargs))
 
+    @property
+    def result(self) -> Ref:
+        """The first output, which there must be."""
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """A positional-or-keyword argument."""
         if len(self.args) > position:
@@ -75,6 +81,11 @@ class FunctionCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+
+    @property
+    def refs(self) -> list[Ref]:
+        """The tensors that it gives and takes, each once."""
+        return list(dict.fromkeys(refs_in((self.result, self.args, self.kwargs))))
 
 
 @dataclass
@@ -132,18 +143,12 @@ class _Frame:
 class ModuleStack:
     """Knows which module is running in this thread, through PyTorch's global forward hooks."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        on_exit: Callable[[str, int], None] | None = None,
-        on_enter: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, on_exit: Callable[[str, int], None] | None = None) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running = [_Frame(OUTSIDE, 0)]
         self._entries = 0
         self._visits: Counter[str] = Counter()
         self._on_exit = on_exit
-        self._on_enter = on_enter
         self._handles: list[Any] = []
         self._thread = 0
 
@@ -177,8 +182,6 @@ class ModuleStack:
         name = self._names.get(id(module), self.module)
         self._visits[name] += 1
         self._running.append(_Frame(name, self._entries, self._visits[name]))
-        if self._on_enter is not None:
-            self._on_enter(self.module)
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         if get_ident() != self._thread:
@@ -198,6 +201,22 @@ class ModuleStack:
     def __exit__(self, *_exc: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class ModuleFunctions(TorchFunctionMode):
+    """A mode that sees torch functions and knows, by its ``_stack``, which module calls them."""
+
+    def __init__(self, model: nn.Module, on_exit: Callable[[str, int], None] | None = None) -> None:
+        super().__init__()
+        self._stack = ModuleStack(model, on_exit)
+
+    def __enter__(self) -> Self:
+        self._stack.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._stack.__exit__(*exc)
 
 
 class _FunctionLog(TorchFunctionMode):

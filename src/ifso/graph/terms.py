@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ifso.graph.channel_graph import STAYS
+from ifso.graph.layouts import varying_dims
 
 if TYPE_CHECKING:
     from ifso.graph.channel_ids import Labels
@@ -46,6 +47,11 @@ class Term:
         return distinct
 
     @cached_property
+    def varying(self) -> list[int]:
+        """Dims along which units change."""
+        return sorted({dim for layer in self.distinct for dim in varying_dims(layer)})
+
+    @cached_property
     def lines(self) -> list[tuple[int, Tensor]] | None:
         """(dim, unit numbers) per layer if each varies along one dim of its own, else None.
 
@@ -53,7 +59,7 @@ class Term:
         """
         lines: list[tuple[int, Tensor]] = []
         for layer in self.distinct:
-            dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
+            dims = varying_dims(layer)
             if len(dims) != 1 or any(dim == dims[0] for dim, _ in lines):
                 return None
             lines.append((dims[0], layer.flatten()))
@@ -62,10 +68,11 @@ class Term:
     @cached_property
     def _core(self) -> tuple[int, list[Tensor]]:
         """(times, layers on the dims that belong to units)."""
-        varying = [dim for dim in range(len(self.shape)) if any(layer.shape[dim] > 1 for layer in self.distinct)]
-        times = math.prod(size for dim, size in enumerate(self.shape) if dim not in varying)
-        core_shape = [self.shape[dim] for dim in varying]
-        layers = [layer.reshape([layer.shape[dim] for dim in varying]).expand(core_shape) for layer in self.distinct]
+        times = math.prod(size for dim, size in enumerate(self.shape) if dim not in self.varying)
+        core_shape = [self.shape[dim] for dim in self.varying]
+        layers = [
+            layer.reshape([layer.shape[dim] for dim in self.varying]).expand(core_shape) for layer in self.distinct
+        ]
         return times, layers
 
     def count(self, kept: Tensor) -> int:
@@ -76,10 +83,7 @@ class Term:
                 sizes[dim] = int(kept[units].sum())
             return math.prod(sizes)
         times, layers = self._core
-        alive = kept[layers[0]]
-        for layer in layers[1:]:
-            alive = alive & kept[layer]
-        return times * int(alive.sum())
+        return times * int(_alive(layers, kept).sum())
 
     def savings(self, kept: Tensor) -> Tensor:
         """For each unit that is kept, the elements its removal alone would take away [units]."""
@@ -89,9 +93,7 @@ class Term:
         if self.lines is not None:
             return self._separable_savings(kept, total)
         times, layers = self._core
-        alive = kept[layers[0]]
-        for layer in layers[1:]:
-            alive = alive & kept[layer]
+        alive = _alive(layers, kept)
         chosen = torch.stack([layer[alive] for layer in layers])
         result = torch.zeros(total + 1, dtype=torch.long, device="cpu")
         for place, row in enumerate(chosen):
@@ -112,6 +114,10 @@ class Term:
             before *= alive.numel()
             after = after * (alive.numel() - own)
         return before - after
+
+
+def _alive(layers: list[Tensor], kept: Tensor) -> Tensor:
+    return torch.stack([kept[layer] for layer in layers]).all(0)
 
 
 def terms_of(labels: Labels, units: Units, tensors: Mapping[str, Tensor]) -> tuple[Term, ...]:

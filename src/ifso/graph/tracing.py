@@ -56,15 +56,13 @@ def trace(
     [('0', 8, ['0.weight', '0.bias', '1.weight', '1.bias', '1.running_mean', '1.running_var', '3.weight'])]
     """
     with ALONE, trainable():
-        return _trace(model, example_inputs, ignore, memory_limit)
-
-
-def _trace(model: nn.Module, example_inputs: Any, ignored: Any, memory_limit: int | None) -> ChannelGraph:
-    _check_arguments(model, example_inputs)
-    ignore = names_in(model, ignored, "ignore")
-    tape, on_real_tensors = record(model, example_inputs, memory_limit)
-    labels = follow_channels(tape, ignore)
-    units, attributes = settle(model, example_inputs, labels, on_real_tensors)
+        check_model(model)
+        if not tensors_in(example_inputs):
+            raise TraceError("example_inputs hold no tensor; give what model(...) takes: a tensor, a tuple or a dict")
+        names = names_in(model, ignore, "ignore")
+        tape, on_real_tensors = record(model, example_inputs, memory_limit)
+        labels = follow_channels(tape, names)
+        units, attributes = settle(model, example_inputs, labels, on_real_tensors)
     return ChannelGraph(
         groups=units.groups,
         frozen=units.frozen,
@@ -84,12 +82,6 @@ def _trace(model: nn.Module, example_inputs: Any, ignored: Any, memory_limit: in
         recording=(labels, units),
         notes=tuple(dict.fromkeys(labels.notes)),
     )
-
-
-def _check_arguments(model: nn.Module, example_inputs: Any) -> None:
-    check_model(model)
-    if not tensors_in(example_inputs):
-        raise TraceError("example_inputs hold no tensor; give what model(...) takes: a tensor, a tuple or a dict")
 
 
 WRAPPERS = {

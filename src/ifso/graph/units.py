@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ifso.common.tensors import placed
 from ifso.graph.channel_graph import STAYS, Balance, Frozen, Group, Layout, Member
 from ifso.graph.channel_ids import PRODUCES, Axis, Labels
 
@@ -328,8 +329,7 @@ def _layouts(labels: Labels, of: Tensor, interleave: dict[tuple[str, int], int])
             continue
         units = of[axis.first : axis.first + axis.size]
         if bool((units != STAYS).any()):
-            view = [-1 if dim == axis.dim else 1 for dim in range(len(shapes[axis.name]))]
-            layers.setdefault(axis.name, []).append(units.view(view))
+            layers.setdefault(axis.name, []).append(placed(units, axis.dim, len(shapes[axis.name])))
     for name, table in labels.ragged.items():
         if bool((of[table] != STAYS).any()):
             layers.setdefault(name, []).append(of[table])

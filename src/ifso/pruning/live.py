@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ifso.common.progress import loss_words
 from ifso.common.serialization import read_lines
+from ifso.common.text import loss_words
 from ifso.pruning.events import Plan, Removal
 from ifso.runs.files import METRICS, STRUCTURE, read_object
 

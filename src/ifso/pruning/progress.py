@@ -17,12 +17,10 @@ from ifso.common.progress import (
     Clock,
     Estimate,
     PlainDisplay,
-    duration,
-    loss_words,
-    roughly,
     shows_bars,
     stderr_console,
 )
+from ifso.common.text import duration, loss_words, roughly
 from ifso.errors import BudgetError
 from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
 

@@ -8,21 +8,24 @@ and its weights W move towards the outputs z of the unpruned network:
 
 λ is chosen for each layer, λ = ∞ (as it is) among the choices, by the error on every other batch. No weight is ever
 fitted to those, so that a layer which would learn its batches by heart stays as it is and passes nothing on. If the
-outputs of the whole network are not nearer there in the end, everything is undone.
+outputs of the whole network are not nearer there in the end, or the loss is higher though it should fall, everything is
+undone.
 
 Where all samples go through the network as one batch, a single pass does it: each layer is fitted when it is about to
 run. Else every layer takes a pass of its own, up to where it runs.
 
-Both networks are in eval mode. A batch norm behind a layer gets the mean and the variance with which it does to V x
-what that of the unpruned network does to z.
+Both networks are in eval mode. The batch norms of the unpruned one have new statistics where its loss is lower with
+them: those of a training that was broken off lag behind its weights. A batch norm behind a layer gets the mean and the
+variance with which it does to V x what that of the unpruned network does to z.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from ifso.common.batches import joined, num_samples
 from ifso.common.distributed import is_distributed
-from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, steady_
+from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, scalar, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
 from ifso.criteria.moments import Halves, mean_size
@@ -40,7 +43,7 @@ from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.layouts import compact
 from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
 from ifso.pruning.least_squares import PIECE, POSITIONS
-from ifso.pruning.recovery import Undo, distance, norms_of
+from ifso.pruning.recovery import Undo, distance, norms_of, recalibrate_
 
 GRID = (0.01, 0.1, 1.0, 10.0)
 """λ, in shares of the mean of A's diagonal."""
@@ -109,16 +112,17 @@ def reconstruct_(
         reduce: a sum over all processes.
 
     Returns:
-        Whether the outputs are nearer on the batches that nothing was fitted to. If not, the model is as it was.
+        Whether it did good on the batches that nothing was fitted to. If not, the model is as it was.
     """
-    networks = (model, teacher)
     with same_modes(model), same_modes(teacher):
         first = next(iter(batches()))
-        for network in networks:
+        for network in (model, teacher):
             steady_(network, loss_fn, first)
             for norm in norms_of(network):
                 norm.eval()
-        before = _distance(networks, loss_fn, batches, reduce)
+        teacher = _better_calibrated(teacher, loss_fn, batches, reduce)
+        networks = (model, teacher)
+        before = _judged(networks, loss_fn, batches, reduce)
         if before is None:
             return False
         undo = Undo(model)
@@ -134,8 +138,8 @@ def reconstruct_(
                 samples = None
                 for name in names:
                     fit.by_itself_(name, batches)
-        after = _distance(networks, loss_fn, batches, reduce)
-        if after is not None and after < before:
+        after = _judged(networks, loss_fn, batches, reduce)
+        if after is not None and after.distance < before.distance and not after.loss > before.loss > before.unpruned:
             return True
         undo()
         return False
@@ -417,10 +421,34 @@ def _run(network: nn.Module, loss_fn: LossFn, batch: Any, calls: LayerCalls) -> 
             pass
 
 
-def _distance(
+def _better_calibrated(
+    teacher: nn.Module, loss_fn: LossFn, batches: Batches, reduce: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """The unpruned network, or a copy with new statistics in its batch norms if its loss is lower with them."""
+    if not norms_of(teacher):
+        return teacher
+    other = copy.deepcopy(teacher)
+    recalibrate_(other, loss_fn, batches())
+    for norm in norms_of(other):
+        for statistic in (norm.running_mean, norm.running_var):
+            assert statistic is not None
+            statistic.copy_(reduce(statistic) / reduce(torch.ones_like(statistic)))
+    judged = _judged((other, teacher), loss_fn, batches, reduce)
+    return other if judged is not None and judged.loss < judged.unpruned else teacher
+
+
+class _Judged(NamedTuple):
+    """How far outputs are from those of the unpruned network, and the loss of either, added up over batches."""
+
+    distance: float
+    loss: float
+    unpruned: float
+
+
+def _judged(
     networks: tuple[nn.Module, nn.Module], loss_fn: LossFn, batches: Batches, reduce: Callable[[Tensor], Tensor]
-) -> float | None:
-    """How far outputs are from those of the unpruned network, on the batches that nothing is fitted to.
+) -> _Judged | None:
+    """What the batches say that nothing is fitted to.
 
     None if there are no such batches, no outputs beside the loss, or others in number (boxes that were found).
     """
@@ -428,14 +456,15 @@ def _distance(
     for number, batch in enumerate(batches()):
         if number % 2 == 0:
             continue
-        both = []
+        both, losses = [], []
         for network in networks:
             with torch.no_grad(), undisturbed(network), outputs_of(network) as caught:
                 torch.manual_seed(0)
-                loss_fn(network, batch)
+                losses.append(scalar(loss_fn(network, batch)).double())
             both.append(output_tensors(caught))
         shapes = [[output.shape for output in some] for some in both]
-        if shapes[0] != shapes[1]:
+        if shapes[0] != shapes[1] or not shapes[0]:
             return None
-        total += [distance(one, other).double() for one, other in zip(*both, strict=True)]
-    return float(reduce(torch.stack(total).sum())) if total else None
+        apart = [distance(one, other).double() for one, other in zip(*both, strict=True)]
+        total.append(torch.stack([torch.stack(apart).sum(), *losses]))
+    return _Judged(*reduce(torch.stack(total).sum(0)).tolist()) if total else None

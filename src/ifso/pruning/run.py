@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.batches import BatchStream, on_device, rough_count, seed_of
-from ifso.common.distributed import from_first, number_of_each, together
+from ifso.common.distributed import from_first, gathered, together
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.serialization import finite
 from ifso.common.torch_state import same_modes
@@ -185,7 +185,7 @@ class Run:
         """Remove units until the budget is met."""
         targets = self.settings.budget.targets
         course = phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step)
-        self.calibration = self.calibration[: min(number_of_each(len(self.calibration)))]
+        self.calibration = self.calibration[: min(gathered(len(self.calibration)))]
         self.listener.started(
             Plan(
                 type(self.network.model).__name__, self.network.original.num_units, targets,
@@ -256,7 +256,7 @@ class Run:
 
     def stop(self, loss: float) -> NoReturn:
         """The last good state is put back, made smaller, and saved; then an error says what happened."""
-        spoilt, (epoch, index) = number_of_each(int(self.scoring.spoilt)), self.stream.position
+        spoilt, (epoch, index) = gathered(int(self.scoring.spoilt)), self.stream.position
         self._good.restore_()
         self.finish_surgery()
         kept = f"{self.ledger.shares()['macs']:.1%} of the MACs"

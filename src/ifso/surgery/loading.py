@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ifso.common.module_state import named_tensors, replaced
+from ifso.common.module_state import named_tensors, replaced, set_tensors
 from ifso.errors import RecipeError
 from ifso.surgery.recipe import AttributeChange, Recipe, Shape, shapes_of
 
@@ -99,11 +99,10 @@ def assign(model: nn.Module, values: Iterable[NewValue], tensors: Mapping[str, T
     """Give a model its compacted attributes and tensors. Parameters stay the same objects, except meta ones."""
     for module, name, value in values:
         setattr(module, name, value)
-    owners = _owners(model)
-    for name, old in named_tensors(model).items():
-        if old.is_meta:
-            _replace(owners[id(old)], old, tensors[name])
-        else:
+    named = named_tensors(model)
+    set_tensors(model, {name: tensors[name] for name, old in named.items() if old.is_meta})
+    for name, old in named.items():
+        if not old.is_meta:
             old.data = tensors[name]
         if isinstance(old, nn.Parameter):
             old.grad = None
@@ -133,19 +132,3 @@ def _check_entry(value: Any, change: AttributeChange, wanted: int) -> None:
 
 def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
-
-
-def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """By the id of a tensor, every module and name that holds it."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            owners.setdefault(id(tensor), []).append((module, name))
-    return owners
-
-
-def _replace(owners: Iterable[tuple[nn.Module, str]], old: Tensor, new: Tensor) -> None:
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    for module, name in owners:
-        setattr(module, name, new)

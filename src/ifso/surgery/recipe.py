@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ifso.common.module_state import named_tensors, unwrapped
-from ifso.common.schema import from_plain, scalar, to_plain
+from ifso.common.serialization import from_plain, scalar, to_plain
 from ifso.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import json
 import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from ifso.common.files import (
 )
 from ifso.common.locks import turn_in
 from ifso.common.module_state import inner_name, named_tensors, unwrapped
+from ifso.common.serialization import no_constant, unique_keys
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
 from ifso.graph.execution import trainable
@@ -90,7 +91,10 @@ def save(
     check_compacted(model, recipe)
     document = recipe.to_json()
     Recipe.from_json(document)
-    tensors = _storable(model)
+    try:
+        tensors = storable(named_tensors(model))
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"{folder} is a file; give a folder to save into")
     with _located(folder):
@@ -138,13 +142,6 @@ def load(folder: str | os.PathLike[str], model: M, *, unverified: bool = False) 
         slim_attention(model)
     remember(model, since_original)
     return model
-
-
-def _storable(model: nn.Module) -> dict[str, Tensor]:
-    try:
-        return storable(named_tensors(model))
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
@@ -251,7 +248,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     if len(data) > MAX_RECIPE_BYTES:
         raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, which no recipe is")
     try:
-        parsed = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        parsed = json.loads(data.decode(), object_pairs_hook=unique_keys, parse_constant=no_constant)
         document = check_format(parsed)
         seal = document.pop("recipe_sha256", None)
         whole = seal == _seal(document)
@@ -276,17 +273,6 @@ def _read_weights(path: Path, model: nn.Module, recipe: Recipe) -> dict[str, Ten
 def _seal(document: dict[str, Any]) -> str:
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise RecipeError("a key occurs twice in one JSON object; restore the file or save again")
-    return content
-
-
-def _no_constant(constant: str) -> NoReturn:
-    raise RecipeError(f"{constant} is no number that a recipe can hold")
 
 
 def _open(path: Path) -> BufferedReader:

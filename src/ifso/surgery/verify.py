@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ifso.common.module_state import named_tensors, set_tensors
+from ifso.common.module_state import set_tensors
 from ifso.common.tensors import map_tensors, tensors_in
-from ifso.common.torch_state import preserved
+from ifso.common.torch_state import in_precision, preserved
 from ifso.errors import CompactionError, KeepError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph
@@ -37,7 +37,7 @@ Answers = list[Tensor]
 
 def check_same_function(model: nn.Module, graph: ChannelGraph, removal: Removal) -> None:
     """CompactionError if the smaller model gives something else than the masked one on the example inputs."""
-    error = _difference(model, graph, removal)
+    error = _Comparison(model, graph, removal).difference()
     if error is None:
         return
     name = _first_group(model, graph, removal)
@@ -57,65 +57,67 @@ def _first_group(model: nn.Module, graph: ChannelGraph, removal: Removal) -> str
         kept[group.units] = removal.kept[group.units]
         with suppress(KeepError):
             check_keep(graph, kept)
-            if _difference(model, graph, replace(removal, kept=kept)) is not None:
+            if _Comparison(model, graph, replace(removal, kept=kept)).difference() is not None:
                 return group.name
     return None
 
 
-def _difference(model: nn.Module, graph: ChannelGraph, removal: Removal) -> float | None:
-    """The largest relative difference of the outputs, if it is more than rounding; None also where none can be told."""
-    inputs = _samples(graph.inputs)
-    soft = _try(model, graph, removal, inputs, smaller=False)
-    if soft is None and inputs is not graph.inputs:
-        inputs = graph.inputs
-        soft = _try(model, graph, removal, inputs, smaller=False)
-    if soft is None:
+@dataclass(frozen=True)
+class _Comparison:
+    """A model with a removal, masked beside really without the units."""
+
+    model: nn.Module
+    graph: ChannelGraph
+    removal: Removal
+
+    def difference(self) -> float | None:
+        """The largest relative one of the outputs, if it is more than rounding; None also where none can be told."""
+        inputs = _samples(self.graph.inputs)
+        soft = self._try(inputs, smaller=False)
+        if soft is None and inputs is not self.graph.inputs:
+            inputs = self.graph.inputs
+            soft = self._try(inputs, smaller=False)
+        if soft is None:
+            return None
+        error = _error(soft, self._try(inputs, smaller=True))
+        if error <= UNSEEN:
+            return None
+        with suppress(Exception), in_float64(self.model):
+            doubled = map_tensors(inputs, as_float64)
+            soft = self._run(doubled, smaller=False)
+            error, limit = _error(soft, self._run(doubled, smaller=True)), EXACT
+            return None if error <= limit or self._is_random(doubled, soft) else error
+        limit = max((ROUGH.get(tensor.dtype, HALF) for tensor in soft), default=HALF)
+        if self.graph.on_real_tensors or error <= limit or self._is_random(inputs, soft):
+            return None
+        return error
+
+    def _is_random(self, inputs: Any, soft: Answers) -> bool:
+        """Return whether the masked model itself gives something else with other random numbers."""
+        again = self._try(inputs, smaller=False, seed=1)
+        return again is None or _error(soft, again) > EXACT
+
+    def _try(self, inputs: Any, smaller: bool, seed: int = 0) -> Answers | None:
+        with suppress(Exception):
+            return self._run(inputs, smaller, seed)
         return None
-    error = _error(soft, _try(model, graph, removal, inputs, smaller=True))
-    if error <= UNSEEN:
-        return None
-    with suppress(Exception), in_float64(model):
-        doubled = map_tensors(inputs, as_float64)
-        soft = _run(model, graph, removal, doubled, smaller=False)
-        error, limit = _error(soft, _run(model, graph, removal, doubled, smaller=True)), EXACT
-        return None if error <= limit or _is_random(model, graph, removal, doubled, soft) else error
-    limit = max((ROUGH.get(tensor.dtype, HALF) for tensor in soft), default=HALF)
-    if graph.on_real_tensors or error <= limit or _is_random(model, graph, removal, inputs, soft):
-        return None
-    return error
 
+    def _run(self, inputs: Any, smaller: bool, seed: int = 0) -> Answers:
+        """Numbers that the model gives, masked or really without the units."""
+        model, kept = self.model, self.removal.kept
 
-def _is_random(model: nn.Module, graph: ChannelGraph, removal: Removal, inputs: Any, soft: Answers) -> bool:
-    """Return whether the masked model itself gives something else with other random numbers."""
-    again = _try(model, graph, removal, inputs, smaller=False, seed=1)
-    return again is None or _error(soft, again) > EXACT
+        def run() -> Answers:
+            torch.manual_seed(seed)
+            if smaller:
+                set_tensors(model, left_of(model, self.graph, kept))
+                self.removal.set_numbers(model)
+            output = call_model(model, map_tensors(inputs, lambda tensor: tensor.detach().clone()))
+            return [tensor.detach().clone() for tensor in tensors_in(output)]
 
-
-def _try(
-    model: nn.Module, graph: ChannelGraph, removal: Removal, inputs: Any, smaller: bool, seed: int = 0
-) -> Answers | None:
-    try:
-        return _run(model, graph, removal, inputs, smaller, seed)
-    except Exception:
-        return None
-
-
-def _run(model: nn.Module, graph: ChannelGraph, removal: Removal, inputs: Any, smaller: bool, seed: int = 0) -> Answers:
-    """Numbers that the model gives, masked or really without the units."""
-
-    def run() -> Answers:
-        torch.manual_seed(seed)
         if smaller:
-            set_tensors(model, left_of(model, graph, removal.kept))
-            removal.set_numbers(model)
-        output = call_model(model, map_tensors(inputs, lambda tensor: tensor.detach().clone()))
-        return [tensor.detach().clone() for tensor in tensors_in(output)]
-
-    if smaller:
-        return on_real_tensors(model, run)
-    keep = {group.name: removal.kept[group.units] for group in graph.groups}
-    with masked(model, graph, keep):
-        return on_real_tensors(model, run)
+            return on_real_tensors(model, run)
+        with masked(model, self.graph, {group.name: kept[group.units] for group in self.graph.groups}):
+            return on_real_tensors(model, run)
 
 
 def _error(wanted: Answers, found: Answers | None) -> float:
@@ -151,17 +153,13 @@ def _samples(inputs: Any) -> Any:
 @contextlib.contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Within it parameters, buffers and new tensors are float64; afterwards all is exactly as before."""
-    before, default = [(tensor, tensor.data) for tensor in named_tensors(model).values()], torch.get_default_dtype()
-    with preserved(model):
+    default = torch.get_default_dtype()
+    with preserved(model), in_precision(model, torch.float64):
         try:
             torch.set_default_dtype(torch.float64)
-            for tensor, data in before:
-                tensor.data = as_float64(data)
             yield
         finally:
             torch.set_default_dtype(default)
-            for tensor, data in before:
-                tensor.data = data
 
 
 def as_float64(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ifso.common.batches import BatchStream, is_listed, part_of
 from ifso.common.cuda_graphs import NotCaptured, captures_go_to, capturing, draws
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import among_ranks, is_distributed, number_of_each, together
+from ifso.common.distributed import among_ranks, gathered, is_distributed, together
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
@@ -94,7 +94,7 @@ class TrainStep:
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
         if isinstance(self._loss_fn, NamedLosses):
             self._loss_fn.pop_means()
-        return any(number_of_each(any(gradient is None for gradient in found)))
+        return any(gathered(any(gradient is None for gradient in found)))
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the next step."""
@@ -203,12 +203,12 @@ def same_count_on_all_ranks(batches: Iterator[Any], length: int | None) -> Itera
     if not is_distributed():
         yield from batches
         return
-    lengths = number_of_each(-1 if length is None else length)
+    lengths = gathered(-1 if length is None else length)
     if len(set(lengths)) > 1:
         raise DataError(f"ranks have {', '.join(map(str, lengths))} training batches; give each equally many")
     number = 0
     if length is None:
-        while any(there := number_of_each((batch := together(lambda: next(batches, None))) is not None)):
+        while any(there := gathered((batch := together(lambda: next(batches, None))) is not None)):
             if not all(there):
                 raise DataError(
                     f"rank {there.index(0)} has {number} training batches, and others have more; give each equally many"

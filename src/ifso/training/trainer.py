@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ifso.common.devices import let_go_of
-from ifso.common.distributed import copy_from_first_, mean_over_ranks, number_of_each, rank
+from ifso.common.distributed import copy_from_first_, gathered, mean_over_ranks, rank
 from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import same_modes
 from ifso.data.compatibility import same_random_numbers
@@ -195,7 +195,7 @@ class Trainer:
 
     def _check_same_start(self, begun: int) -> None:
         """Raise unless all ranks resume from one epoch; then all have read the checkpoint before it is replaced."""
-        starts = number_of_each(begun)
+        starts = gathered(begun)
         if len(set(starts)) > 1:
             raise RunError(
                 f"{self._hooks.folder}: ranks read that {', '.join(map(str, starts))} epochs are done; "

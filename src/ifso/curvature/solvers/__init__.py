@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from ifso.curvature.objective import Solution, Solver, SolverWarning, warn_note
+from ifso.curvature.solvers.fisher import Kfac, ShermanMorrison
 from ifso.curvature.solvers.iterative import ConjugateGradients, Identity, Neumann
 from ifso.curvature.solvers.jacobian import JacobianRows
-from ifso.curvature.solvers.kfac import Kfac
-from ifso.curvature.solvers.protocol import Solution, Solver, SolverWarning, warn_note
-from ifso.curvature.solvers.sherman_morrison import ShermanMorrison
 from ifso.errors import ScoreError
 
 SOLVERS: dict[str, type[Any]] = {

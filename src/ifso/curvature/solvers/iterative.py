@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ifso.curvature.objective import System
-from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector, warn_note
+from ifso.curvature.objective import Solution, System, checked_positive, checked_vector, warn_note
 from ifso.errors import ScoreError
 
 

@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.common.batches import tensor_length
+from ifso.common.batches import num_samples
 from ifso.common.loss_fn import checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.objective import LOSS, Objective, System
-from ifso.curvature.solvers.kfac import layer_matrices, recording_calls
-from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector
+from ifso.curvature.objective import LOSS, Objective, Solution, System, checked_positive, checked_vector
+from ifso.curvature.solvers.fisher import layer_matrices, recording_calls
 from ifso.errors import ScoreError
 
 MOST_OUTPUTS = 256
@@ -111,7 +110,7 @@ class Factors:
 
 def obstacle(objective: Objective, rank: int) -> str:
     """Why ``rank`` rows per sample cannot be computed for this network; empty if they can."""
-    samples = sum(tensor_length(batch) for batch in objective.curvature_batches)
+    samples = sum(num_samples(batch) for batch in objective.curvature_batches)
     size = min(rank, FEW_OUTPUTS) * samples * objective.size * objective.space.current().element_size()
     if size > MEMORY_LIMIT:
         return f"its rows of the Gauss-Newton matrix would take {size / 2**30:.1f} GiB (limit {MEMORY_LIMIT / 2**30:g})"

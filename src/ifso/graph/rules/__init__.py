@@ -26,17 +26,6 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 def find(call: Call) -> Rule:
     """The rule for a call: by name, by PyTorch's own pointwise tag, or the one that freezes."""
-    from ifso.graph.rules import (  # noqa: F401
-        convolution,
-        joins,
-        layout,
-        norms,
-        pointwise,
-        products,
-        reduce,
-        spatial,
-    )
-
     for name in (call.op, call.op.removesuffix("_")):
         if name in RULES:
             return RULES[name]
@@ -60,3 +49,6 @@ def unknown(call: Call, labels: Labels) -> None:
     first = next(call.inputs, None)
     for output in call.outputs:
         labels.set(output, (), like=first)
+
+
+from ifso.graph.rules import convolution, joins, layout, pointwise, products, spatial, statistics  # noqa: E402, F401

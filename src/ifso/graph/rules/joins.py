@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ifso.common.tensors import placed
 from ifso.graph.channel_ids import PADDED_BACK, PADDED_FRONT, PRODUCES, Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.rules.layout import carry_period
@@ -30,8 +31,7 @@ def cat(call: Call, labels: Labels) -> None:
 @rule("aten.stack")
 def stack(call: Call, labels: Labels) -> None:
     """``cat`` along a new dim: all pieces hold the same channels."""
-    pieces, out = call.args[0], call.outputs[0]
-    assert out is not None
+    pieces, out = call.args[0], call.result
     dim = call.argument(1, "dim", 0) % len(labels.shape(out))
     layers = labels.merge(replace(layer, ids=layer.ids.unsqueeze(dim)) for ref in pieces for layer in labels[ref])
     _freeze_unmatched(pieces, layers, labels, lambda ids: ids.squeeze(dim))
@@ -39,7 +39,7 @@ def stack(call: Call, labels: Labels) -> None:
 
 
 def _freeze_unmatched(
-    pieces: list[Ref], layers: list[Layer], labels: Labels, own_ids: Callable[[Tensor], Tensor]
+    pieces: list[Ref], layers: list[Layer], labels: Labels, own_ids: Callable[[Tensor], Tensor] = lambda ids: ids
 ) -> None:
     """Freeze layers that lie side by side with an axis of fixed size; ``own_ids`` brings ids to a piece's dims."""
     for layer in layers:
@@ -51,7 +51,7 @@ def _freeze_unmatched(
 
 def _join(pieces: list[Ref], out: Ref | None, dim: int, labels: Labels) -> None:
     across = labels.merge(layer for ref in pieces for layer in labels[ref] if not layer.varies(dim))
-    _freeze_unmatched(pieces, across, labels, lambda ids: ids)
+    _freeze_unmatched(pieces, across, labels)
     joined: list[Layer] = []
     if any(labels.along(ref, dim) is not None for ref in pieces):
         joined = [Layer(_ids_along(pieces, dim, labels))]
@@ -71,9 +71,7 @@ def _ids_along(pieces: list[Ref], dim: int, labels: Labels) -> Tensor:
         ids = labels.fresh(size)
         if ref.index not in labels.uniform or size == 1:
             labels.freeze(ids, f"is joined with {labels.why(ref)}")
-        view = [1] * len(labels.shape(ref))
-        view[dim] = size
-        parts.append(ids.view(view))
+        parts.append(placed(ids, dim, len(labels.shape(ref))))
     widest = [max(part.shape[d] for part in parts) for d in range(parts[0].dim())]
     return torch.cat(
         [part.expand([part.shape[dim] if d == dim else s for d, s in enumerate(widest)]) for part in parts], dim
@@ -105,12 +103,10 @@ def _pad_ids(ids: Tensor, dim: int, before: int, after: int, call: Call, labels:
     for count, names in ((before, PADDED_FRONT), (after, PADDED_BACK)):
         shape = list(ids.shape)
         shape[dim] = count
-        view = [1] * ids.dim()
-        view[dim] = count
         new = labels.fresh(count)
         if count:
             labels.measure(call, names, new)
-        parts.append(new.view(view).expand(shape))
+        parts.append(placed(new, dim, ids.dim()).expand(shape))
     return torch.cat([parts[0], ids, parts[1]], dim)
 
 
@@ -126,10 +122,7 @@ def index(call: Call, labels: Labels) -> None:
         indices = [None] * (dim % max(len(labels.shape(x)), 1)) + [where]
     dummies, indexed = _dummy_indices(indices, labels)
     passing = []
-    for layer in labels[x]:
-        if any(layer.varies(dim) for dim in indexed):
-            labels.freeze(layer.ids, "is looked up by position")
-            continue
+    for layer in labels.passing(x, indexed, "is looked up by position"):
         ids = layer.ids[tuple(dummies)] if indexed else layer.ids
         passing.append(carry_period(layer, ids, labels))
         if call.op == "aten.embedding":
@@ -182,7 +175,7 @@ def index_add(call: Call, labels: Labels) -> None:
         labels.set(out, ())
         return
     merged = labels.merge(layers)
-    _freeze_unmatched([x, source], merged, labels, lambda ids: ids)
+    _freeze_unmatched([x, source], merged, labels)
     labels.adopt(x, merged)
     labels.set(out, merged, like=source)
     labels.uniform.discard(x.index)
@@ -201,7 +194,7 @@ def index_put(call: Call, labels: Labels) -> None:
         labels.set(out, ())
         return
     merged = labels.merge(layers)
-    _freeze_unmatched([x, values], merged, labels, lambda ids: ids)
+    _freeze_unmatched([x, values], merged, labels)
     labels.set(out, merged, like=values)
     if merged:
         labels.uniform.discard(x.index)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
-from ifso.graph.channel_ids import FROM_INPUT, Labels, Layer
+from ifso.common.tensors import placed
+from ifso.graph.channel_ids import FROM_INPUT, Labels
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
-
-
-def operands(call: Call) -> list[Ref]:
-    """Tensor operands of a call, each once."""
-    return list(dict.fromkeys(call.inputs))
 
 
 @rule(
@@ -24,15 +21,15 @@ def operands(call: Call) -> list[Ref]:
 )  # fmt: skip
 def pointwise(call: Call, labels: Labels) -> None:
     """Unite the ids of all operands where they meet; an axis that meets one without ids is frozen."""
-    refs = operands(call)
+    refs = list(dict.fromkeys(call.inputs))
     outputs = [ref for ref in call.outputs if ref is not None]
     if not outputs:
         return
     shape = labels.shape(outputs[0])
     layers = labels.merge(layer for ref in refs for layer in labels.aligned(ref, len(shape)))
-    for layer in layers:
-        for ref in refs:
-            _freeze_against_rigid(layer, ref, len(shape), labels)
+    for layer, ref in product(layers, refs):
+        if labels.rigid_dim(layer, ref, len(shape)) is not None:
+            labels.freeze(layer.ids, f"is combined element by element with {labels.why(ref)}")
     written = next((ref for ref in refs if ref in outputs), None)
     if written is not None and layers and not labels[written] and _shares_memory(written, labels):
         for layer in layers:
@@ -58,13 +55,6 @@ def _pass_on_why(written: Ref, source: Ref, labels: Labels) -> None:
 
 def _shares_memory(ref: Ref, labels: Labels) -> bool:
     return ref.index in labels.views or ref.index in labels.views.values()
-
-
-def _freeze_against_rigid(layer: Layer, ref: Ref, ndim: int, labels: Labels) -> None:
-    """Freeze a layer if the operand has a full axis without ids where they vary."""
-    dim = labels.rigid_dim(layer, ref, ndim)
-    if dim is not None:
-        labels.freeze(layer.ids, f"is combined element by element with {labels.why(ref)}")
 
 
 @rule(
@@ -126,9 +116,7 @@ def follow(labels: Labels, x: Ref, parameter: Ref | None, dim: int) -> None:
     if layer is None:
         labels.freeze(own.ids, f"goes along with {labels.why(x)}")
         return
-    view = [1] * layer.ids.dim()
-    view[dim] = -1
-    labels.unite_layers(layer, replace(own, ids=own.ids.reshape(view)))
+    labels.unite_layers(layer, replace(own, ids=placed(own.ids, dim, layer.ids.dim())))
 
 
 @rule("aten.cumsum", "aten.cumprod", "aten.sort", "aten.topk", "aten.argsort", "aten.logcumsumexp", "aten.kthvalue",
@@ -140,11 +128,6 @@ def ordered(call: Call, labels: Labels) -> None:
     dim = call.argument(dim_at, "dim", -1)
     dim = dim if isinstance(dim, int) and not isinstance(dim, bool) else -1
     ndim = max(len(labels.shape(x)), 1)
-    passing = []
-    for layer in labels[x]:
-        if layer.ids.dim() and layer.varies(dim % ndim):
-            labels.freeze(layer.ids, f"its order matters in {call.op}")
-        else:
-            passing.append(layer)
+    passing = labels.passing(x, [dim % ndim], f"its order matters in {call.op}")
     for ref in call.outputs:
         labels.set(ref, passing if ref and len(labels.shape(ref)) == ndim else (), like=x)

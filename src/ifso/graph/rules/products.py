@@ -14,14 +14,10 @@ from ifso.graph.rules import rule
 from ifso.graph.tape import Call, Ref
 
 
-@rule("aten.mm", "aten.bmm", "aten.mv", "aten.dot")
+@rule("aten.mm", "aten.bmm")
 def matmul(call: Call, labels: Labels) -> None:
     """[…, m, k] · […, k, n]."""
     a, b = call.args[:2]
-    if call.op in ("aten.mv", "aten.dot"):
-        labels.freeze_all(call.inputs, f"passes through {call.op}, for which there is no rule")
-        labels.set(call.outputs[0], ())
-        return
     _product(call, labels, a, b, None)
 
 
@@ -41,8 +37,7 @@ def grouped_matmul(call: Call, labels: Labels) -> None:
         "runs through grouped_mm, which takes only sizes of a multiple of 16 bytes; let experts run without it "
         '(transformers: experts_implementation="batched_mm" or "eager")',
     )
-    out = call.outputs[0]
-    assert out is not None
+    out = call.result
     labels.set(out, (), like=x)
     shape = (*labels.tape.shape(x), labels.tape.shape(weight)[-1])
     labels.cost("linear", call, shape, ())
@@ -80,8 +75,7 @@ def _finish(
     shape: tuple[int, ...],
     x: Ref,
 ) -> None:
-    result = call.outputs[0]
-    assert result is not None
+    result = call.result
     if bias is not None and isinstance(bias, Ref):
         out = labels.merge([*out, *labels.aligned(bias, len(labels.shape(result)))])
     labels.set(result, out, like=x)

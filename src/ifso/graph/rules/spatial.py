@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
-from ifso.graph.channel_ids import Labels
+from torch import Tensor
+
+from ifso.common.tensors import placed
+from ifso.graph.channel_ids import Labels, Layer
 from ifso.graph.rules import rule
 from ifso.graph.tape import Call
 
@@ -24,13 +27,7 @@ from ifso.graph.tape import Call
 def positions(call: Call, labels: Labels) -> None:
     """Channels pass; ids that vary along a position axis are frozen."""
     x = call.args[0]
-    passing = []
-    fixed = _position_dims(call, labels)
-    for layer in labels[x]:
-        if any(layer.varies(dim) for dim in fixed):
-            labels.freeze(layer.ids, f"lies along the positions that {call.op} mixes")
-        else:
-            passing.append(layer)
+    passing = labels.passing(x, _position_dims(call, labels), f"lies along the positions that {call.op} mixes")
     others = [ref for ref in call.inputs if ref != x]
     labels.freeze_all(others, f"gives the positions to {call.op}")
     for ref in call.outputs:
@@ -50,7 +47,7 @@ def _position_dims(call: Call, labels: Labels) -> list[int]:
 @rule("torchvision.deform_conv2d")
 def deform_conv(call: Call, labels: Labels) -> None:
     """A convolution with learned positions: input and output channels as in a convolution of one group."""
-    from ifso.graph.rules.convolution import convolve
+    from ifso.graph.rules.convolution import Convolution
 
     x, weight, offset, mask, bias = call.args[:5]
     groups, offset_groups = call.args[11], call.args[12]
@@ -59,25 +56,13 @@ def deform_conv(call: Call, labels: Labels) -> None:
     )
     if offset_groups > 1 or groups > 1:
         labels.freeze_all([x], "is read by a grouped deformable convolution")
-    convolve(call, labels, x, weight, bias, transposed=False, groups=groups)
+    Convolution(call, labels, x, weight, bias, transposed=False, groups=groups).follow()
 
 
 @rule("aten.pixel_shuffle")
 def pixel_shuffle(call: Call, labels: Labels) -> None:
     """[N, C·r², H, W] → [N, C, H·r, W·r]: the r² channels of an output channel go together."""
-    x, factor = call.args[:2]
-    passing = []
-    for layer in labels[x]:
-        if layer.dims == (layer.ids.dim() - 3,):
-            layer = labels.unlock(layer)
-            rows = layer.ids.flatten().view(-1, factor * factor)
-            first = labels.link_rows(rows, [1])
-            passing.append(
-                replace(layer, ids=first.reshape([-1 if d == layer.dims[0] else 1 for d in range(layer.ids.dim())]))
-            )
-        else:
-            labels.freeze(layer.ids, "is mixed with positions by a pixel shuffle")
-    labels.set(call.outputs[0], passing, like=x)
+    _join_channels(call, labels, -3, call.args[1] ** 2, "is mixed with positions by a pixel shuffle")
 
 
 @rule("aten.pixel_unshuffle")
@@ -93,37 +78,35 @@ def im2col(call: Call, labels: Labels) -> None:
     _repeat_channels(call, labels, kernel[0] * kernel[1])
 
 
-def _repeat_channels(call: Call, labels: Labels, times: int) -> None:
-    x = call.args[0]
-    ndim = len(labels.shape(call.outputs[0])) if call.outputs[0] else 0
-    channel = len(labels.shape(x)) - 3
-    passing = []
-    for layer in labels[x]:
-        if layer.dims == (channel,):
-            ids = labels.unlock(layer).ids.flatten().repeat_interleave(times)
-            passing.append(replace(layer, ids=ids.view([-1 if d == channel else 1 for d in range(ndim)]), period=0))
-        else:
-            labels.freeze(layer.ids, f"lies along the positions that {call.op} mixes")
-    labels.set(call.outputs[0], passing, like=x)
-
-
 @rule("aten.col2im")
 def col2im(call: Call, labels: Labels) -> None:
     """[N, C·k·k, L] → [N, C, H, W]: the k·k entries of an output channel go together."""
-    x, _, kernel = call.args[:3]
+    kernel = call.args[2]
+    _join_channels(call, labels, -2, kernel[0] * kernel[1], "lies along the positions that col2im mixes")
+
+
+def _join_channels(call: Call, labels: Labels, channel: int, count: int, reason: str) -> None:
+    """``count`` consecutive channels, which lie along dim ``channel``, go together and become one."""
+    _change_channels(call, labels, channel, lambda ids: labels.link_rows(ids.view(-1, count), [1]).flatten(), reason)
+
+
+def _repeat_channels(call: Call, labels: Labels, times: int) -> None:
+    reason = f"lies along the positions that {call.op} mixes"
+    _change_channels(call, labels, -3, lambda ids: ids.repeat_interleave(times), reason)
+
+
+def _change_channels(call: Call, labels: Labels, channel: int, change: Callable[[Tensor], Tensor], reason: str) -> None:
+    """Ids along dim ``channel`` become others at the same place; all others must stay."""
+    x = call.args[0]
+    channel += len(labels.shape(x))
     passing = []
     for layer in labels[x]:
-        channel = layer.ids.dim() - 2
         if layer.dims == (channel,):
-            rows = labels.unlock(layer).ids.flatten().view(-1, kernel[0] * kernel[1])
-            first = labels.link_rows(rows, [1])
-            ndim = layer.ids.dim() + 1
-            passing.append(
-                replace(layer, ids=first.reshape([-1 if d == ndim - 3 else 1 for d in range(ndim)]), period=0)
-            )
+            ids = change(labels.unlock(layer).ids.flatten())
+            passing.append(Layer(placed(ids, channel, len(labels.shape(call.result)))))
         else:
-            labels.freeze(layer.ids, "lies along the positions that col2im mixes")
-    labels.set(call.outputs[0], passing, like=x)
+            labels.freeze(layer.ids, reason)
+    labels.set(call.result, passing, like=x)
 
 
 @rule("aten.channel_shuffle", "aten.native_channel_shuffle")
@@ -139,8 +122,6 @@ def channel_shuffle(call: Call, labels: Labels) -> None:
             blocks = labels.unlock(layer).ids.flatten().view(groups, -1)
             labels.split(blocks, call.module)
             labels.balance(blocks, call.module)
-            ids = blocks.t().reshape([-1 if d == 1 else 1 for d in range(layer.ids.dim())])
-            passing.append(replace(layer, ids=ids, period=groups))
-        else:
-            passing.append(layer)
+            layer = Layer(placed(blocks.t().flatten(), 1, layer.ids.dim()), period=groups)
+        passing.append(layer)
     labels.set(call.outputs[0], passing, like=x)

@@ -1,6 +1,6 @@
-"""K-FAC and EK-FAC: one Kronecker product per layer, from inputs and output gradients seen by hooks.
+"""Solvers with the empirical Fisher: K-FAC and EK-FAC, one Kronecker product per layer, and Sherman–Morrison.
 
-Per layer with weight matrix W [out, in] (a convolution's kernel flattened, a bias as one more column):
+For K-FAC, per layer with weight matrix W [out, in] (a convolution's kernel flattened, a bias as one more column):
 
     A = 1/(N T) Σ_n Σ_t a aᵀ,      G = 1/N Σ_n Σ_t g gᵀ,
 
@@ -11,19 +11,19 @@ over N samples and T positions (T = 1 for a linear layer on vectors), where g is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.common.batches import tensor_length
+from ifso.common.batches import num_samples
 from ifso.common.loss_fn import checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.objective import GRADIENT, Objective, System
-from ifso.curvature.solvers.protocol import Solution, checked_positive, checked_vector
+from ifso.curvature.objective import GRADIENT, Objective, Solution, System, checked_positive, checked_vector
 from ifso.errors import ScoreError
 
 
@@ -114,7 +114,7 @@ class Block:
 def kronecker_blocks(objective: Objective, keeps: Mapping[str, Tensor], corrected: bool) -> list[Block]:
     """The blocks of every conv and linear layer in W; with ``corrected``, EK-FAC's eigenvalues."""
     layers = _layers(objective, keeps)
-    samples = sum(map(tensor_length, objective.batches))
+    samples = sum(map(num_samples, objective.batches))
     for block, a, g in _statistics(objective, layers):
         block.add(a, g)
     blocks = [block for block in layers.values() if block.calls]
@@ -137,7 +137,7 @@ def diagonal_fisher(objective: Objective) -> dict[str, Tensor]:
     objective.spent += GRADIENT
     total = None
     for batch in objective.batches:
-        square = objective.products.gradient(batch)[1].square() * tensor_length(batch)
+        square = objective.products.gradient(batch)[1].square() * num_samples(batch)
         total = square if total is None else total + square
     assert total is not None
     return objective.space.split(total / len(objective.batches))
@@ -178,7 +178,7 @@ def _statistics(objective: Objective, layers: dict[nn.Module, Block]) -> Iterato
                 a, g = layer_matrices(module, entering, grad)
                 if len(layers[module].names) > 1:
                     a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
-                yield layers[module], a, g * tensor_length(batch)
+                yield layers[module], a, g * num_samples(batch)
 
 
 @contextlib.contextmanager
@@ -202,3 +202,79 @@ def layer_matrices(module: nn.Module, entering: Tensor, grad: Tensor) -> tuple[T
         return a, grad.flatten(2).transpose(1, 2)
     a, g = (tensor.reshape(tensor.shape[0], -1, tensor.shape[-1]) for tensor in (entering, grad))
     return a, g
+
+
+@dataclass(frozen=True)
+class ShermanMorrison:
+    """Solve (λI + 1/N Σ g gᵀ) u = v exactly, by u = (v − Aᵀ (NλI + A Aᵀ)⁻¹ A v) / λ.
+
+    The gradients g of the N samples are the rows of A. Only the N × N Gram matrix is ever inverted.
+
+    Args:
+        damping: λ.
+        group_size: samples that make one row (batch norm in train mode needs ≥ 2).
+        memory: bytes for rows to be held; those that do not fit are computed again, block against block.
+    """
+
+    damping: float = 1e-3
+    group_size: int = 1
+    memory: int = 2**30
+
+    def __post_init__(self) -> None:
+        checked_positive("sherman-morrison", damping=self.damping, group_size=self.group_size, memory=self.memory)
+
+    def solve(self, system: System, v: Tensor) -> Solution:
+        """u, with the residual in the empirical Fisher."""
+        v = checked_vector(system, v)
+        norm = float(v.norm())
+        if norm == 0:
+            return Solution(torch.zeros_like(v), 0.0, 0)
+        rows = _Rows(lambda: system.sample_gradients(self.group_size), system.size * v.element_size(), self.memory)
+        gram, projected = rows.gram(), rows.times(v)
+        count = gram.shape[0]
+        shifted = gram + count * self.damping * torch.eye(count, dtype=gram.dtype, device=gram.device)
+        weights = torch.cholesky_solve(projected[:, None], torch.linalg.cholesky(shifted))[:, 0]
+        u = (v - rows.combined(weights)) / self.damping
+        back = self.damping * u + rows.combined(rows.times(u)) / count
+        return Solution(u, float((v - back).norm()) / norm, count)
+
+
+class _Rows:
+    """The rows of A in blocks: held if all of them fit, made again each time if not."""
+
+    def __init__(self, make: Callable[[], Iterator[Tensor]], row_bytes: int, memory: int) -> None:
+        self._make, self._per_block = make, max(1, memory // (2 * row_bytes))
+        self._held: list[Tensor] | None = None
+        first = list(islice(self._blocks_anew(), 3))
+        if len(first) <= 2:
+            self._held = first
+
+    def _blocks_anew(self) -> Iterator[Tensor]:
+        block: list[Tensor] = []
+        for row in self._make():
+            block.append(row)
+            if len(block) == self._per_block:
+                yield torch.stack(block)
+                block = []
+        if block:
+            yield torch.stack(block)
+
+    def _blocks(self) -> Iterator[Tensor]:
+        return iter(self._held) if self._held is not None else self._blocks_anew()
+
+    def gram(self) -> Tensor:
+        """A Aᵀ [N, N]."""
+        return torch.cat([torch.cat([left @ right.t() for right in self._blocks()], 1) for left in self._blocks()])
+
+    def times(self, vector: Tensor) -> Tensor:
+        """A·vector [N]."""
+        return torch.cat([block @ vector for block in self._blocks()])
+
+    def combined(self, weights: Tensor) -> Tensor:
+        """Aᵀ·weights."""
+        total, start = None, 0
+        for block in self._blocks():
+            part = weights[start : start + len(block)] @ block
+            total, start = part if total is None else total + part, start + len(block)
+        assert total is not None
+        return total
