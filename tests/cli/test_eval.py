@@ -166,7 +166,7 @@ class TestNetwork:
         assert main(["eval", *task, *QUICK, "--out", str(tmp_path / "found.json"), "--threads", "1"]) == 0
         printed, document = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
         numbers = document["networks"]["network"]
-        assert f"│ {numbers['top1']:.2f} % │".replace(" ", "") in printed.replace(" ", "")
+        assert f"│ {numbers['top1']:.2f} ± ".replace(" ", "") in printed.replace(" ", "")
         assert printed.splitlines()[0] == f"{task[1]} on 355 test images of digits"
         assert document["notes"] == []
 
@@ -277,8 +277,8 @@ a:net on 1,000 test images of set:place
 ┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┓
 ┃                                   ┃          unpruned ┃           pruned ┃
 ┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━┩
-│ top-1                             │           93.50 % │          92.25 % │
-│ top-5                             │           99.00 % │                — │
+│ top-1                             │    93.50 ± 0.78 % │   92.25 ± 0.85 % │
+│ top-5                             │    99.00 ± 0.31 % │                — │
 │ loss                              │            0.2500 │           0.5000 │
 │ MACs                              │   2.00 M (100.0%) │   1.00 M (50.0%) │
 │ parameters                        │ 200.00 k (100.0%) │ 100.00 k (50.0%) │
@@ -290,6 +290,7 @@ a:net on 1,000 test images of set:place
 └───────────────────────────────────┴───────────────────┴──────────────────┘
 Measured on Abacus, 1 thread, with torch 9.9, float32.
 Costs and latency: of inputs 1x3x8x8.
+Accuracy: ± its standard error.
 Latency: median of 15 warm runs ± half the width of their middle half.
 Peak of a training step: weights, momentum, batch, and all other tensors alive at once, without workspaces of kernels.
 No more.

@@ -113,7 +113,7 @@ class TestFinetuned:
     def test_a_table_for_people(self, project, capsys):
         assert main(["finetune", str(project / "a"), "--epochs", "1", "--validation", "0.1"]) == 0
         printed = capsys.readouterr().out.splitlines()
-        assert printed[0].strip() == "Accuracy in per cent on validation images"
+        assert printed[0].strip() == "Accuracy in per cent ± standard error on validation images"
         assert [word.strip() for word in printed[2].split("┃")[2:-1]] == [
             "pruned", "last epoch", "best epoch", "epochs", "seconds",
         ]  # fmt: skip

@@ -78,7 +78,7 @@ class TestTrained:
     def test_a_table_and_lines_for_people(self, command, out, capsys):
         assert main(command) == 0
         printed = capsys.readouterr()
-        assert printed.out.startswith("Accuracy in per cent on test images")
+        assert printed.out.startswith("Accuracy in per cent ± standard error on test images")
         assert printed.out.splitlines()[-1] == f"weights: {out / 'model.safetensors'}"
         lines = printed.err.splitlines()
         assert [line.split("epoch")[1][:6] for line in lines if "epoch=" in line] == ["=1/2 l", "=2/2 l"]

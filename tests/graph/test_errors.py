@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import CASES, every_case, random_keep
@@ -323,3 +326,27 @@ def test_random_networks_are_not_held_to_the_same_outputs():
     graph = ifso.trace(model, torch.randn(4, 6))
     ifso.compact_(model, graph, {"a": torch.arange(8) < 5})
     assert model.a.out_features == 5
+
+
+OWN_RULE = """
+import torch
+from ifso.graph.rules import rule
+
+@rule("aten.cumsum")
+def frozen(call, labels):
+    labels.freeze_all(call.inputs, "by my own rule")
+
+import ifso
+
+class Cumulative(torch.nn.Sequential):
+    def forward(self, x):
+        return self[1](self[0](x).cumsum(1))
+
+graph = ifso.trace(Cumulative(torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)), torch.zeros(1, 3))
+print([axis.reason for axis in graph.frozen if axis.parameter == "0.bias"])
+"""
+
+
+def test_a_rule_for_a_known_operator_replaces_ours_also_before_the_first_trace():
+    done = subprocess.run([sys.executable, "-c", OWN_RULE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['by my own rule']"

@@ -38,6 +38,7 @@ reached their floor: layer1.0.conv1, a, b, c, d (and 2 more)
 
 ok     budget met: 50.00% of macs kept
 note: a word
+to train it further make the optimizer anew: the one before holds parameters of the larger network
 """
 
 STAGES = (
@@ -102,6 +103,22 @@ def test_the_shares_that_were_asked_for_are_shown_beside_the_macs():
     (head, row) = (line for line in told.splitlines() if line.startswith(("stage  MACs", "1 ")))
     assert head.startswith("stage  MACs kept  parameters kept  units removed")
     assert row.split()[:4] == ["1", "75.00%", "80.00%", "3"]
+
+
+def test_of_several_budgets_the_binding_one_is_named():
+    room = "room left in the others: parameters 9.5%"
+    assert f"binding: the budget of MACs; {room}\n" in str(result(targets={"macs": 0.505, "params": 0.6}))
+    assert "binding" not in str(result())
+    assert f"binding: the budget of MACs; {room}" in result(targets={"macs": 0.505, "params": 0.6})._repr_html_()
+
+
+def test_a_latency_has_its_spread_and_one_that_is_too_long_is_told():
+    latency = {"before": 0.004, "after": 0.0025, "share": 0.625, "spread": 0.0004}
+    shares = {**result().shares, "latency": 0.5}
+    told = str(result(targets={"latency": 0.55}, shares=shares, latency=latency))
+    assert re.search(r"latency \(measured\) +4\.00 ms  2\.50 ms ± 0\.20  62\.50%\n", told)
+    assert "the latency budget is missed: 62.5% of the time is left as measured, 55.0% was asked for" in told
+    assert "missed" not in str(result(targets={"latency": 0.63}, shares=shares, latency=latency))
 
 
 def test_few_floors_are_all_named():

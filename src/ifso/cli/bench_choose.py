@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, say, table
-from ifso.cli.options import positive
+from ifso.cli.options import name_networks, positive
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> Record:
+    said = name_networks(args)
     missing = [f"--{name}" for name in ("model", "data") if getattr(args, name) is None]
     if missing:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
@@ -88,6 +89,8 @@ def _measured(args: argparse.Namespace) -> Record:
         model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
         batch=args.batch, device=args.device, seed=args.seed,
     )  # fmt: skip
+    for line in said:
+        say(line)
     record = opened(args.json, asdict(setup), about(setup.device))
     with chatter_to_stderr():
         measure(setup, args.methods, args.macs, record, say)

@@ -34,6 +34,26 @@ class World:
         return self.rank == 0
 
 
+AUTO = "auto"
+"""The device that is taken if none is named: a GPU, where PyTorch has one that it can use."""
+
+
+def add_device(group: Any) -> None:
+    """Declare ``--device``."""
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda or auto: cuda where there is a GPU (auto)")
+
+
+def device_of(name: str | None, said: list[str]) -> str:
+    """The device of that name; of ``auto`` or None what there is, of which a line is added to what is ``said``."""
+    if name not in (None, AUTO):
+        return str(name)
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    said.append(f"device: cuda ({torch.cuda.get_device_name()}), unless --device cpu" if has_gpu else "device: cpu")
+    return "cuda" if has_gpu else "cpu"
+
+
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """Alone, or with the other processes that ``torchrun`` started; each has a GPU of its own if ``device`` is cuda.

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_json
-from ifso.cli.distributed import World, joined, leave
+from ifso.cli.distributed import World, add_device, device_of, joined, leave
 from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.options import (
     MODEL,
-    add_download,
     add_json,
+    add_opening,
     add_pretrained,
     compute_threads,
     detector_images,
+    name_networks,
     positive,
     seed,
     shape,
@@ -26,7 +27,7 @@ from ifso.cli.options import (
 )
 from ifso.cli.train_options import report_notes
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, add_unverified, open_tuned
+from ifso.runs.open import OpenedRun, add_finetuned, add_unverified, open_tuned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,10 +59,11 @@ def _add_task(group: Any) -> None:
     group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
     add_pretrained(group)
     group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
-    add_download(group)
+    add_opening(group)
     group.add_argument(
         "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
     )
+    add_finetuned(group)
     add_unverified(group)
     group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
     group.add_argument(
@@ -72,7 +74,7 @@ def _add_task(group: Any) -> None:
 
 def _add_measuring(group: Any) -> None:
     usual = {name: f"{BATCHES[name]}; {BOXES_BATCHES[name]} with boxes" for name in BATCHES}
-    group.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (cpu)")
+    add_device(group)
     group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
     group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
     group.add_argument("--batch", type=positive, metavar="N", help=f"images at a time ({usual['batch']})")
@@ -98,8 +100,9 @@ def _add_measuring(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    args.said = name_networks(args)
     _check_arguments(args)
-    with chatter_to_stderr(), compute_threads(args.threads), joined(args.device) as world:
+    with chatter_to_stderr(), compute_threads(args.threads), joined(device_of(args.device, args.said)) as world:
         report = _measure(args, world)
     if report is not None:
         if args.out is not None:
@@ -116,6 +119,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
     if args.folder is None and (args.model is None or args.data is None):
         raise IfsoError("give a RUN folder, or a network with --model and --data; ifso eval --help says what they are")
+    if args.folder is None and args.finetuned:
+        raise IfsoError("--finetuned says where the fine-tuned network of a RUN is; give the RUN, too")
     if args.folder is None and args.only:
         raise IfsoError("--only chooses among the networks of a RUN; leave it out, or give the folder of a run")
     if args.validation is not None and args.split != "validation":
@@ -134,13 +139,19 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
     from ifso.training.profiling import in_memory_format
 
     progress = say if world.is_first else lambda _: None
-    run = None if args.folder is None else open_tuned(args.folder, model=args.model, unverified=args.unverified)
+    run = (
+        None
+        if args.folder is None
+        else open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)
+    )
     data = _data(args, run, world)
     given = args.train_batch is not None
     for name, size in (BOXES_BATCHES if detects(data) else BATCHES).items():
         if getattr(args, name) is None:
             setattr(args, name, size)
     report_notes(data, progress)
+    for line in args.said:
+        progress(line)
     models, notes = _networks(args, run, data, world.device)
     batch = in_memory_format(_train_batch(data, args.train_batch, given), channels_last=args.channels_last)
     qualities = {}
@@ -174,7 +185,8 @@ def _train_batch(data: Data, size: int, given: bool) -> Any:
 def _data(args: argparse.Namespace, run: OpenedRun | None, world: World) -> Data:
     from ifso.data import open_data
 
-    options: dict[str, Any] = {"device": world.device, "validation": args.validation or 0, "download": args.download}
+    options: dict[str, Any] = {"device": world.device, "validation": args.validation or 0}
+    options |= {"download": args.download, "workers": args.workers}
     if world.ranks > 1:
         options.update(rank=world.rank, ranks=world.ranks)
     if run is None:
@@ -217,6 +229,7 @@ def _networks(
     import torch
 
     from ifso.models.registry import is_program, network_for
+    from ifso.surgery.recipe import recipe_of
 
     networks: dict[str, nn.Module] = {}
     notes = []
@@ -236,6 +249,11 @@ def _networks(
                 raise IfsoError(f"--only {name}: {why}")
             else:
                 notes.append(f"No {name} network: {why}.")
+        earlier = recipe_of(networks[STAGES[0]]) if STAGES[0] in networks else None
+        if earlier is not None and earlier.removed_units:
+            notes.append(
+                f"The run began with the network of {run.arguments.get('weights', 'an earlier run')}, pruned before."
+            )
     if args.channels_last:
         networks = {name: model.to(memory_format=torch.channels_last) for name, model in networks.items()}
     return networks, notes
@@ -252,7 +270,7 @@ def _stages(
         except RunError as error:
             if args.weights or args.only:
                 raise
-            if "data" in run.arguments:
+            if not run.by_python or "weights" in run.arguments:
                 raise RunError(f"{error}, or measure the rest: --only pruned") from error
             return None, str(error)
 

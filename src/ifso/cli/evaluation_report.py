@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import table
-from ifso.common.text import amount
+from ifso.common.text import amount, standard_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,8 +82,8 @@ def _qualities(qualities: list[Quality]) -> Iterator[tuple[str, list[str]]]:
     """Accuracies and losses of classifiers; of detectors average precision, whole, by area and by category."""
     detected = [quality.detection for quality in qualities if quality.detection is not None]
     if not detected:
-        yield "top-1", [_percent(quality.top1) for quality in qualities]
-        yield "top-5", [_percent(quality.top5) for quality in qualities]
+        yield "top-1", [accuracy(quality.top1, quality.samples) for quality in qualities]
+        yield "top-5", [accuracy(quality.top5, quality.samples) for quality in qualities]
         yield "loss", [NOT_THERE if quality.loss is None else f"{quality.loss:.4f}" for quality in qualities]
         return
     for name, label in AVERAGES.items():
@@ -102,13 +102,26 @@ def _remarks(report: Report) -> list[str]:
     layout = ", channels-last" if about["channels_last"] else ""
     counts = sorted({len(timing.latency.samples) for network in report.measured.values() for timing in network.timings})
     runs = " or ".join(map(str, counts))
+    has_accuracy = any(network.quality.top1 is not None for network in report.measured.values())
     return [
         f"Measured on {hardware['device']}{threads}, with torch {about['torch']}, {about['precision']}{layout}.",
         f"Costs and latency: of inputs {about['counted_on']}.",
+        *(["Accuracy: ± its standard error."] if has_accuracy else []),
         f"Latency: median of {runs} warm runs ± half the width of their middle half.",
         f"Peak of a training step: {GPU_PEAK if on_gpu else CPU_PEAK}.",
         *report.notes,
     ]
+
+
+def accuracy(share: float | None, samples: int | None) -> str:
+    """With its standard error, if it is known on how many samples.
+
+    >>> accuracy(90.0, 900), accuracy(90.0, None)
+    ('90.00 ± 1.00 %', '90.00 %')
+    """
+    if share is None or not samples:
+        return _percent(share)
+    return f"{share:.2f} ± {standard_error(share, samples):.2f} %"
 
 
 def _percent(share: float | None) -> str:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
 from ifso.cli.evaluation_report import NOT_THERE, STAGES
-from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, shape, shapes_of
+from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, name_networks, shape, shapes_of
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, add_unverified, open_tuned
+from ifso.runs.open import OpenedRun, add_finetuned, add_unverified, open_tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--model", metavar="MODEL", help="of the run, if its file has moved")
     what.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
     add_pretrained(what)
+    add_finetuned(what)
     add_unverified(what)
     what.add_argument("--data", metavar="DATA", help="of the run, if it has moved")
     how = parser.add_argument_group("where and how")
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Export, and show what became smaller."""
     _choose_format(args)
     with chatter_to_stderr():
+        name_networks(args)
         document = _export(args)
     if args.json:
         print_json(document)
@@ -83,7 +85,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     from ifso.exporting.export import bytes_of, export
     from ifso.training.profiling import costs_of
 
-    run = open_tuned(args.folder, model=args.model, unverified=args.unverified)
+    run = open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)
     data = _data(args, run)
     stage, model, notes = _chosen(args, run, data)
     example = _example(args, run, data, model)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import World, joined, leave
-from ifso.cli.options import add_pretrained, real, seed
+from ifso.cli.evaluation_report import accuracy
+from ifso.cli.options import add_pretrained, name_networks, real, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
 from ifso.cli.teachers import Teachers, add_teacher, check_teacher_options
@@ -111,6 +112,7 @@ class Plan:
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, and print what came out."""
     _check_arguments(args)
+    args.said = name_networks(args)
     plans = [_plan(args, folder) for folder in args.runs]
     options = [plan.options for plan in plans]
     common_option(options, "precision", "float32")
@@ -187,6 +189,8 @@ def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> 
     with training_progress("finetune") if world.is_first else nullcontext(SilentTraining()) as listener:
         preparation = _Preparation(args, world, listener.said)
         trainings = [preparation.training(plans[number]) for number in left]
+        for line in dict.fromkeys(args.said):
+            listener.said(line)
         outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
     done.update(zip(left, outcomes, strict=True))
     return [done[number] for number in range(len(plans))]
@@ -230,7 +234,7 @@ class _Preparation:
         return plan.run._network(data, None).to(self._world.device)
 
     def _opened(self, plan: Plan) -> Data:
-        options = data_options(plan.options, plan.settings, self._world, download=self._args.download)
+        options = data_options(plan.options, plan.settings, self._world, self._args)
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:
@@ -257,12 +261,14 @@ def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for summary in summaries:
         values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
-        cells = ["–" if value is None else f"{value:.2f}" for value in values]
+        counted = summary.get("samples") if kind == "top1" else None
+        cells = ["–" if value is None else accuracy(value, counted).removesuffix(" %") for value in values]
         cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
         rows.append((summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}"))
     best = () if kind == "eval_loss" else ("best epoch",)
     headings = ("folder", *stages, "last epoch", *best, "epochs", "seconds")
-    return table(headings, rows, title=f"{TITLES[kind]} on {' and '.join(splits)} images")
+    error = " ± standard error" if kind == "top1" and any(summary.get("samples") for summary in summaries) else ""
+    return table(headings, rows, title=f"{TITLES[kind]}{error} on {' and '.join(splits)} images")
 
 
 TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import chatter_to_stderr, console, print_json
-from ifso.cli.options import MODEL, add_json, add_pretrained, check_size, detector_images, shape, shapes_of
+from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.cli.options import (
+    MODEL,
+    add_json,
+    add_pretrained,
+    check_size,
+    detector_images,
+    name_networks,
+    shape,
+    shapes_of,
+)
 from ifso.common.text import amount
 from ifso.errors import TraceError
 
@@ -58,6 +67,7 @@ def add_parser(commands: Any) -> None:
         help="shape of the input; repeat it for several inputs (default: what is known of MODEL)",
     )
     add_pretrained(parser)
+    parser.add_argument("--data", metavar="DATA", help="of a run, if it has moved; its first input is taken")
     parser.add_argument(
         "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
     )
@@ -84,17 +94,35 @@ def run(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> Inspection:
     from ifso.costs import cost
     from ifso.costs.cost import MAC_KINDS
-    from ifso.models import create_model
 
-    model = create_model(args.model, pretrained=args.pretrained).eval()
+    name, model = args.model, _network(args).eval()
     graph = _trace(args, model)
     return Inspection(
-        name=args.model,
+        name=name,
         graph=graph,
         cost=cost(model, graph),
         macs=_held(graph, [term for term in graph.terms if term.kind in MAC_KINDS]),
         params=_held(graph, [term for term in graph.terms if term.kind == "parameter"]),
     )
+
+
+def _network(args: argparse.Namespace) -> nn.Module:
+    """A new network; or that of a run, whose data says how many classes there are and, if need be, what it takes."""
+    from ifso.data import open_data
+    from ifso.models.registry import network_for
+
+    args.weights = None
+    said = name_networks(args)
+    if args.input and isinstance(args.input[0], int):
+        args.input = [tuple(args.input)]
+    data = None if args.data is None else open_data(args.data)
+    model = network_for(
+        args.model, None if data is None else data.num_classes, weights=args.weights, pretrained=args.pretrained
+    )
+    for line in said:
+        say(line)
+    args.example = None if data is None else data.example_inputs()
+    return model
 
 
 def _trace(args: argparse.Namespace, model: nn.Module) -> ChannelGraph:
@@ -142,6 +170,8 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     from ifso.models.detectors import is_detector
 
     if not args.input:
+        if args.example is not None:
+            return args.example
         try:
             return default_inputs(args.model, model)
         except TraceError:

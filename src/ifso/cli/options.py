@@ -7,12 +7,15 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ifso.errors import IfsoError, TraceError
+from ifso.runs.open import is_folder, network_in, weights_in
 from ifso.runs.values import LARGEST_WHOLE
 
-MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
+MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory; or the folder of a run, for its network"
+WEIGHTS = "trained weights, or the folder of a run for those of its network"
 DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
 
 
@@ -39,9 +42,11 @@ def add_settings(group: Any, defaults: object, words: Mapping[str, tuple[str, st
         add_option(group, spelled.get(name, name), kind, metavar, text.format(shown), dest=name, **several)
 
 
-def add_download(group: Any) -> None:
-    """Declare ``--download``."""
+def add_opening(group: Any) -> None:
+    """How data is opened: ``--download`` and ``--workers``."""
     group.add_argument("--download", action="store_true", help="fetch CIFAR into the folder of --data if need be")
+    words = "processes that decode images in files, 0 for none (as the cores allow)"
+    group.add_argument("--workers", type=int, metavar="N", help=words)
 
 
 def add_json(group: Any) -> None:
@@ -53,6 +58,37 @@ def add_pretrained(group: Any) -> None:
     """Declare ``--pretrained``."""
     words = "let torchvision and timm load published weights, and download them if need be"
     group.add_argument("--pretrained", action="store_true", help=words)
+
+
+def name_networks(args: argparse.Namespace, run: Path | None = None) -> list[str]:
+    """Put options that name its network in the place of a folder that is MODEL, ``--weights`` or ``--teacher``.
+
+    ``run`` is such a folder, too, of which ``--model`` says the MODEL. What is to be said of each is returned.
+    """
+    said = []
+    if run is None and args.model is not None and is_folder(args.model):
+        run, args.model = Path(args.model), None
+    if run is not None:
+        if args.weights is not None:
+            raise IfsoError(f"{run} brings weights of its own; leave --weights {args.weights} out")
+        options, which = network_in(run, model=args.model, data=getattr(args, "data", None))
+        for name, value in options.items():
+            if getattr(args, name, None) is None:
+                setattr(args, name, value)
+        said.append(f"the network is {which}")
+    elif args.weights is not None and is_folder(args.weights):
+        args.weights, which = weights_in(Path(args.weights))
+        said.append(f"the weights are those of {which}")
+    teacher = getattr(args, "teacher", None)
+    if teacher is not None and is_folder(teacher):
+        options, which = network_in(Path(teacher))
+        if "model" not in options:
+            raise IfsoError(
+                f"{teacher} does not say which MODEL it holds; write --teacher MODEL --teacher-weights {teacher}"
+            )
+        args.teacher, args.teacher_weights = options["model"], options["weights"]
+        said.append(f"the teacher is {which}")
+    return said
 
 
 def add_help(parser: argparse.ArgumentParser, ending: Callable[[], str]) -> None:

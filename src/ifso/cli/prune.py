@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import console, path_from, print_json, table
-from ifso.cli.distributed import World, joined, leave
+from ifso.cli.distributed import World, device_of, joined, leave
+from ifso.cli.evaluation_report import accuracy
 from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
     COSTS,
     add_options,
+    defaults_of,
     gather,
     prune_arguments,
     takes_default_steps,
 )
+from ifso.cli.rehearsal import Rehearsal, rehearse
 from ifso.cli.resume import resumable
 from ifso.errors import DataError, IfsoError
 from ifso.pruning.progress import progress
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.data.base import Data
+    from ifso.pruning.events import Listener
     from ifso.pruning.result import PruneResult
 
 DESCRIPTION = (
@@ -63,6 +67,10 @@ def _names() -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
+    if args.out is None and not args.dry_run:
+        raise IfsoError("--out is missing; name the folder of the run")
+    if args.dry_run and args.resume:
+        raise IfsoError("--dry-run shows what a new run would come to; leave --resume out")
     if args.overwrite and args.resume:
         raise IfsoError("--overwrite gives up the run that --resume would go on with; leave one of them out")
     if args.resume == "auto":
@@ -71,74 +79,94 @@ def run(args: argparse.Namespace) -> int:
         args.resume = holds_run(args.out)
     settings, start = gather(args), Path.cwd()
     command = ["prune", "--resume", "--out", str(args.out)]
-    with joined(settings.get("device", "cpu")) as world, resumable(command, args.out, shown=world.is_first):
+    device = device_of(settings.get("device"), args.said)
+    folders = [] if args.dry_run else [args.out]
+    with joined(device) as world, resumable(command, *folders, shown=world.is_first and not args.dry_run):
         result = _prune(settings, args, world)
-    if world.is_first and args.json:
+    if isinstance(result, Rehearsal):
+        print_json(result.as_json()) if args.json else print(result)
+    elif world.is_first and args.json:
         print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})
     elif world.is_first:
         print(result)
+        value = result.measures[-1].values.get("accuracy") if result.measures else None
+        if value is not None and hasattr(args, "samples"):
+            print(f"accuracy: {accuracy(value, args.samples)}, ± standard error of {args.samples:,} test images")
         if any(isinstance(settings.get(cost), list) for cost in COSTS):
             console().print("", path_table(path_of(result)), sep="\n")
         print(f"run folder: {path_from(args.out, start)}")
     return leave(0)
 
 
-def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> PruneResult:
-    """Open the data, make the model and prune it. Every rank has the same model, and its part of the joint batches."""
+def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> PruneResult | Rehearsal:
+    """Open the data, make the model and prune it, or see what that would come to."""
+    from ifso.cli.progress import TensorBoardListener
+    from ifso.pruning.events import Silent
+    from ifso.pruning.prune import prune
+    from ifso.training.precision import tensor_cores
+
+    if args.dry_run and world.ranks > 1:
+        raise IfsoError("--dry-run takes one process; run it without torchrun")
+    writes = args.tensorboard and world.is_first and not args.dry_run
+    others = [TensorBoardListener(args.out / "tensorboard")] if writes else []
+    shown = progress(*others) if world.is_first else nullcontext(Silent())
+    with tensor_cores(settings.get("precision", "float32")), shown as listener:
+        call = {**_call(settings, args, world, listener), "listener": listener}
+        if args.dry_run:
+            return rehearse(call, defaults_of(settings)["min_share"])
+        where = {"resume" if args.resume else "out": args.out, **({"overwrite": True} if args.overwrite else {})}
+        return prune(**call, **where)
+
+
+def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, listener: Listener) -> dict[str, Any]:
+    """The arguments of ``ifso.prune``. Every rank has the same model, and its part of the joint batches."""
     import torch
 
-    from ifso.cli.progress import TensorBoardListener
     from ifso.cli.train_options import report_notes
     from ifso.data import open_data
     from ifso.data.base import detects
     from ifso.models.registry import is_program, network_for
     from ifso.pruning.budget import FLOPS, Budget
-    from ifso.pruning.events import Silent
-    from ifso.pruning.prune import prune
-    from ifso.training.precision import loss_in, tensor_cores
+    from ifso.training.precision import loss_in
 
     budget = Budget(**{cost: settings[cost] for cost in COSTS if cost in settings})
     arguments = prune_arguments(settings)
-    others = [TensorBoardListener(args.out / "tensorboard")] if args.tensorboard and world.is_first else []
     seed, precision = settings.get("seed", 0), settings.get("precision", "float32")
     torch.manual_seed(seed)
-    with tensor_cores(precision), progress(*others) if world.is_first else nullcontext(Silent()) as listener:
-        data = open_data(
-            settings["data"],
-            device=world.device,
-            seed=seed,
-            rank=world.rank,
-            ranks=world.ranks,
-            download=args.download,
-        )
-        report_notes(data, listener.said)
-        if detects(data) and not args.resume and takes_default_steps(settings):
-            settings = {**settings, "lr": PRUNING_RATE[data.task]}
-            arguments = prune_arguments(settings)
-        given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
-        model = network_for(
-            settings["model"], data.num_classes, pretrained=args.pretrained, device=world.device, **given
-        )
-        _check_fits(model, data)
-        if not (args.pretrained or "weights" in settings or is_program(settings["model"])):
-            listener.said(RANDOM)
-        if args.flops:
-            listener.said(FLOPS)
-        model.train(settings.get("train_mode", True))
-        example = _example_inputs(settings, data, world.device)
-        where = {"resume" if args.resume else "out": args.out, **({"overwrite": True} if args.overwrite else {})}
-        return prune(
-            model,
-            data.train_batches(batch_size=settings.get("batch", PRUNING_BATCH[data.task])),
-            loss_in(precision, data.loss_fn),
-            budget=budget,
-            example_inputs=example,
-            evaluate=_evaluation(data, precision),
-            listener=listener,
-            about={"arguments": settings, **({"counted_on": shapes_of(example)} if detects(data) else {})},
-            **arguments,
-            **where,
-        )
+    data = open_data(
+        settings["data"],
+        device=world.device,
+        seed=seed,
+        rank=world.rank,
+        ranks=world.ranks,
+        download=args.download,
+        workers=args.workers,
+    )
+    report_notes(data, listener.said)
+    for line in args.said:
+        listener.said(line)
+    if detects(data) and not args.resume and takes_default_steps(settings):
+        settings = {**settings, "lr": PRUNING_RATE[data.task]}
+        arguments = prune_arguments(settings)
+    given = {name: settings[name] for name in ("weights", "channels_last") if name in settings}
+    model = network_for(settings["model"], data.num_classes, pretrained=args.pretrained, device=world.device, **given)
+    _check_fits(model, data)
+    if not (args.pretrained or "weights" in settings or is_program(settings["model"])):
+        listener.said(RANDOM)
+    if args.flops:
+        listener.said(FLOPS)
+    model.train(settings.get("train_mode", True))
+    example = _example_inputs(settings, data, world.device)
+    return {
+        "model": model,
+        "train_batches": data.train_batches(batch_size=settings.get("batch", PRUNING_BATCH[data.task])),
+        "loss_fn": loss_in(precision, data.loss_fn),
+        "budget": budget,
+        "example_inputs": example,
+        "evaluate": _evaluation(data, precision, args),
+        "about": {"arguments": settings, **({"counted_on": shapes_of(example)} if detects(data) else {})},
+        **arguments,
+    }
 
 
 def _check_fits(model: nn.Module, data: Data) -> None:
@@ -164,8 +192,11 @@ def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
     return zeros(settings["input"], device)
 
 
-def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
-    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
+def _evaluation(data: Data, precision: str, args: argparse.Namespace) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind.
+
+    The number of samples that an accuracy is of is kept as ``args.samples``.
+    """
     from ifso.data.base import detects
     from ifso.tasks.classification import cross_entropy
     from ifso.training.average_precision import check_evaluator, evaluate_detector
@@ -184,8 +215,9 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
     def measure(model: nn.Module) -> dict[str, float]:
         with autocast(precision, next(model.parameters()).device):
             if not detects(data):
-                accuracy = evaluate(model, batches, over_ranks=True)
-                return {"accuracy": accuracy.top1, "test_loss": accuracy.loss}
+                found = evaluate(model, batches, over_ranks=True)
+                args.samples = found.samples
+                return {"accuracy": found.top1, "test_loss": found.loss}
             average = evaluate_detector(model, batches, over_ranks=True)
             values = {name: getattr(average, name) for name in ("map", "map50", "map75")}
             return {name: value for name, value in values.items() if value is not None}

@@ -6,23 +6,27 @@ import argparse
 import ast
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ifso.cli.distributed import add_device
 from ifso.cli.options import (
     DATA,
     MODEL,
-    add_download,
+    WEIGHTS,
     add_json,
+    add_opening,
     add_option,
     add_pretrained,
+    name_networks,
     real,
     seed,
     shape,
 )
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
+from ifso.runs.arguments import opened_with
 from ifso.runs.open import found_again
 from ifso.tasks import PRUNING_BATCH, PRUNING_RATE
 
@@ -33,6 +37,9 @@ COSTS = {
     "activations": "numbers that these operations write",
     "latency": "measured seconds of one forward pass",
 }
+FLOORS = ("min_units", "min_share")
+ALL = "*"
+"""The pattern of all layers."""
 ALGORITHM_2 = ("accumulate", "accumulation", "batches_per_score", "units_per_step", "lr")
 """Options that only Algorithm 2 has: one of them asks for it."""
 PASSED_ON = (
@@ -69,11 +76,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_task(group: Any) -> None:
+    words = "the folder of a run or a training, whose network is pruned further; then nothing else is needed here"
+    group.add_argument("source", nargs="?", type=Path, metavar="RUN", help=words)
     add_option(group, "model", str, "MODEL", MODEL)
-    add_option(group, "weights", str, "FILE", "trained weights (random ones otherwise)")
+    add_option(group, "weights", str, "FILE", f"{WEIGHTS} (random ones otherwise)")
     add_pretrained(group)
     add_option(group, "data", str, "DATA", DATA)
-    add_download(group)
+    add_opening(group)
     add_option(group, "input", shape, "1,3,32,32", "shape of the input that costs are counted on (the data's)")
     few, many = PRUNING_BATCH["detection"], PRUNING_BATCH["classification"]
     words = f"samples in a batch, of each rank under torchrun ({many}; {few} with boxes)"
@@ -93,8 +102,10 @@ def _add_method(group: Any) -> None:
     words = "what scores are divided by (what the budget counts; sqrt-memory in Algorithm 2)"
     add_option(group, "normalize", str, "NAME", words)
     add_option(group, "round_to", int, "N", "channels of pruned layers are a multiple of this")
-    add_option(group, "min_units", int, "N", "units that stay in every layer (1)")
-    add_option(group, "min_share", real, "X", "share of its units that every layer keeps (0.1; 0 in Algorithm 2)")
+    words = "units that stay in every layer (1); NAME=N says it of layers by name or pattern"
+    add_option(group, "min_units", functools.partial(floor, int), "N", words, nargs="+")
+    words = "share of its units that every layer keeps (0.1; 0 in Algorithm 2); NAME=X of layers by name or pattern"
+    add_option(group, "min_share", functools.partial(floor, real), "X", words, nargs="+")
     group.add_argument(
         "--eval-mode", action="store_const", const=False, dest="train_mode",
         help="score (and step) with the running statistics of batch norms and without dropout",
@@ -124,18 +135,33 @@ def _add_algorithm_2(group: Any) -> None:
 
 
 def _add_running(group: Any) -> None:
-    group.add_argument("--out", type=Path, required=True, metavar="RUN", help="the folder of the run")
+    group.add_argument("--out", type=Path, metavar="RUN", help="the folder of the run")
+    words = "write nothing: show the stages, about how long they take, and the smallest budget that can be reached"
+    group.add_argument("--dry-run", action="store_true", help=words)
     group.add_argument(
         "--resume", nargs="?", const=True, choices=("auto",), metavar="auto",
         help="go on with the run in RUN, which needs no other options; --resume auto: start one if there is none",
     )  # fmt: skip
     group.add_argument("--overwrite", action="store_true", help="give up the run that RUN holds, once all is checked")
     add_option(group, "seed", seed, "N", "fixes everything that is random (0)")
-    add_option(group, "device", str, "NAME", "cpu or cuda (cpu)")
+    add_device(group)
     add_option(group, "precision", str, "NAME", "of the network (float32)")
     group.add_argument("--channels-last", action="store_true", default=None, help="channels-last memory layout")
     group.add_argument("--tensorboard", action="store_true", help="write scalars into RUN/tensorboard")
     add_json(group)
+
+
+def floor(kind: Callable[[str], Any], text: str) -> tuple[str, Any]:
+    """A floor of layers by the pattern of their names; ``*`` where none is said.
+
+    >>> floor(int, "4"), floor(real, "layer1.*=0.5")
+    (('*', 4), ('layer1.*', 0.5))
+    """
+    name, equals, number = text.rpartition("=")
+    try:
+        return name if equals else ALL, kind(number)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no floor; write a number, or NAME=NUMBER") from None
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,12 +169,16 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     if args.flops and args.macs:
         raise BudgetError("--macs and --flops mean the same; give one of them")
     args.macs = args.macs or args.flops
+    args.said = name_networks(args, args.source)
+    for name in FLOORS:
+        floors = dict(getattr(args, name) or ())
+        setattr(args, name, floors[ALL] if list(floors) == [ALL] else floors or None)
     given = {name: getattr(args, name) for name in STORED if getattr(args, name) not in (None, [])}
     single = {cost: given[cost][0] for cost in COSTS if isinstance(given.get(cost), list) and len(given[cost]) == 1}
     given = json.loads(json.dumps({**given, **single}))
     stored = _stored(args.out) if args.resume else {}
     if stored:
-        check_same_options(given, stored, args.out)
+        check_same_options(given, stored, *opened_with(args.out, stored))
         stored = found_again(args.out, stored, [*given, *(["data"] if args.download else ())])
     settings = {**stored, **given}
     for name in ("model", "data"):

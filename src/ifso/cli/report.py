@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.console import print_json
+from ifso.runs.open import add_finetuned
 
 DESCRIPTION = (
     "Write one HTML page about a pruning run, or about several to compare them. It needs no network and no other file. "
@@ -21,6 +22,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page (report.html in RUN, or in the folder that all runs lie in)"
     )
+    add_finetuned(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the page, and say where it is."""
     from ifso.report import write_report
 
-    place = write_report(args.runs, args.out)
+    place = write_report(args.runs, args.out, args.finetuned)
     if args.json:
         print_json({"report": str(place), "bytes": place.stat().st_size, "runs": [str(each) for each in args.runs]})
     else:

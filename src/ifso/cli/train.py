@@ -10,7 +10,7 @@ from typing import Any
 from ifso.cli.console import console, path_from, print_json
 from ifso.cli.distributed import World, joined, leave
 from ifso.cli.finetune import summary_table
-from ifso.cli.options import DATA, MODEL, add_pretrained, seed
+from ifso.cli.options import DATA, MODEL, WEIGHTS, add_pretrained, name_networks, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import resumable, without_folders
 from ifso.cli.train_options import add_data, add_recipe, add_running, data_options, gather, report_notes, settings_of
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train", help="train a network to be pruned", description=DESCRIPTION)
     task = parser.add_argument_group("what is trained")
     task.add_argument("--model", metavar="MODEL", help=MODEL)
-    task.add_argument("--weights", metavar="FILE", help="to begin with (random ones otherwise)")
+    task.add_argument("--weights", metavar="FILE", help=f"{WEIGHTS}, to begin with (random ones otherwise)")
     add_pretrained(task)
     task.add_argument("--data", metavar="DATA", help=DATA)
     task.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the training")
@@ -44,6 +44,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and print what came out."""
     start = Path.cwd()
+    args.said = name_networks(args)
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
     if args.resume:
         given = [name for name in PATHS if getattr(args, name) is not None]
@@ -77,8 +78,10 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
             remove_checkpoint(args.out)
         return summary
     with training_progress("train") if world.is_first else nullcontext(SilentTraining()) as listener:
-        data = open_data(options["data"], **data_options(options, settings, world, download=args.download))
+        data = open_data(options["data"], **data_options(options, settings, world, args))
         report_notes(data, listener.said)
+        for line in args.said:
+            listener.said(line)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             weights = options.get("weights")

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.options import add_download, add_json, add_settings, positive, share
+from ifso.cli.distributed import World, add_device, device_of
+from ifso.cli.options import add_json, add_opening, add_settings, positive, share
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import IfsoError, TrainingError
 from ifso.training.settings import RECIPES, SCHEDULES, TrainSettings, training_recipe
 
 if TYPE_CHECKING:
-    from ifso.cli.distributed import World
     from ifso.data import Data
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainSettings))
@@ -61,7 +61,7 @@ def add_recipe(group: Any) -> None:
 
 def add_data(group: Any) -> None:
     """Downloading and what is set apart."""
-    add_download(group)
+    add_opening(group)
     group.add_argument(
         "--validation", type=share, metavar="SHARE",
         help="of the training set, or number of images, set apart and evaluated on in place of the test set (0)",
@@ -70,7 +70,7 @@ def add_data(group: Any) -> None:
 
 def add_running(group: Any) -> None:
     """Device, precision, and how to go on."""
-    group.add_argument("--device", metavar="NAME", help="cpu or cuda (cpu)")
+    add_device(group)
     precisions = "float32, tf32, bf16 or fp16 ({}; bf16 and channels-last on cuda)"
     layout, compiled = ("", "channels-last memory layout"), ("", "torch.compile the network")
     names = {"precision": ("NAME", precisions), "channels_last": layout, "compile": compiled}
@@ -94,7 +94,7 @@ def gather(
     if stored:
         check_same_options(given, stored, folder, *others)
     options = {**defaults, **stored, **given}
-    options.setdefault("device", "cpu")
+    options["device"] = device_of(options.get("device"), vars(args).setdefault("said", []))
     if not args.resume and options["device"].partition(":")[0] == "cuda":
         options = {"precision": "bf16", "channels_last": True, **options}
     return options
@@ -118,7 +118,7 @@ def has_boxes(data: str | None) -> bool:
 
 
 def data_options(
-    options: Mapping[str, Any], settings: TrainSettings, world: World, *, download: bool
+    options: Mapping[str, Any], settings: TrainSettings, world: World, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What data is opened with."""
     return {
@@ -127,7 +127,8 @@ def data_options(
         "validation": options.get("validation", 0),
         "rank": world.rank,
         "ranks": world.ranks,
-        "download": download,
+        "download": args.download,
+        "workers": args.workers,
     }
 
 

@@ -73,3 +73,12 @@ def loss_words(loss: float) -> str:
     ('0.02135', '–')
     """
     return "–" if math.isnan(loss) else f"{loss:.4g}"
+
+
+def standard_error(percent: float, samples: int) -> float:
+    """That of a share of samples, such as an accuracy: √(p (1 − p) / n), in percent.
+
+    >>> standard_error(90.0, 900)
+    1.0
+    """
+    return math.sqrt(max(percent * (100 - percent), 0.0) / samples)

@@ -31,6 +31,7 @@ from ifso.models.from_file import build_from_file
 from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
 from ifso.models.vgg import CifarVGG16
 from ifso.models.weights import load_weights
+from ifso.surgery.store import load
 
 FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 
@@ -186,7 +187,8 @@ def create_model(
 
     Args:
         name: any MODEL of the command line, such as ``"ifso:resnet32"`` or ``"timm:resnet18,in_chans=1"``.
-        weights: a file of weights.
+        weights: a file of weights; or a folder that :func:`ifso.save` or a run wrote: the network is then the smaller
+            one of that folder.
         num_classes: outputs of a classifier; by default what its builder has.
         pretrained: let torchvision and timm load published weights, or those that options in the name ask for, and
             download them if need be.
@@ -199,6 +201,7 @@ def create_model(
     Raises:
         ModelNotFound: no network has that name or takes these options.
         WeightsError: weights that do not fit it.
+        RecipeError: a folder whose network is not of this one.
 
     >>> create_model("ifso:resnet20", num_classes=100).fc.out_features
     100
@@ -229,10 +232,16 @@ def create_model(
         prepare_(model, name, **special)
     elif special:
         raise ModelNotFound(f"{name} is no detector; it takes no {' and no '.join(special)}")
-    if weights is not None:
-        if is_detector(model):
-            refuse_thawed(model, name, weights)
-        load_weights(model, weights)
+    return model if weights is None else _filled(model, name, weights)
+
+
+def _filled(model: nn.Module, name: str, weights: str | Path) -> nn.Module:
+    """The network with the weights of a file; or made smaller, and with the weights, as a folder has it."""
+    if Path(weights).is_dir():
+        return load(weights, model)
+    if is_detector(model):
+        refuse_thawed(model, name, weights)
+    load_weights(model, weights)
     return model
 
 

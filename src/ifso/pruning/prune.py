@@ -141,7 +141,8 @@ def prune(
         damping: λ of that ΔW.
         progress: show the progress on standard error: None does if no ``listener`` is given, False never.
         listener: hears of the progress, see :mod:`ifso.pruning.events`.
-        about: further plain values to be written into ``config.json``.
+        about: further plain values to be written into ``config.json``. The names of ``"model"``, ``"weights"`` and
+            ``"data"`` as the command line has them let ``ifso eval RUN`` and its like open the run without being told.
         checkpoint_every: seconds between checkpoints.
         compact: take units out of memory during the run when that pays. The result does not depend on it, but for
             rounding.

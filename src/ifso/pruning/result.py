@@ -202,6 +202,8 @@ class PruneResult:
 
 T = TypeVar("T")
 
+ANEW = "to train it further make the optimizer anew: the one before holds parameters of the larger network"
+
 MOST_STAGES = 12
 """Stages that are shown, at most."""
 
@@ -214,6 +216,7 @@ Row = tuple[str, ...]
 def told(result: PruneResult) -> str:
     """Costs before and after, what the network was worth at each stage, which layers can lose no more, the checks."""
     lines = [_head(result), "", *_aligned(_costs(result))]
+    lines += _budgets(result)
     if result.measures:
         lines += ["", *_aligned(_measures(result))]
     if result.stages:
@@ -233,15 +236,16 @@ def told_in_html(result: PruneResult) -> str:
         rows, hidden = _stages(result)
         more = "".join(f"<p>{escape(line)}</p>" for line in hidden)
         parts.append(f"<details><summary>{len(result.stages)} stages</summary>{_table(rows)}{more}</details>")
-    lines = filter(None, _findings(result, "✓", "✗ FAILED"))
+    lines = filter(None, [*_budgets(result), *_findings(result, "✓", "✗ FAILED")])
     return "\n".join((*parts, f"<p>{'<br>'.join(map(escape, lines))}</p>"))
 
 
 def _findings(result: PruneResult, passed: str, failed: str) -> list[str]:
-    """The groups at their floor (empty if there are none), the checks and the notes, a line each."""
+    """The groups at their floor (empty if there are none), the checks, the notes and what to do next, a line each."""
     checks = [f"{passed if check.passed else failed} {check.name}: {check.detail}" for check in result.checks]
     floors = f"reached their floor: {_named(result.floors)}" if result.floors else ""
-    return [floors, *checks, *(f"note: {note}" for note in result.notes)]
+    anew = [ANEW] if result.removed_units else []
+    return [floors, *checks, *(f"note: {note}" for note in result.notes), *anew]
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -268,8 +272,24 @@ def _costs(result: PruneResult) -> list[Row]:
         rows.append((LABELS.get(kind, kind), *numbers, f"{share:.2%}", asked))
     if result.latency is not None:
         first, last = (f"{1000 * result.latency[name]:.2f} ms" for name in ("before", "after"))
-        rows.append(("latency (measured)", first, last, f"{result.latency['share']:.2%}", ""))
+        spread = f" ± {500 * result.latency['spread']:.2f}" if result.latency.get("spread") else ""
+        rows.append(("latency (measured)", first, f"{last}{spread}", f"{result.latency['share']:.2%}", ""))
     return rows
+
+
+def _budgets(result: PruneResult) -> list[str]:
+    """Which of several budgets was the hardest to meet, and whether the latency is longer than was asked for."""
+    room = {kind: target - result.shares[kind] for kind, target in result.targets.items()}
+    lines = []
+    if len(room) > 1:
+        hardest = min(room, key=room.__getitem__)
+        others = ", ".join(f"{LABELS.get(kind, kind)} {spare:.1%}" for kind, spare in room.items() if kind != hardest)
+        lines = [f"binding: the budget of {LABELS.get(hardest, hardest)}; room left in the others: {others}"]
+    asked, measured = result.targets.get("latency"), (result.latency or {}).get("share")
+    if asked is not None and measured is not None and measured > asked:
+        missed = f"{measured:.1%} of the time is left as measured, {asked:.1%} was asked for"
+        lines.append(f"the latency budget is missed: {missed}")
+    return lines
 
 
 def _measures(result: PruneResult) -> list[Row]:

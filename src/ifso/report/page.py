@@ -25,13 +25,15 @@ SUFFIXES = (".html", ".htm")
 SCRIPTS = ("kit.js", "columns.js", "layers.js", "detail.js", "lines.js", "quality.js", "files.js", "page.js")
 
 
-def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(runs: Sequence[Path], out: Path | None = None, finetuned: Path | None = None) -> Path:
     """Write the page about these run folders, and return where it is.
 
     ``out`` is the file; without it that of one run is ``report.html`` in its folder, that of several in the folder
-    they all lie in.
+    they all lie in. ``finetuned`` is where the fine-tuned network of the one run is, if that is said.
     """
-    records = [read_run(Path(folder)) for folder in runs]
+    if finetuned is not None and len(runs) > 1:
+        raise RunError("--finetuned says where the fine-tuned network of one run is; give one RUN")
+    records = [read_run(Path(folder), finetuned) for folder in runs]
     path = out or default_path(
         [_home(Path(folder), record.folder) for folder, record in zip(runs, records, strict=True)]
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ifso.common.text import amount
+from ifso.common.text import amount, standard_error
 from ifso.pruning.result import LABELS, UNDONE
+from ifso.runs.arguments import FINETUNE
 from ifso.runs.reading import RunRecord
 from ifso.runs.values import at, in_percent, listing, mapping, number, numbers, objects, percent, text, whole
 
@@ -46,7 +46,7 @@ class Quality:
         value, count = self.by_stage.get(stage), self.samples.get(stage)
         if self.name != "accuracy" or not self.is_percent or not count or value is None or not 0 <= value <= 100:
             return None
-        return math.sqrt(value * (100 - value) / count)
+        return standard_error(value, count)
 
     def number(self, value: float) -> str:
         """A value in its unit."""
@@ -65,7 +65,8 @@ def quality(run: RunRecord) -> Quality:
     What the user's own function measured goes by the first name it gave, and is shown as it is.
     """
     own = next((name for _, values in run.measures for name in values), "loss")
-    if own != "loss" and not any(own in keys for keys in QUALITIES.values()) and not (run.evaluation or run.tuning):
+    tuned = run.tuning is not None and bool(run.tuning.config)
+    if own != "loss" and not any(own in keys for keys in QUALITIES.values()) and not (run.evaluation or tuned):
         return Quality(own.replace("_", " "), _recorded(run, (own,)), "measured during the run", own, is_percent=False)
     networks = mapping(mapping(run.evaluation).get("networks"))
     for name, keys in QUALITIES.items():
@@ -78,8 +79,8 @@ def quality(run: RunRecord) -> Quality:
             counts = {stage: whole(mapping(networks.get(stage)).get("samples")) or 0 for stage in evaluated}
             return Quality(name, {**recorded, **evaluated}, f"ifso eval, {split} set", key, counts)
         if recorded:
-            split = "" if run.tuning is None else f", {run.tuning.split} set"
-            is_percent = run.tuning is not None or max(map(abs, recorded.values())) > 1
+            split = f", {run.tuning.split} set" if run.tuning is not None and tuned else ""
+            is_percent = tuned or max(map(abs, recorded.values())) > 1
             return Quality(name, recorded, f"measured during the run{split}", key, is_percent=is_percent)
     return Quality(None)
 
@@ -209,6 +210,11 @@ def _worth(run: RunRecord) -> Card:
         return _loss(run)
     tuned = "fine-tuned" in found.by_stage
     stage = "after fine-tuning" if tuned else "not fine-tuned"
+    if not tuned and run.tuning is not None and not run.tuning.config:
+        where = "" if run.tuning.folder == run.folder / FINETUNE else f" --finetuned {run.tuning.folder}"
+        stage = (
+            f"of the pruned network; of the fine-tuned one: ifso eval RUN{where} --out RUN/eval.json, then report again"
+        )
     if tuned and "pruned" in found.by_stage:
         stage = f"{found.shown('pruned')} when pruned, then fine-tuned"
     last = "fine-tuned" if tuned else "pruned"

@@ -225,6 +225,8 @@ def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[st
     '--criterion-option', 'b=2']
     >>> options({"input": [1, 3, 32, 32], "ignore": ["fc", "stem"], "compile": False}, negatable=True)
     ['--input', '1,3,32,32', '--ignore', 'fc', 'stem', '--no-compile']
+    >>> options({"min_units": {"*": 4, "layer1.*": 16}})
+    ['--min-units', '4', 'layer1.*=16']
     """
     found: list[str] = []
     for name, value in arguments.items():
@@ -237,6 +239,8 @@ def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[st
         elif isinstance(value, list):
             words = list(map(str, value))
             found += [option, *([",".join(words)] if name in JOINED else words)]
+        elif isinstance(value, dict):
+            found += [option, *(str(each) if layer == "*" else f"{layer}={each}" for layer, each in value.items())]
         elif value is not None:
             found += [option, str(value)]
     return found

@@ -9,13 +9,16 @@ from typing import Any
 
 from ifso.common.text import shown
 from ifso.errors import RunError
-from ifso.runs.values import Kind, at, is_number, is_text, is_truth, is_whole, list_of
+from ifso.runs.values import Kind, at, dict_of, is_number, is_text, is_truth, is_whole, list_of
 
 EXECUTED = ("model", "data", "teacher")
 """Options whose value may name a program."""
 
 PATHS = ("model", "weights", "data")
 """Options whose value may hold a path."""
+
+TOLD = ("model", "weights", "data", "input")
+"""What may be told of a run that Python begins."""
 
 FINETUNE = "finetune"
 """The folder within a run in which ``ifso finetune`` works."""
@@ -70,6 +73,25 @@ def places_of(folder: Path, path: str) -> Iterator[Path]:
     yield Path(path)
     if not Path(path).is_absolute():
         yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
+
+
+def opened_with(folder: Path, arguments: Mapping[str, Any]) -> list[Path]:
+    """The folder of a run, and those of the network it began with, if that was another run's: one sender for all."""
+    weights = arguments.get("weights")
+    places = places_of(folder, weights) if isinstance(weights, str) else ()
+    found = [place for place in places if Path(place).is_dir()]
+    return [folder, *found, *(place.parent for place in found if place.name == FINETUNE)]
+
+
+def refuse_no_network(folder: Path) -> None:
+    """RunError if a folder that is said to hold a fine-tuned network holds none."""
+    from ifso.runs.files import is_there
+    from ifso.surgery.store import RECIPE
+
+    if not is_there(folder / RECIPE):
+        raise RunError(
+            f"--finetuned {folder} holds no network (no {RECIPE}); give a folder that ifso.save or ifso finetune wrote"
+        )
 
 
 def pruning_of(folder: Path, name: str | None) -> Path:
@@ -132,8 +154,17 @@ def _program(option: str, value: str) -> str | None:
 def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
     """The arguments that a run was begun with, by name; None if it does not tell them."""
     arguments = at(config, "about", "arguments")
-    if not isinstance(arguments, dict):
-        return None
+    return _checked(arguments, where) if isinstance(arguments, dict) else None
+
+
+def told_names(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The same of a run that Python began: names of its network, weights and data, as far as ``about=`` told them."""
+    about = config.get("about")
+    found = {name: about[name] for name in TOLD if name in about} if isinstance(about, dict) else {}
+    return _checked(found, where)
+
+
+def _checked(arguments: Mapping[str, Any], where: Path) -> dict[str, Any]:
     for name, value in arguments.items():
         is_right, words = KINDS.get(name, (lambda _: True, ""))
         if not is_right(value):
@@ -159,11 +190,11 @@ KINDS: Mapping[str, tuple[Kind, str]] = {
          "accumulation", "recipe", "teacher", "teacher_weights"), _TEXT
     ),
     **dict.fromkeys(
-        ("batch", "seed", "round_to", "min_units", "recalibrate", "weight_update", "recover", "calibration",
+        ("batch", "seed", "round_to", "recalibrate", "weight_update", "recover", "calibration",
          "accumulate", "batches_per_score", "units_per_step", "epochs", "warm_up_steps"), _WHOLE
     ),
     **dict.fromkeys(
-        ("lr", "min_share", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
+        ("lr", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
          "distill", "temperature", "cutmix", "validation"), _NUMBER
     ),
     **dict.fromkeys(
@@ -173,6 +204,8 @@ KINDS: Mapping[str, tuple[Kind, str]] = {
         ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
     ),
     **dict.fromkeys(("criterion_option", "ignore", "only"), (list_of(is_text), "a list of texts")),
+    "min_units": (lambda value: is_whole(value) or dict_of(is_whole)(value), "a whole number, or one by layer"),
+    "min_share": (lambda value: is_number(value) or dict_of(is_number)(value), "a number, or one by layer"),
     "evaluate_every": (lambda value: is_whole(value) and value > 0, "a whole number from 1 up"),
     "milestones": (list_of(is_number), "a list of numbers"),
     "input": (_is_shape, "a list of sizes"),

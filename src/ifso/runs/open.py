@@ -12,10 +12,13 @@ from ifso.runs.arguments import (
     FINETUNE,
     PATHS,
     came_with,
+    opened_with,
     parts_of,
     places_of,
     pruning_of,
     refuse_foreign,
+    refuse_no_network,
+    told_names,
     told_options,
 )
 from ifso.runs.values import at
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 class OpenedRun:
     """A finished pruning run.
 
-    ``arguments`` are the options that ``ifso prune`` was given, by name; those of a run that Python began are empty.
+    ``arguments`` are the options that ``ifso prune`` was given, by name; of a run that Python began (``by_python``)
+    they are the names that ``about=`` of ``ifso.prune`` told, if any.
     ``digest`` tells the weights that the run began with from others; None where only a network was saved. ``tuned`` is
     the folder of its fine-tuning, if that is another than the customary one. ``told`` are the arguments that whoever
     opens the run has given. ``unverified``: they take its networks even if a check of them failed.
@@ -42,6 +46,7 @@ class OpenedRun:
     tuned: Path | None = None
     told: frozenset[str] = frozenset()
     unverified: bool = False
+    by_python: bool = False
 
     @property
     def finetune(self) -> Path:
@@ -50,13 +55,16 @@ class OpenedRun:
 
     @property
     def finetuning(self) -> str:
-        """``"none"``, ``"unfinished"`` or ``"finished"``."""
+        """``"none"``, ``"unfinished"`` or ``"finished"``, as is a network that ``ifso.save`` wrote there."""
         from ifso.runs.files import CONFIG, SUMMARY
+        from ifso.surgery.store import RECIPE
 
         place = self.finetune
         if (place / SUMMARY).is_file():
             return "finished"
-        return "unfinished" if (place / CONFIG).exists() else "none"
+        if (place / CONFIG).exists():
+            return "unfinished"
+        return "finished" if (place / RECIPE).is_file() else "none"
 
     @property
     def set_apart(self) -> dict[str, Any]:
@@ -126,13 +134,26 @@ class OpenedRun:
         from ifso.surgery.recipe import digest_of
 
         place = self.finetune / CONFIG
-        config = read_config(place) if place.is_file() else {"settings": {}}
+        if not place.is_file():
+            self.refuse_other_units()
+            return
+        config = read_config(place)
         refuse_other_files(self.finetune, config)
         began = config["settings"].get("weights")
         if began not in (None, digest_of(self.pruned(data=data))):
             raise RunError(
                 f"{self.finetune} began with another network than {self.folder} holds now; "
                 "give the run it belongs to, or fine-tune again"
+            )
+
+    def refuse_other_units(self) -> None:
+        """RunError if the fine-tuned network does not have the units that the pruned one has."""
+        from ifso.surgery.store import read_recipe
+
+        if not self.unverified and read_recipe(self.finetune).shapes != read_recipe(self.folder).shapes:
+            raise RunError(
+                f"{self.finetune} holds a network of other sizes than {self.folder}; "
+                "give the run that it was pruned in, or fine-tune again"
             )
 
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
@@ -161,7 +182,8 @@ class OpenedRun:
         """The value of an option, with a path that leads there from here."""
         said = option.replace("_", "-")
         if not isinstance(self.arguments.get(option), str):
-            raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}")
+            once = f', or tell it once: ifso.prune(…, about={{"{option}": …}})' if self.by_python else ""
+            raise RunError(f"{self.folder} does not say which {said} it was made with; give --{said}{once}")
         value = self.arguments[option]
         before, path, after = parts_of(option, value)
         if path is None:
@@ -188,8 +210,59 @@ class OpenedRun:
             return
         if place != Path(path):
             raise RunError(came_with(self.folder, option, f"{place}{factory}"))
-        opened = (self.folder,) if self.tuned is None else (self.folder, self.tuned)
-        refuse_foreign(option, f"{place}{factory}", opened)
+        opened = opened_with(self.folder, self.arguments)
+        refuse_foreign(option, f"{place}{factory}", [*opened, self.finetune])
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a MODEL or ``--weights`` is the folder of a run, of a training, or of a saved network."""
+    from ifso.runs.files import CONFIG, is_there
+    from ifso.surgery.store import RECIPE
+
+    return Path(name).is_dir() and (is_there(Path(name) / CONFIG) or is_there(Path(name) / RECIPE))
+
+
+def network_in(folder: Path, *, model: str | None = None, data: str | None = None) -> tuple[dict[str, Any], str]:
+    """Options by which any command takes the network in ``folder``, and which network that is, in words.
+
+    It is the fine-tuned one of a run if that has come to its end, else the pruned one, or that of a training. ``model``
+    is the MODEL and ``data`` the DATA, if their files have moved or the folder does not tell them.
+    """
+    from ifso.models.registry import without_loading
+
+    run, place, which = _newest(folder, model)
+    options = {"data": data} if data is not None else {}
+    options |= {name: run.there(name) for name in ("model", "data") if name in run.arguments and name not in options}
+    if "model" in options:
+        options["model"] = without_loading(options["model"])
+    if "input" in run.arguments:
+        options["input"] = run.arguments["input"]
+    return {**options, "weights": str(place)}, which
+
+
+def weights_in(folder: Path) -> tuple[str, str]:
+    """The folder that has the weights of :func:`network_in`, and which network that is, in words."""
+    _, place, which = _newest(folder, None)
+    return str(place), which
+
+
+def _newest(folder: Path, model: str | None) -> tuple[OpenedRun, Path, str]:
+    from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config
+
+    config = read_config(folder / CONFIG) if is_there(folder / CONFIG) else {"settings": {}}
+    if TRAINING in config["settings"] and at(config, "about", "run") is None and folder.name != FINETUNE:
+        if not (folder / SUMMARY).is_file():
+            raise RunError(
+                f"the training in {folder} is not finished; go on with it: ifso train --resume --out {folder}"
+            )
+        given = {} if model is None else {"model": model}
+        told = told_options(config, folder / CONFIG) or {}
+        return OpenedRun(folder, {**told, **given}, told=frozenset(given)), folder, f"the trained network of {folder}"
+    run = open_tuned(folder, model=model)
+    if run.finetuning != "finished":
+        return run, run.folder, f"the pruned network of {run.folder}"
+    run.refuse_other_units()
+    return run, run.finetune, f"the fine-tuned network of {run.folder}"
 
 
 def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -218,27 +291,44 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
     if not is_there(folder / CONFIG) and is_there(folder / RECIPE):
-        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified)
+        return OpenedRun(folder, given, told=frozenset(given), unverified=unverified, by_python=True)
     if not is_there(folder / CONFIG):
         raise RunError(f"{folder} holds no run (no {CONFIG}); give a folder that ifso prune --out made")
     config = read_config(folder / CONFIG)
-    arguments = told_options(config, folder / CONFIG) or {}
+    arguments = told_options(config, folder / CONFIG)
+    by_python = arguments is None
+    arguments = told_names(config, folder / CONFIG) if arguments is None else arguments
     if TRAINING in config["settings"]:
         raise RunError(_not_pruned(folder, at(config, "about", "run"), arguments))
     if not (folder / SUMMARY).is_file():
-        how = f"ifso prune --resume --out {folder}" if arguments else "ifso.prune(…, resume=…)"
+        how = "ifso.prune(…, resume=…)" if by_python else f"ifso prune --resume --out {folder}"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
     if not unverified:
         refuse_failed_run(folder)
         refuse_other_files(folder, config)
     digest = config["settings"].get("weights")
-    return OpenedRun(folder, {**arguments, **given}, digest, told=frozenset(given), unverified=unverified)
+    told = frozenset(given)
+    return OpenedRun(folder, {**arguments, **given}, digest, told=told, unverified=unverified, by_python=by_python)
 
 
-def open_tuned(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
-    """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``."""
+def add_finetuned(group: Any) -> None:
+    """Where the fine-tuned network is, if somebody else's program trained it."""
+    words = "its fine-tuned network: a folder that ifso.save(model, DIR) wrote, or ifso finetune (RUN/finetune)"
+    group.add_argument("--finetuned", type=Path, metavar="DIR", help=words)
+
+
+def open_tuned(
+    folder: Path, *, model: str | None = None, unverified: bool = False, finetuned: Path | None = None
+) -> OpenedRun:
+    """The run whose fine-tuning is in ``folder``, where ``ifso finetune --out`` put it; else the run in ``folder``.
+
+    ``finetuned`` is where its fine-tuned network is, if that is said.
+    """
     from ifso.runs.files import CONFIG, TRAINING, is_there, read_config
 
+    if finetuned is not None:
+        refuse_no_network(finetuned)
+        return replace(open_run(folder, model=model, unverified=unverified), tuned=finetuned)
     if not is_there(folder / CONFIG):
         return open_run(folder, model=model, unverified=unverified)
     config = read_config(folder / CONFIG)

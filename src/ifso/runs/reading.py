@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from ifso.common.serialization import parsed, read_lines, read_tensor_file, refuse_special
 from ifso.common.text import one_line
 from ifso.errors import IfsoError, RecipeError, RunError
-from ifso.runs.arguments import FINETUNE, pruning_of
+from ifso.runs.arguments import FINETUNE, pruning_of, refuse_no_network
 from ifso.runs.files import (
     CHECKPOINTS,
     CONFIG,
@@ -51,7 +51,10 @@ class RemovalRecord:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """A fine-tuning: its epochs (numbers by name), the summary if it has come to its end, and bytes of its weights."""
+    """A fine-tuning: its epochs (numbers by name), the summary if it has come to its end, and bytes of its weights.
+
+    Of a network that another program trained and ``ifso.save`` wrote, nothing but the bytes is known.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -202,15 +205,20 @@ class RunRecord:
         return dict(self.removals[-1].costs) if self.removals else dict(self.cost_before)
 
 
-def read_run(folder: Path) -> RunRecord:
-    """All that is known of the run in ``folder``; RunError if there is none."""
-    tuned = None
+def read_run(folder: Path, finetuned: Path | None = None) -> RunRecord:
+    """All that is known of the run in ``folder``; RunError if there is none.
+
+    ``finetuned`` is where its fine-tuned network is, if that is said.
+    """
+    tuned = finetuned
+    if finetuned is not None:
+        refuse_no_network(finetuned)
     config = _config(folder)
     if TRAINING in mapping(config.get("settings")):
         name = text(at(config, "about", "run"))
         if name is None and folder.resolve().name != FINETUNE:
             raise RunError(f"{folder} holds a training and no pruning; give a folder that ifso prune --out made")
-        tuned, folder = folder, pruning_of(folder, name)
+        tuned, folder = finetuned or folder, pruning_of(folder, name)
         config = _config(folder)
     return _Reader(folder).read(config, tuned or folder / FINETUNE)
 
@@ -338,6 +346,8 @@ class _Reader:
 
     def _tuning(self, folder: Path) -> TuningRecord | None:
         config = self._json(folder / CONFIG)
+        if config is None and (folder / RECIPE).is_file():
+            return TuningRecord(folder, {}, (), {}, _size_of(folder / WEIGHTS))
         if config is None:
             return None
         epochs = map(numbers, self._lines(folder / METRICS, lambda line: "epoch" in numbers(line)))

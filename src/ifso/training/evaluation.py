@@ -246,9 +246,7 @@ def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ran
     return Quality(loss / count, round(samples))
 
 
-def make_evaluator(
-    model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool
-) -> Callable[[nn.Module], Measures]:
+def make_evaluator(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measuring:
     """A function that returns the :meth:`Quality.measures` of a network on the validation part or the test set."""
     if detects(data):
         check_evaluator()
@@ -258,14 +256,27 @@ def make_evaluator(
     batches = evaluation_batches(data, parameter.device, validation=validation)
     evaluator = Evaluator(batches, settings.precision)
 
-    def measures(network: nn.Module) -> Measures:
+    def found(network: nn.Module) -> Quality:
         if detects(data) or has_own_loss(data):
-            return quality(network, data, batches, settings.precision, over_ranks=True).measures()
+            return quality(network, data, batches, settings.precision, over_ranks=True)
         with clear_errors(f"evaluation batches of {data.name}"):
-            found = evaluator(network)
-        return Quality(found.loss, found.samples, found.top1, found.top5).measures()
+            accuracy = evaluator(network)
+        return Quality(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
 
-    return measures
+    return Measuring(found)
+
+
+class Measuring:
+    """The :meth:`Quality.measures` of networks; ``samples`` is how many the last one was evaluated on."""
+
+    def __init__(self, found: Callable[[nn.Module], Quality]) -> None:
+        self._found, self.samples = found, 0
+
+    def __call__(self, network: nn.Module) -> Measures:
+        """Evaluate a network."""
+        quality = self._found(network)
+        self.samples = quality.samples
+        return quality.measures()
 
 
 def evaluate_once(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:

@@ -6,7 +6,7 @@ end ``recipe.json`` and ``model.safetensors`` for :func:`ifso.load`, and ``summa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,13 +28,13 @@ from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, rea
 from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
-from ifso.training.evaluation import make_evaluator, with_clear_errors
+from ifso.training.evaluation import Measuring, make_evaluator, with_clear_errors
 from ifso.training.losses import NamedLosses
 from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import Padding, padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
+from ifso.training.trainer import SAVE_EVERY, Epoch, RoundRobin, Trainer, TrainerHooks, seeded_rng
 
 
 class TrainingListener(Protocol):
@@ -216,7 +216,7 @@ class RunningTraining(Trainer):
         self._padding, network = self._padded()
         super().__init__(network, batches, training.settings, loss_fn=loss_fn, hooks=hooks)
 
-    def _evaluator(self) -> Callable[[nn.Module], Measures] | None:
+    def _evaluator(self) -> Measuring | None:
         """None, and a line about it, where a user's data has no test set."""
         training = self._training
         try:
@@ -302,6 +302,7 @@ class RunningTraining(Trainer):
             f"last_{name}": values[-1] if values else None,
             f"best_{name}": max(values, default=None),
             "last": last.measures,
+            **({"samples": self._evaluate.samples} if self._evaluate is not None and self._evaluate.samples else {}),
             **({"losses": last.losses} if last.losses else {}),
             "epochs": len(self.done),
             "loss": last.loss,

@@ -1,0 +1,143 @@
+"""Options of everyday use: where a command computes, rehearsals, floors by layer, words that mean the same."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from ifso.cli.distributed import device_of
+from ifso.cli.main import main
+from ifso.common.text import standard_error
+from ifso.errors import DataError
+
+TASK = "--model ifso:resnet8-digits --data digits"
+QUICK = "--criterion magnitude --schedule one-shot --recalibrate 0 --batch 64"
+
+
+def ifso_(line: str) -> int:
+    return main(shlex.split(line))
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class TestDevice:
+    @pytest.mark.parametrize("name", [None, "auto"])
+    @pytest.mark.parametrize(
+        ("there", "device", "line"),
+        [(False, "cpu", "device: cpu"), (True, "cuda", "device: cuda (Some GPU), unless --device cpu")],
+    )
+    def test_what_there_is(self, monkeypatch, name, there, device, line):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+        said: list[str] = []
+        assert (device_of(name, said), said) == (device, [line])
+
+    def test_one_that_is_named_is_taken_without_a_word(self):
+        said: list[str] = []
+        assert (device_of("cuda:1", said), said) == ("cuda:1", [])
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+    @pytest.mark.parametrize(
+        "line",
+        [f"prune {TASK} --macs 0.9 {QUICK} --out a", f"train {TASK} --epochs 1 --out a", f"eval {TASK} --repeats 1"],
+    )
+    def test_is_said(self, line, capsys):
+        assert ifso_(line) == 0
+        assert "device: cpu\n" in capsys.readouterr().err
+
+
+class TestDryRun:
+    def test_of_the_staged_run(self, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.8 --dry-run --json") == 0
+        document = json.loads(capsys.readouterr().out)
+        assert list(Path().iterdir()) == []
+        assert ifso_(f"prune {TASK} --macs 0.8 --out run --json") == 0
+        run = json.loads(capsys.readouterr().out)
+        assert document["stages"] == len(run["stages"])
+        assert (document["before"], document["units"]) == (run["before"], run["units"])
+        assert 0 < document["first"] < document["seconds"]
+
+    @pytest.mark.parametrize("more", ["", "--min-units 4", "--min-units 4 conv1=16", "--round-to 8", "--preset paper"])
+    def test_the_smallest_budget_can_be_met_and_no_smaller_one(self, more, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.9 --dry-run --json {more}") == 0
+        smallest = json.loads(capsys.readouterr().out)["smallest"]["macs"]
+        assert ifso_(f"prune {TASK} --macs {smallest * 0.99} --dry-run --json {more}") == 3
+        assert f"{smallest:.4f} the smallest" in capsys.readouterr().err
+        assert ifso_(f"prune {TASK} --macs {smallest} --dry-run --json {more}") == 0
+
+    def test_in_words(self, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.5 {QUICK} --dry-run") == 0
+        out = capsys.readouterr().out
+        assert out.startswith("dry run: nothing was written\nnetwork    CifarResNet: 224 units, 763.52 k MACs")
+        assert "units go one by one" in out
+
+    def test_refused(self, capsys):
+        for line, words in (("--dry-run --resume --out run", "leave --resume out"), ("", "--out is missing")):
+            assert ifso_(f"prune {TASK} --macs 0.5 {line}") == 2
+            assert words in capsys.readouterr().err
+
+
+class TestFloors:
+    def test_by_layer(self, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.4 {QUICK} --min-units 2 conv1=16 layer1.0.*=9 --out run --json") == 0
+        kept = {name: count for name, (count, _) in json.loads(capsys.readouterr().out)["kept"].items()}
+        assert kept["conv1"] == 16
+        assert kept["layer1.0.conv1"] >= 9
+        told = json.loads(Path("run/config.json").read_text())["about"]["arguments"]["min_units"]
+        assert told == {"*": 2, "conv1": 16, "layer1.0.*": 9}
+        assert ifso_("prune --resume --out run") == 0
+        assert ifso_("report run") == 0
+        assert "--min-units 2 conv1=16" in Path("run/report.html").read_text()
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ("four", "'four' is no floor"),
+            ("conv1=", "is no floor"),
+            ("nobody=4", "min_units"),
+            ("conv1=0", "min_units"),
+        ],
+    )
+    def test_refused(self, words, message, capsys):
+        with pytest.raises(SystemExit) if "no floor" in message else pytest.MonkeyPatch.context():
+            assert ifso_(f"prune {TASK} --macs 0.4 --min-units {words} --out run") == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["prune --macs 0.5 --out run", "train --out run", "eval"])
+def test_workers_are_passed_on(line, monkeypatch, capsys):
+    def opened(name, *, workers, **_):
+        raise DataError(f"{workers} open {name}")
+
+    monkeypatch.setattr("ifso.data.open_data", opened)
+    assert ifso_(f"{line} --model ifso:resnet20 --data folder:images --workers 3") == 2
+    assert "error: 3 open folder:images" in capsys.readouterr().err
+
+
+class TestNumbers:
+    def test_accuracies_have_a_standard_error(self, capsys):
+        assert ifso_(f"train {TASK} --epochs 1 --out trained") == 0
+        summary = json.loads(Path("trained/summary.json").read_text())
+        shown = f"{summary['last_top1']:.2f} ± {standard_error(summary['last_top1'], 355):.2f}"
+        assert summary["samples"] == 355
+        assert shown in capsys.readouterr().out
+        assert ifso_("eval --model trained --repeats 1") == 0
+        assert f"{shown} %" in capsys.readouterr().out
+        assert ifso_(f"prune trained --macs 0.9 {QUICK} --out run") == 0
+        printed = capsys.readouterr().out
+        assert re.search(r"\naccuracy: \d+\.\d\d ± \d\.\d\d %, ± standard error of 355 test images\n", printed)
+        assert ifso_("finetune run --epochs 1") == 0
+        assert re.search(r"│ run/finetune │ +\d+\.\d\d ± \d\.\d\d │", capsys.readouterr().out)
+
+    def test_budgets(self, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.5 --params 0.99 {QUICK} --out run") == 0
+        out = capsys.readouterr().out
+        assert "binding: the budget of MACs; room left in the others: parameters " in out
+        assert "to train it further make the optimizer anew" in out
