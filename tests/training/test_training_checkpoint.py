@@ -197,7 +197,7 @@ def test_other_settings_are_refused_with_what_differs():
 def test_no_setting_may_change(field):
     other = {
         "schedule": "cosine", "precision": "bf16", "milestones": (0.5,), "batch": 64, "accumulate": 2, "epochs": 7,
-        "warm_up_steps": 5,
+        "warm_up_steps": 5, "opt": "adamw",
     }  # fmt: skip
     value = other.get(field.name, not field.default if isinstance(field.default, bool) else 0.5)
     now = training_recipe("paper", **{field.name: 3 if field.name == "seed" else value})
