@@ -567,7 +567,8 @@ batch norms recalibrated    0.5
 ok     compacted equals masked: largest relative error 1.0e-16 on a batch
 ok     cost recounted: 41,446 MACs, 1,050 parameters
 ok     budget met: 59.98% of macs kept, 60.00% asked
-note: a note"""
+note: a note
+to train it further make the optimizer anew: the one before holds parameters of the larger network"""
 
 
 def test_a_result_as_text():
