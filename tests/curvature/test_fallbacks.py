@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from test_products import LABELS, Called, build, compare, direction, error, images, squares
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ifso
@@ -223,3 +224,30 @@ def test_checkpoints_under_criteria_of_first_order(name, criterion):
     graph = ifso.trace(plain, x)
     found, wanted = (ifso.score(one, graph, squares, [x], criterion) for one in (network(PLAIN[name]), plain))
     assert error(found["a"], wanted["a"]) < 1e-12
+
+
+class Interrupted(TorchDispatchMode):
+    """Ctrl-C comes when an operation is about to run."""
+
+    def __init__(self, operation: Any) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.operation:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_ctrl_c_within_torchscript_is_no_reason_to_fall_back() -> None:
+    """PyTorch spells some forward derivatives out in TorchScript, which makes a RuntimeError of every exception."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 3)).double()
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch), torch.tensor([0, 2]))
+
+    batch = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    products = Products(model, ifso.trace(model, batch), loss_fn)
+    with pytest.raises(KeyboardInterrupt) as caught, Interrupted(torch.ops.aten.scatter.value):
+        products.mixed(batch)
+    assert "TorchScript" in str(caught.value.__cause__)

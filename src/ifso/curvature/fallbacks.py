@@ -112,6 +112,12 @@ def can_fall_back(error: Exception) -> bool:
     return not out_of_memory(error) and not capturing
 
 
+def was_interrupted(error: Exception) -> bool:
+    """Return whether Ctrl-C fell within TorchScript, which makes a RuntimeError without words of it."""
+    words = str(error).rstrip()
+    return "TorchScript interpreter" in words and words.endswith("RuntimeError:")
+
+
 @dataclass
 class DoubleBackward:
     """The backward pass of the backward pass."""

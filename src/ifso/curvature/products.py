@@ -38,7 +38,7 @@ from ifso.common.devices import out_of_memory
 from ifso.common.loss_fn import LossFn, checked
 from ifso.common.torch_state import undisturbed
 from ifso.curvature.dual_mode import PassOptions
-from ifso.curvature.fallbacks import Fallback, MaskedLoss, can_fall_back
+from ifso.curvature.fallbacks import Fallback, MaskedLoss, can_fall_back, was_interrupted
 from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.submodule_capture import capture_submodules
 from ifso.curvature.taps import GradientTaps, ProductPass, dual_pass
@@ -137,6 +137,8 @@ class Products:
         try:
             return result_of(self._collect(kind, batch, cache))
         except Exception as error:
+            if was_interrupted(error):
+                raise KeyboardInterrupt from error
             product = self._fall_back(error, kind, batch) if can_fall_back(error) else None
             if product is None:
                 raise
