@@ -131,10 +131,10 @@ class _Telling:
         return getattr(self._listener, name)
 
     def started(self, plan: Plan) -> None:
-        """Pass it on, and the lines."""
-        self._listener.started(plan)
+        """Say the lines, and pass it on."""
         for line in self._lines:
             self._listener.said(line)
+        self._listener.started(plan)
 
 
 def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, listener: Listener) -> dict[str, Any]:
