@@ -14,13 +14,12 @@ from resource import RUSAGE_CHILDREN, getrusage
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ifso.cli.bench import measure_apart
-from ifso.cli.console import console, print_json, say
+from ifso.cli.console import console, print_json, say, table
 from ifso.cli.options import positive
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
 
 MODELS = ("torchvision:resnet50@224x2", "torchvision:vit_b_16@224x2")
 
@@ -59,13 +58,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and compare if asked to."""
     wanted = [_sizes(text) for text in args.models]
-    old = None
-    if args.against is not None:
-        from pathlib import Path
-
-        from benchmarks.everyday import read_record
-
-        old = read_record(Path(args.against))
+    old = None if args.against is None else read_record(Path(args.against))
     record = {**_about(), "commands": _commands(args.repeats), "models": []}
     for name, size, batch in wanted:
         say(f"{name}, {size}×{size}, batch {batch}")
@@ -131,8 +124,6 @@ def _modules(arguments: tuple[str, ...]) -> set[str]:
 
 
 def _compared(old: dict[str, Any], new: dict[str, Any], args: argparse.Namespace) -> int:
-    from benchmarks.everyday import differing, grown, missing
-
     for line in differing(old, new):
         say(f"times are not compared: {line}")
     for name in missing(old, new):
@@ -146,37 +137,26 @@ def _compared(old: dict[str, Any], new: dict[str, Any], args: argparse.Namespace
 
 
 def _starts(record: dict[str, Any]) -> Table:
-    from rich.table import Table
-
     title = f"python -m benchmarks everyday: {record['cpu']}, Python {record['python']}, torch {record['torch']}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("command", "CPU s", "fastest", "modules", "of these heavy"):
-        table.add_column(heading, justify="left" if heading == "command" else "right")
-    for name, found in record["commands"].items():
-        heavy = ", ".join(found["heavy"]) or "none"
-        table.add_row(name, f"{found['cpu_s']:.3f}", f"{found['fastest_cpu_s']:.3f}", str(found["modules"]), heavy)
-    return table
+    rows = [
+        (name, f"{found['cpu_s']:.3f}", f"{found['fastest_cpu_s']:.3f}", str(found["modules"]),
+         ", ".join(found["heavy"]) or "none")
+        for name, found in record["commands"].items()
+    ]  # fmt: skip
+    return table(("command", "CPU s", "fastest", "modules", "of these heavy"), rows, title=title)
 
 
 def _networks(record: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(caption=CAPTION, caption_justify="left")
-    memory = ("growth, MiB", "in forwards", "score, MiB", "in gradients")
-    for heading in ("model", "batch", "trace, CPU s", *memory, "CPU, in gradients"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for found in record["models"]:
-        table.add_row(
-            found["model"],
-            f"{found['batch']}×{found['size']}²",
-            f"{found['trace_cpu_s']:.2f}",
-            f"{found['trace_growth_bytes'] / 2**20:.0f}",
-            f"{found['trace_in_forwards']:.2f}",
-            f"{found['score_bytes'] / 2**20:.0f}",
-            f"{found['score_in_gradients']:.2f}",
-            f"{found['score_cpu_in_gradients']:.1f}",
-        )
-    return table
+    headings = ("model", "batch", "trace, CPU s", "growth, MiB", "in forwards", "score, MiB", "in gradients",
+                "CPU, in gradients")  # fmt: skip
+    rows = [
+        (found["model"], f"{found['batch']}×{found['size']}²", f"{found['trace_cpu_s']:.2f}",
+         f"{found['trace_growth_bytes'] / 2**20:.0f}", f"{found['trace_in_forwards']:.2f}",
+         f"{found['score_bytes'] / 2**20:.0f}", f"{found['score_in_gradients']:.2f}",
+         f"{found['score_cpu_in_gradients']:.1f}")
+        for found in record["models"]
+    ]  # fmt: skip
+    return table(headings, rows, caption=CAPTION)
 
 
 MAX_BYTES = 2**20

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import ifso
 from ifso.cli.bench import set_threads
-from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
 from ifso.cli.options import positive
 from ifso.common.text import amount
 from ifso.common.timing import Ready, in_turns, make_ready, middle
@@ -34,7 +34,6 @@ from ifso.training.profiling import costs_of, hardware
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 WHOLE = "unpruned"
 
 RUNTIMES = ("torch", "compiled", "onnxruntime")
@@ -43,9 +42,6 @@ MANY = 1000
 """Networks and batches that torch.compile may meet in one process before it gives up and runs them as they are."""
 
 Runner = Callable[[Tensor], Any]
-
-Which = tuple[str, str]
-"""Runtime and network."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def measure(setup: Setup, say: Callable[[str], None]) -> dict[str, Any]:
     whole = variants[0]
     timings = []
     with _many_compilations() if "compiled" in setup.runtimes else nullcontext():
-        runners = {(name, each.name): _runner(name, each) for name in setup.runtimes for each in variants}
+        runners = {f"{name}/{each.name}": _runner(name, each) for name in setup.runtimes for each in variants}
         for batch in setup.batches:
             say(f"{setup.model}: {', '.join(setup.runtimes)} with a batch of {batch}")
             timings += _timed(runners, whole.example, setup, batch)
@@ -158,22 +154,24 @@ def _pruned(model: nn.Module, example: Tensor, setup: Setup, round_to: int | Non
     return result.model.eval()
 
 
-def _timed(runners: Mapping[Which, Runner], example: Tensor, setup: Setup, batch: int) -> list[dict[str, Any]]:
+def _timed(runners: Mapping[str, Runner], example: Tensor, setup: Setup, batch: int) -> list[dict[str, Any]]:
     """One line for each network and runtime. ``speedup`` is the median over the rounds of unpruned / pruned."""
     images = torch.randn(batch, *example.shape[1:], generator=torch.Generator().manual_seed(0))
     ready = {which: CLOCKS[setup.clock](partial(runner, images), images.device) for which, runner in runners.items()}
     for function in ready.values():
         function.call()
-    found = _in_turns(ready, setup.rounds)
+    found = in_turns(ready, setup.rounds)
     lines = []
-    for (runtime, name), seconds in found.items():
-        ratios = [whole / ours for whole, ours in zip(found[runtime, WHOLE], seconds, strict=True)]
+    for which, seconds in found.items():
+        runtime, _, name = which.partition("/")
+        unpruned = found[f"{runtime}/{WHOLE}"]
+        ratios = [whole / ours for whole, ours in zip(unpruned, seconds, strict=True)]
         median, spread = middle(seconds)
         speedup, speedup_spread = middle(ratios)
         lines.append({
             "batch": batch, "runtime": runtime, "network": name, "seconds": median, "spread": spread,
             "fastest": min(seconds), "speedup": speedup, "speedup_spread": speedup_spread,
-            "speedup_of_fastest": min(found[runtime, WHOLE]) / min(seconds),
+            "speedup_of_fastest": min(unpruned) / min(seconds),
         })  # fmt: skip
     return lines
 
@@ -195,12 +193,6 @@ def _by_process(function: Callable[[], Any], device: torch.device) -> Ready:
 
 
 CLOCKS = {"wall": make_ready, "cpu": _by_process}
-
-
-def _in_turns(ready: Mapping[Which, Ready], rounds: int) -> dict[Which, list[float]]:
-    names = {"/".join(which): which for which in ready}
-    found = in_turns({name: ready[which] for name, which in names.items()}, rounds)
-    return {names[name]: seconds for name, seconds in found.items()}
 
 
 def _runner(runtime: str, variant: Variant) -> Runner:
@@ -258,24 +250,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every model and print the tables."""
-    from benchmarks.export import Setup, about, measure
-    from ifso.errors import IfsoError
-
     if args.weights and len(args.models) != 1:
         raise IfsoError("--weights are those of one network; give one --models with them")
     set_threads(args)
+    names = ("weights", "macs", "round_to", "criterion", "rounds", "clock", "seed")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options |= {"batches": tuple(args.batches), "runtimes": tuple(args.runtimes)}
     with chatter_to_stderr():
-        results = [
-            measure(
-                Setup(
-                    model=model, weights=args.weights, macs=args.macs, round_to=args.round_to,
-                    criterion=args.criterion, batches=tuple(args.batches), runtimes=tuple(args.runtimes),
-                    rounds=args.rounds, clock=args.clock, seed=args.seed,
-                ),
-                say,
-            )
-            for model in args.models
-        ]  # fmt: skip
+        results = [measure(Setup(model, **options), say) for model in args.models]
         where = about()
     if args.json:
         print_json({"bench": "export", **where, "results": results})
@@ -285,27 +267,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(result: dict[str, Any], where: dict[str, Any]) -> Table:
-    from rich.table import Table
-
     hardware, sizes = where["hardware"], "×".join(map(str, result["input"][1:]))
     title = (
         f"Export: {result['model']} to {result['macs']:.0%} of its MACs by {result['criterion']}, {sizes}; "
         f"{hardware['cpu']}, {hardware['threads']} threads, torch {where['torch']}, "
         f"onnxruntime {where['onnxruntime'] or 'not installed'}, {result['rounds']} rounds, {result['clock']} clock"
     )
-    table = Table(title=title, caption=CAPTION, title_justify="left", caption_justify="left")
-    table.add_column("network")
-    for heading in ("MACs", "÷ 8", "batch", "runtime", "ms", "faster"):
-        table.add_column(heading, justify="right")
+    rows = []
     for line in result["timings"]:
         network = result["networks"][line["network"]]
-        table.add_row(
-            line["network"],
-            f"{amount(network['macs'])} (×{1 / network['macs_share']:.2f})",
-            f"{network['multiples_of_8']:.0%}",
-            str(line["batch"]),
-            line["runtime"],
-            f"{line['seconds'] * 1e3:.2f} ± {line['spread'] * 5e2:.2f}",
-            f"×{line['speedup']:.2f} ± {line['speedup_spread'] / 2:.2f}",
-        )
-    return table
+        macs = f"{amount(network['macs'])} (×{1 / network['macs_share']:.2f})"
+        took = f"{line['seconds'] * 1e3:.2f} ± {line['spread'] * 5e2:.2f}"
+        faster = f"×{line['speedup']:.2f} ± {line['speedup_spread'] / 2:.2f}"
+        share = f"{network['multiples_of_8']:.0%}"
+        rows.append((line["network"], macs, share, str(line["batch"]), line["runtime"], took, faster))
+    return table(("network", "MACs", "÷ 8", "batch", "runtime", "ms", "faster"), rows, title=title, caption=CAPTION)

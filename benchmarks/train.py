@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from torch import nn
 
 import ifso
 from ifso.cli.bench import add_machine, set_threads
-from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, table, write_json
 from ifso.common.devices import usable_device
 from ifso.common.timing import in_turns, machine, make_ready, middle
 from ifso.data import open_data
@@ -26,16 +25,15 @@ from ifso.errors import BudgetError, DataError, IfsoError
 from ifso.models.registry import network_for
 from ifso.surgery.recipe import recipe_of
 from ifso.tasks.classification import cross_entropy
-from ifso.training.epoch_steps import PlainSteps, Steps
 from ifso.training.padded_finetune import Padding
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
+from ifso.training.steps import PlainSteps, Steps
 from ifso.training.trainer import Trainer, fit_side_by_side, seeded_rng
 from ifso.training.triton_conv import available, narrow_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
-
 
 GENERATED = "generated"
 
@@ -319,8 +317,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the table."""
-    from benchmarks.train import Setup, measure
-
     if args.threads is not None and args.threads < 1:
         raise IfsoError(f"--threads {args.threads}: give 1 or more")
     set_threads(args)
@@ -333,7 +329,7 @@ def run(args: argparse.Namespace) -> int:
     def keep(result: dict[str, Any]) -> dict[str, Any]:
         document = {"bench": "train", "result": result}
         if args.out is not None:
-            _write(document, args.out)
+            write_json(args.out, document)
         return document
 
     with chatter_to_stderr():
@@ -346,23 +342,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(document: dict[str, Any], path: Path) -> None:
-    from ifso.common.files import delivering
-
-    try:
-        with delivering(path) as new:
-            new.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
     return [f"* {row['shape']}, {row['way']}: {note}" for row in rows for note in row["notes"]]
 
 
 def _table(result: dict[str, Any]) -> Table:
-    from rich.table import Table
-
     layout = "channels last" if result["channels_last"] else "channels first"
     compiled = ", compiled" if result["compile"] else ""
     title = (
@@ -370,18 +354,13 @@ def _table(result: dict[str, Any]) -> Table:
         f"{result['data']} images; {result['device_name']}, {result['precision']}, {layout}{compiled}, "
         f"torch {result['torch']}"
     )
-    caption = CAPTION.format(**result["projected"])
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     counts = list(dict.fromkeys(count for row in result["rows"] for count in row["side_by_side"]))
-    table.add_column("shape")
-    table.add_column("steps")
-    for heading in ("MACs", "ms", "± ms", "floor ms", *(f"× {count}" for count in counts), "projected s"):
-        table.add_column(heading, justify="right")
+    headings = ("shape", "steps", "MACs", "ms", "± ms", "floor ms", *(f"× {count}" for count in counts), "projected s")
+    rows = []
     for row in result["rows"]:
         times = [f"{1000 * row[name]:.2f}" for name in ("step_seconds", "spread", "floor_seconds")]
         found = row["side_by_side"]
         ratios = [f"{found[count]['throughput']:.2f}" if count in found else "–" for count in counts]
-        mark = " *" if row["notes"] else ""
-        projected = f"{row['projected_seconds']:.0f}"
-        table.add_row(row["shape"], row["way"] + mark, f"{row['macs']:.1%}", *times, *ratios, projected)
-    return table
+        way, projected = row["way"] + (" *" if row["notes"] else ""), f"{row['projected_seconds']:.0f}"
+        rows.append((row["shape"], way, f"{row['macs']:.1%}", *times, *ratios, projected))
+    return table(headings, rows, title=title, caption=CAPTION.format(**result["projected"]), left=2)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.gpu_zoo.networks import Entry
 from benchmarks.lively import calibrate_, perturb_
-from ifso.common.loss_fn import LossFn
+from ifso.common.loss_fn import LossFn, is_random
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso.models import create_model, default_inputs
@@ -32,9 +32,6 @@ ALL_REGIONS = {
     "box_batch_size_per_image": 2**10,
 }
 """All of few regions count for the loss, so that none are drawn by lot: every device would draw others."""
-
-_BY_LOT = ("drop", "stochasticdepth")
-"""Parts of the class names of modules that leave something out at random."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def still_(model: nn.Module) -> nn.Module:
     """Train mode, but for modules that leave something out at random."""
     model.train()
     for module in model.modules():
-        if not list(module.children()) and any(part in type(module).__name__.lower() for part in _BY_LOT):
+        if is_random(module):
             module.eval()
     return model
 

@@ -96,12 +96,13 @@ def examine(entry: Entry, setup: Setup) -> Iterator[Found]:
     failed: dict[str, str] = {}
     with tensor_cores("float32"):
         for name, needs, work in stages:
-            if any(getattr(exam, need) is None for need in needs):
+            parts = [getattr(exam, need) for need in needs]
+            if any(part is None for part in parts):
                 continue
             yield {"stage": name}
             begun = time.perf_counter()
             try:
-                found = work()
+                found = work(*parts)
                 exam.synchronize()
                 yield {**found, f"{name}_s": round(time.perf_counter() - begun, 2)}
             except Exception as error:
@@ -131,8 +132,8 @@ def poisoned(reason: str) -> bool:
 
 
 T = TypeVar("T")
-Stage = tuple[str, tuple[str, ...], Callable[[], Found]]
-"""Its name, the parts of an examination that it needs, and what it does."""
+Stage = tuple[str, tuple[str, ...], Callable[..., Found]]
+"""Its name, the parts of an examination that it needs, and what it does with them."""
 
 
 class _Exam:
@@ -173,15 +174,15 @@ class _Exam:
         compared: list[Stage] = [
             ("small", (), self._build_small),
             ("small_scores", ("small",), self._score_small),
-            ("rank", ("sample", "found"), self._rank),
+            ("rank", ("small", "sample", "found"), self._rank),
         ]
         own: list[Stage] = [
             ("build", (), self._build),
             ("trace", ("native",), self._trace),
-            ("step", ("graph",), self._first_step),
-            ("score", ("graph",), self._score),
-            ("times", ("graph",), self._times),
-            ("prune", ("graph",), self._prune),
+            ("step", ("native", "graph"), self._first_step),
+            ("score", ("native", "graph"), self._score),
+            ("times", ("native", "graph"), self._times),
+            ("prune", ("native", "graph"), self._prune),
         ]
         return [*compared, *own] if self.setup.float64 else own
 
@@ -205,57 +206,51 @@ class _Exam:
         self._sums = zoo_float64.sums_of(self.small.model, _images(self.small.feed(SEED)))
         return {"small_input": self.small.words}
 
-    def _score_small(self) -> Found:
+    def _score_small(self, small: Case) -> Found:
         """Scores of the small batch in float32 on the device."""
-        assert self.small is not None
-        batch = on(self.device, self.small.feed(SEED))
-        model, loss_fn = moved_(self.small.model, self.device), self.small.loss_fn
-        graph = self._trace_small(batch)
+        batch = on(self.device, small.feed(SEED))
+        model, loss_fn = moved_(small.model, self.device), small.loss_fn
+        graph = self._trace_small(small, batch)
         sample = self.sample = Sample.of(graph)
         still_(model)
         self.found = self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
         return {}
 
-    def _trace_small(self, batch: Any) -> ChannelGraph:
-        assert self.small is not None
-        self._small_graph = ifso.trace(self.small.model.eval(), self.small.example(batch))
+    def _trace_small(self, small: Case, batch: Any) -> ChannelGraph:
+        self._small_graph = ifso.trace(small.model.eval(), small.example(batch))
         return self._small_graph
 
-    def _in_float64(self, device: torch.device) -> dict[str, Tensor]:
+    def _in_float64(self, small: Case, device: torch.device) -> dict[str, Tensor]:
         """The same scores in float64."""
-        assert self.small is not None
         assert self._small_graph is not None
-        graph, sample, loss_fn = self._small_graph, Sample.of(self._small_graph), self.small.loss_fn
-        model = still_(moved_(self.small.model, device, torch.float64))
-        batch = on(device, self.small.feed(SEED), torch.float64)
+        graph, sample, loss_fn = self._small_graph, Sample.of(self._small_graph), small.loss_fn
+        model = still_(moved_(small.model, device, torch.float64))
+        batch = on(device, small.feed(SEED), torch.float64)
         try:
             with _float64_by_default():
                 return self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
         finally:
             moved_(model, device, torch.float32)
 
-    def _only_float64(self) -> Found:
-        assert self.small is not None
+    def _only_float64(self, small: Case) -> Found:
         assert self.setup.kept is not None
-        self._trace_small(self.small.feed(SEED))
-        scores = self._in_float64(torch.device("cpu"))
+        self._trace_small(small, small.feed(SEED))
+        scores = self._in_float64(small, torch.device("cpu"))
         path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
         zoo_float64.write(path, scores, self._sums, {**about("cpu"), "network": self.entry.key})
         return {}
 
-    def _rank(self) -> Found:
-        assert self.sample is not None
-        assert self.found is not None
+    def _rank(self, small: Case, sample: Sample, scores: dict[str, Tensor]) -> Found:
         exact = None
         if self.setup.kept is not None:
             path = zoo_float64.path_of(Path(self.setup.kept), self.entry)
-            exact = zoo_float64.read(path, self._sums, len(self.sample.units))
+            exact = zoo_float64.read(path, self._sums, len(sample.units))
         where = "cpu" if exact is not None else self.device.type
-        exact = exact or self._in_float64(self.device)
-        ranks = {name: self.sample.rank(self.found[name], exact[name]) for name in self.found if name in exact}
+        exact = exact or self._in_float64(small, self.device)
+        ranks = {name: sample.rank(scores[name], exact[name]) for name in scores if name in exact}
         return {
             "float64_on": where,
-            "compared_units": len(self.sample.units),
+            "compared_units": len(sample.units),
             "rank": {name: rank[0] for name, rank in ranks.items()},
             "rank_in_groups": {name: rank[1] for name, rank in ranks.items()},
         }
@@ -269,30 +264,26 @@ class _Exam:
         params = sum(parameter.numel() for parameter in self.native.model.parameters())
         return {"input": self.native.words, "params": params}
 
-    def _trace(self) -> Found:
-        assert self.native is not None
-        model = self.native.model.eval()
-        graph = ifso.trace(model, self._example())
+    def _trace(self, native: Case) -> Found:
+        model = native.model.eval()
+        graph = ifso.trace(model, self._example(native))
         if not graph.num_units:
             raise IfsoError("nothing in the network can be pruned")
         model.train()
         self.graph = graph
         return {"groups": len(graph.groups), "units": graph.num_units}
 
-    def _example(self) -> Any:
-        assert self.native is not None
-        return on(self.device, self.native.example(self.native.feed(SEED)))
+    def _example(self, native: Case) -> Any:
+        return on(self.device, native.example(native.feed(SEED)))
 
-    def _score(self) -> Found:
+    def _score(self, native: Case, graph: ChannelGraph) -> Found:
         """Both scores as a user gets them, finite or an error, and the memory they take."""
-        assert self.native is not None
-        assert self.graph is not None
-        case, graph, batch = self.native, self.graph, on(self.device, self.native.feed(SEED))
+        batch = on(self.device, native.feed(SEED))
 
         def share_of_zeros(name: str) -> float:
             scores = dict[str, Tensor]()
             self._peaks[name] = peak_bytes(
-                lambda: scores.update(ifso.score(case.model, graph, case.loss_fn, [batch], name)), self.device
+                lambda: scores.update(ifso.score(native.model, graph, native.loss_fn, [batch], name)), self.device
             )
             return float((torch.cat(list(scores.values())) == 0).double().mean())
 
@@ -300,14 +291,12 @@ class _Exam:
         refused = {"refused": self._refused} if self._refused else {}
         return {"scored": list(zeros), "zero_scores": zeros, "peak_bytes": dict(self._peaks), **refused}
 
-    def _functions(self) -> dict[str, Callable[[], Any]]:
+    def _functions(self, native: Case, graph: ChannelGraph) -> dict[str, Callable[[], Any]]:
         """A gradient and the scores, of the same batch."""
-        assert self.native is not None
-        assert self.graph is not None
-        model, loss_fn = self.native.model.train(), self.native.loss_fn
-        batch = on(self.device, self.native.feed(SEED))
+        model, loss_fn = native.model.train(), native.loss_fn
+        batch = on(self.device, native.feed(SEED))
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        task = Task(model, self.graph, loss_fn, self.graph.kept(None))
+        task = Task(model, graph, loss_fn, graph.kept(None))
         functions: dict[str, Callable[[], Any]] = {
             "gradient": lambda: torch.autograd.grad(loss_fn(model, batch), weights, allow_unused=True)
         }
@@ -316,23 +305,25 @@ class _Exam:
                 functions[name] = partial(create(name).units, task, batch)
         return functions
 
-    def _times(self) -> Found:
-        ready = {name: Ready(each, each, self.device, captured=False) for name, each in self._functions().items()}
+    def _times(self, native: Case, graph: ChannelGraph) -> Found:
+        ready = {
+            name: Ready(each, each, self.device, captured=False)
+            for name, each in self._functions(native, graph).items()
+        }
         self.synchronize()
         return {"seconds": _seconds(in_turns(ready, self.setup.repeats))}
 
-    def _first_step(self) -> Found:
+    def _first_step(self, native: Case, _: ChannelGraph) -> Found:
         told = dict[str, float]()
-        self._peaks["step"] = peak_bytes(lambda: told.update(self._step()), self.device)
+        self._peaks["step"] = peak_bytes(lambda: told.update(self._step(native)), self.device)
         return {"step": told, "peak_bytes": dict(self._peaks)}
 
-    def _step(self) -> dict[str, float]:
+    def _step(self, native: Case) -> dict[str, float]:
         """A step of training: its loss, and the share of the weights' tensors that have a gradient."""
-        assert self.native is not None
-        model, batch = self.native.model.train(), on(self.device, self.native.feed(SEED))
+        model, batch = native.model.train(), on(self.device, native.feed(SEED))
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9)
-        loss = self.native.loss_fn(model, batch)
+        loss = native.loss_fn(model, batch)
         loss.backward()
         optimizer.step()
         grads = [weight.grad for weight in weights if weight.grad is not None]
@@ -343,21 +334,19 @@ class _Exam:
             raise IfsoError(f"a loss of {float(loss):g} or its gradients are not finite")
         return {"loss": float(loss), "gradients": float((sizes > 0).sum()) / len(weights)}
 
-    def _prune(self) -> Found:
+    def _prune(self, native: Case, _: ChannelGraph) -> Found:
         """One stage of the default run, and a step of training after it."""
-        assert self.native is not None
-        case = self.native
-        batches = [case.feed(SEED + 1 + number) for number in range(CALIBRATION_BATCHES)]
+        batches = [native.feed(SEED + 1 + number) for number in range(CALIBRATION_BATCHES)]
         self.graph = None
         result = ifso.prune(
-            case.model.eval(), batches, case.loss_fn, budget=ifso.Budget(macs=KEPT), example_inputs=self._example(),
-            calibration=CALIBRATION_BATCHES * self.setup.batch, progress=False,
+            native.model.eval(), batches, native.loss_fn, budget=ifso.Budget(macs=KEPT),
+            example_inputs=self._example(native), calibration=CALIBRATION_BATCHES * self.setup.batch, progress=False,
         )  # fmt: skip
         pruned = {
             "macs": result.shares["macs"], "params": result.shares["params"], "stages": len(result.stages),
             "removed_units": result.removed_units, "seconds": result.seconds,
         }  # fmt: skip
-        return {"pruned": pruned, "step_after": self._step()}
+        return {"pruned": pruned, "step_after": self._step(native)}
 
 
 @contextmanager

@@ -7,9 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.gpu_zoo import float64 as zoo_float64
@@ -66,7 +66,7 @@ LEAST_SECONDS = 5.0
 """With less time left, no network is begun."""
 
 
-class _Queue:
+class _Queue(AbstractContextManager["_Queue"]):
     """Networks that are left, cheap ones first, taken by several threads with a process each."""
 
     def __init__(
@@ -78,10 +78,7 @@ class _Queue:
         self._end = float("inf") if limits.minutes is None else time.monotonic() + 60 * limits.minutes
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
-    def __enter__(self) -> _Queue:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Whoever leaves early, as by Ctrl-C, leaves networks under way for the next run."""
         self._stopped.set()
 

@@ -7,10 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any
 
 from benchmarks.gpu_zoo.examine import Found, Setup, about, examine, poisoned, reason_of
@@ -30,7 +30,7 @@ def gave_up(row: Found) -> bool:
     return any(reason.startswith(GAVE_UP) for reason in row.get("failed", {}).values())
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A process for examinations, begun when it is first needed. It ends with the block, or when ``stopped`` is set."""
 
     def __init__(
@@ -40,10 +40,7 @@ class Worker:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def examine(self, entry: Entry, limit: float) -> Found:

@@ -5,18 +5,33 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from build import SEED, Absent, Case
+from benchmarks.lively import calibrate_, perturb_
+from build import SEED, Absent, Case, finite
 from catalog import LIBRARIES, Entry
-from check import TOLERANCE, VISIBLE, Result, one_line, random_keep, rounded, training
-from condition import calibrate_, perturb_
-from measure import frozen_reasons, prunable_parameters
+from check import (
+    TOLERANCE,
+    VISIBLE,
+    Result,
+    frozen_reasons,
+    one_line,
+    prunable_parameters,
+    random_keep,
+    relative_error,
+    rounded,
+    training,
+)
 from torch import nn
-from values import finite, relative_error, tensors
+
+from ifso.common.tensors import tensors_in
+from ifso.graph.balancing import balance
+from ifso.graph.tracing import trace
+from ifso.surgery.compact import compact_
+from ifso.surgery.mask import masked
 
 MODES = ("eval", "train")
 
@@ -64,26 +79,22 @@ def _condition_(case: Case) -> None:
 
 def _run(case: Case, mode: str) -> Any:
     """The outputs, or the losses, in a mode; the model is in eval mode before and after."""
-    if mode == "eval":
+    with _mode(case.model, mode):
         return case.run()
-    with training(case.model):
-        return case.run()
+
+
+def _mode(model: nn.Module, mode: str) -> AbstractContextManager[None]:
+    """Within it the model, which is in eval mode, is in that mode: to be traced, to run, and to be compacted."""
+    return training(model) if mode == "train" else nullcontext()
 
 
 def _check_mode(case: Case, mode: str, result: Result) -> None:
     """Trace in a mode, remove, and compare in it; a network pruned as it trains must be the same in eval mode, too."""
-    from ifso.graph.balancing import balance
-    from ifso.graph.tracing import trace
-    from ifso.surgery.compact import compact_
-    from ifso.surgery.mask import masked
-
     modes = (mode,) if mode == "eval" else (mode, "eval")
     whole = [_run(case, each) for each in modes]
-    case.model.train(mode == "train")
     torch.manual_seed(SEED)
-    with result.timed(f"{mode}_trace"):
+    with _mode(case.model, mode), result.timed(f"{mode}_trace"):
         graph = trace(case.model, case.training_inputs if mode == "train" else case.inputs)
-    case.model.eval()
     result.values |= {
         f"{mode}_prunable": round(prunable_parameters(case.model, graph), 4),
         f"{mode}_units": graph.num_units,
@@ -97,7 +108,7 @@ def _check_mode(case: Case, mode: str, result: Result) -> None:
     keep = balance(graph, random_keep(graph))
     with masked(case.model, graph, keep):
         soft = [_run(case, each) for each in modes]
-    with training(case.model) if mode == "train" else nullcontext():
+    with _mode(case.model, mode):
         compact_(case.model, graph, keep)
     hard = [_run(case, each) for each in modes]
     for each, *outputs in zip(modes, whole, soft, hard, strict=True):
@@ -122,8 +133,6 @@ def _compare(result: Result, traced: str, mode: str, whole: Any, soft: Any, hard
 def _of_same_shape(whole: Any, soft: Any, hard: Any) -> tuple[list[torch.Tensor], ...]:
     """Only the outputs that lost nothing: features that are returned beside the predictions have fewer channels."""
     kept = [
-        three
-        for three in zip(tensors(whole), tensors(soft), tensors(hard), strict=True)
-        if three[1].shape == three[2].shape
+        three for three in zip(*map(tensors_in, (whole, soft, hard)), strict=True) if three[1].shape == three[2].shape
     ]
     return tuple(map(list, zip(*kept, strict=True))) if kept else ([], [], [])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from benchmarks.lively import calibrate_, perturb_
 from catalog import Entry
 from torch import Tensor, nn
-from values import finite
+
+from ifso.common.tensors import map_tensors, tensors_in
 
 SEED = 0
 SIZES = (64, 96, 112, 128, 160, 192, 224, 256)
@@ -113,6 +115,12 @@ def _realise(candidate: Candidate, double_below: float, device: str) -> Case:
     raise AssertionError("unreachable")
 
 
+def finite(outputs: Any) -> bool:
+    """Whether there are outputs and all are finite."""
+    found = tensors_in(outputs)
+    return bool(found) and all(bool(tensor.isfinite().all()) for tensor in found)
+
+
 def _count(build: Callable[[], nn.Module]) -> int:
     """Number of parameters, without memory for them where the builder allows that."""
     try:
@@ -128,19 +136,11 @@ def _conditioned(candidate: Candidate, notes: list[str], device: str) -> Case:
     model = candidate.build().to(torch.get_default_dtype()).eval()
     perturb_(model, SEED)
     torch.manual_seed(SEED)
-    training = on(device, candidate.training_inputs()) if candidate.training_inputs else None
-    case = Case(model.to(device), on(device, candidate.inputs()), training, notes=list(notes))
+    moved = partial(map_tensors, change=lambda tensor: tensor.to(device))
+    training = moved(candidate.training_inputs()) if candidate.training_inputs else None
+    case = Case(model.to(device), moved(candidate.inputs()), training, notes=list(notes))
     case.ran = calibrate_(model, case.run)
     return case
-
-
-def on(device: str, tree: Any) -> Any:
-    """Nested inputs on a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: on(device, item) for key, item in tree.items()}
-    return type(tree)(on(device, item) for item in tree)
 
 
 def _image(entry: Entry) -> Iterator[Candidate]:

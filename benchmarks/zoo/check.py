@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from build import SEED, Absent, Case, build
+from build import SEED, Absent, Case, build, finite
 from catalog import LIBRARIES, Entry
-from measure import (
-    flag_counts,
-    frozen_reasons,
-    partition,
-    prunable_conv_channels,
-    prunable_parameters,
-)
 from torch import Tensor, nn
-from values import finite, relative_error
+
+from ifso.common.tensors import tensors_in
+from ifso.errors import IfsoError
+from ifso.graph.balancing import balance
+from ifso.graph.channel_graph import STAYS, ChannelGraph
+from ifso.graph.tracing import trace
+from ifso.surgery.compact import compact_
+from ifso.surgery.mask import masked
 
 REMOVED = 0.3
 TOLERANCE = 1e-5
@@ -30,6 +31,11 @@ VISIBLE = 1e-4
 SECOND = "second_"
 """What results of the second round are marked with."""
 ROUND = {"": "", SECOND: "second round: "}
+
+OUTPUT_REASON = "output of the model"
+"""A convolution frozen for a reason with these words computes the final output and is not counted."""
+
+Slice = tuple[str, int, tuple[int, ...]]
 
 
 @dataclass
@@ -55,8 +61,6 @@ class Result:
 
 def check(entry: Entry, double_below: float, device: str = "cpu") -> dict[str, Any]:
     """Everything the table shows about one network. Never raises, except when interrupted."""
-    from ifso.errors import IfsoError
-
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     result = Result()
@@ -79,8 +83,6 @@ def check(entry: Entry, double_below: float, device: str = "cpu") -> dict[str, A
 
 def _check(case: Case, result: Result) -> None:
     """All stages in order."""
-    from ifso.graph.tracing import trace
-
     model = case.model
     result.values |= {
         "params": sum(parameter.numel() for parameter in model.parameters()),
@@ -103,7 +105,7 @@ def _check(case: Case, result: Result) -> None:
         _check_second_round(case, result)
 
 
-def _describe(model: nn.Module, graph: Any, case: Case) -> dict[str, Any]:
+def _describe(model: nn.Module, graph: ChannelGraph, case: Case) -> dict[str, Any]:
     """Numbers of the graph."""
     share = prunable_conv_channels(model, graph, case.ran)
     return {
@@ -118,12 +120,8 @@ def _describe(model: nn.Module, graph: Any, case: Case) -> dict[str, Any]:
     }
 
 
-def _check_removal(case: Case, graph: Any, prefix: str, result: Result) -> None:
+def _check_removal(case: Case, graph: ChannelGraph, prefix: str, result: Result) -> None:
     """Masked against compacted, in eval mode and for detectors in train mode too."""
-    from ifso.graph.balancing import balance
-    from ifso.surgery.compact import compact_
-    from ifso.surgery.mask import masked
-
     result.stage = f"{prefix}balance"
     keep = balance(graph, random_keep(graph))
     removed = sum(int((~choice).sum()) for choice in keep.values())
@@ -147,8 +145,6 @@ def _check_removal(case: Case, graph: Any, prefix: str, result: Result) -> None:
 
 def _check_second_round(case: Case, result: Result) -> None:
     """The smaller network must be traced and pruned again as exactly."""
-    from ifso.graph.tracing import trace
-
     with result.timed(f"{SECOND}trace"):
         graph = trace(case.model, case.inputs)
     if graph.num_units:
@@ -169,7 +165,7 @@ def _compare(result: Result, prefix: str, whole: Any, soft: Any, hard: Any) -> N
         )
 
 
-def random_keep(graph: Any) -> dict[str, Tensor]:
+def random_keep(graph: ChannelGraph) -> dict[str, Tensor]:
     """Remove 30 % of the units of every group, never all of one."""
     generator = torch.Generator().manual_seed(SEED)
     keep = graph.keep_all()
@@ -179,10 +175,8 @@ def random_keep(graph: Any) -> dict[str, Tensor]:
     return keep
 
 
-def _check_training_partition(case: Case, graph: Any, result: Result) -> None:
+def _check_training_partition(case: Case, graph: ChannelGraph, result: Result) -> None:
     """A detector traced in train mode with its losses must couple the same slices as in eval mode."""
-    from ifso.graph.tracing import trace
-
     with training(case.model), result.timed("training_trace"):
         torch.manual_seed(SEED)
         training_graph = trace(case.model, case.training_inputs)
@@ -242,3 +236,77 @@ def one_line(text: str, most: int = 300) -> str:
     """
     text = " ".join(text.replace(str(Path(__file__).resolve().parents[1]), "").split())
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def prunable_parameters(model: nn.Module, graph: ChannelGraph) -> float:
+    """Share of the parameter elements that at least one unit owns."""
+    prunable = total = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if name in graph.layouts:
+            owned = torch.zeros((), dtype=torch.bool)
+            for layer in graph.layouts[name].layers:
+                owned = owned | (layer != STAYS)
+            prunable += int(owned.sum()) * (parameter.numel() // max(owned.numel(), 1))
+    return prunable / max(total, 1)
+
+
+def prunable_conv_channels(model: nn.Module, graph: ChannelGraph, ran: set[str]) -> float | None:
+    """Share of the output channels of the convolutions that ran, the final ones left out; None if there are none."""
+    owned: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for group in graph.groups:
+        for member in group.members:
+            owned[member.parameter, member.dim].update(i for index in member.index for i in index)
+    final = {(frozen.parameter, frozen.dim) for frozen in graph.frozen if OUTPUT_REASON in frozen.reason.lower()}
+    prunable = total = 0
+    for name, module in model.named_modules():
+        if name not in ran or not isinstance(module, nn.modules.conv._ConvNd):
+            continue
+        axis = (f"{name}.weight", 1 if module.transposed else 0)
+        if axis not in final:
+            total += module.out_channels
+            prunable += len(owned[axis]) * (module.groups if module.transposed else 1)
+    return prunable / total if total else None
+
+
+def partition(graph: ChannelGraph) -> set[frozenset[Slice]]:
+    """The coupling alone: for each unit the parameter slices that go with it, whatever groups and units are called."""
+    units = set()
+    for group in graph.groups:
+        for unit in range(group.size):
+            units.add(frozenset((member.parameter, member.dim, member.index[unit]) for member in group.members))
+    return units
+
+
+def frozen_reasons(graph: ChannelGraph, most: int = 3) -> list[list]:
+    """The most frequent reasons with the number of parameter axes."""
+    return [[reason, count] for reason, count in Counter(frozen.reason for frozen in graph.frozen).most_common(most)]
+
+
+def flag_counts(graph: ChannelGraph) -> dict[str, int]:
+    """How many groups carry each flag."""
+    return dict(sorted(Counter(flag for group in graph.groups for flag in group.flags).items()))
+
+
+def relative_error(reference: Any, other: Any) -> float:
+    """max |a - b| / max |a|, the largest over all output tensors; infinite where shapes differ.
+
+    >>> import torch
+    >>> relative_error([torch.tensor([1.0, -4.0])], [torch.tensor([1.0, -3.0])])
+    0.25
+    >>> relative_error(torch.zeros(2), torch.zeros(3))
+    inf
+    """
+    expected, found = tensors_in(reference), tensors_in(other)
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+        return float("inf")
+    return max((_relative(a, b) for a, b in zip(expected, found, strict=True)), default=float("inf"))
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    difference = float((a - b).abs().max()) if a.numel() else 0.0
+    if difference == 0:
+        return 0.0
+    scale = float(a.abs().max())
+    return difference / scale if scale else float("inf")

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # where ``benchmarks`` is
+
 import table
-import third_party_table
 from catalog import LIBRARIES, SETS, Entry, entries, write_timm_choices
 from pool import Limits, run_all
 
@@ -142,10 +143,10 @@ def save(out: Path, document: dict[str, Any]) -> None:
 
 def write_page(out: Path, document: dict[str, Any], which: str) -> None:
     """Render OUT.md and print its headline."""
-    page = third_party_table if which == "third-party" else table
+    render, headline = table.THIRD_PARTY if which == "third-party" else table.ZOO
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(out.name + ".md").write_text(page.render(document))
-    print("\n".join(page.headline(document["results"])))
+    out.with_name(out.name + ".md").write_text(render(document))
+    print("\n".join(headline(document["results"])))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ COMMANDS = {
     "run": ("train, prune and fine-tune whatever of STUDY is not done yet", "commands.run"),
     "list": ("show what would be run and how far it is; without a name, all studies", "commands.list_runs"),
     "table": ("show the tables of what is in DIR/results", "commands.show_tables"),
-    "draw": ("draw the figures of what is there into DIR/figures: figure1, figure3 … figure8", "figures.drawing.run"),
+    "draw": ("draw the figures of what is there into DIR/figures: figure1, figure3 … figure8", "drawing.run"),
     FIGURE1: ("compare estimates with losses after retraining, on small networks", "figure1.study.run"),
     RECIPE: ("compare candidates for the recipe ours on images that are held out", "recipe_search.run"),
 }

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 import ifso
-from ifso.common.files import write_text
-from ifso.common.text import one_line
 from ifso.data.base import AVERAGES, Data
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.tasks.detection import detection_loss
@@ -23,7 +21,7 @@ from ifso.training.profiling import training_peak
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Trainer
 from ifso_repro.jobs import Job, teacher_of
-from ifso_repro.results import AnyResult, DetectionResult, Result
+from ifso_repro.results import AnyResult, DetectionResult, Result, keep_text
 
 if TYPE_CHECKING:
     from ifso_repro.workspace import Workspace
@@ -148,10 +146,7 @@ def memory_of_training(
         "hardware": hardware(str(next(pruned.parameters()).device)),
         "torch": str(torch.__version__),
     }
-    try:
-        write_text(path, json.dumps(measured, indent=1) + "\n")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {one_line(error)}") from error
+    keep_text(path, json.dumps(measured, indent=1) + "\n")
     return measured
 
 

@@ -13,9 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from torch import nn
 import ifso
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.common.devices import usable_device
-from ifso.common.files import write_text
 from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.generated import generated_images
@@ -34,9 +31,10 @@ from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings, training_recipe
-from ifso.training.trainer import RoundRobin, Trainer, TrainerHooks, fit_side_by_side, seeded_rng
+from ifso.training.trainer import Trainer, TrainerHooks, fit_side_by_side, seeded_rng
 from ifso_repro.cli import RECIPE
 from ifso_repro.commands import OUT, refuse_below_one, training_changes
+from ifso_repro.results import keep_text
 from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
@@ -175,29 +173,25 @@ def _compared(
     say: Say,
 ) -> dict[str, list[float]]:
     """The accuracy of every candidate at its end, in the order of seeds; all of them side by side."""
-    tables, scores = TeacherCaches(), {name: dict[int, float]() for name in candidates}
+    tables, lanes = TeacherCaches(), []
     runs = [(name, seed) for seed in range(effort.seeds) for name in candidates]
-    with closing(RoundRobin()) as crew:
-        for name, seed in runs:
-            settings = effort.settings(candidates[name], effort.epochs, seed)
-            shuffled = replace(data, seed=seed)
-            batches, loss_fn = batches_and_loss(shuffled, settings, teacher, caches=tables, networks=len(runs), say=say)
-            lane = Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, hooks=watch())
-            crew.add(lane, partial(_note, scores[name], name, seed, lane, say))
-        try:
-            while crew.size:
-                crew.turn()
-        except torch.OutOfMemoryError as error:
-            raise TrainingError(f"no memory is left for {len(runs)} networks; give fewer --seeds") from error
-    return {name: [tops[seed] for seed in sorted(tops)] for name, tops in scores.items()}
-
-
-def _note(scores: dict[int, float], name: str, seed: int, lane: Trainer, say: Say, failure: IfsoError | None) -> None:
-    for note in lane.notes:
-        say(f"{name}, seed {seed}: {note}")
-    if failure is None:
-        scores[seed] = lane.done[-1].measures["top1"]
-    say(f"{name}, seed {seed}: {failure or f'{scores[seed]:.2f} %'}")
+    for name, seed in runs:
+        settings = effort.settings(candidates[name], effort.epochs, seed)
+        shuffled = replace(data, seed=seed)
+        batches, loss_fn = batches_and_loss(shuffled, settings, teacher, caches=tables, networks=len(runs), say=say)
+        lanes.append(Trainer(copy.deepcopy(pruned), batches, settings, loss_fn=loss_fn, hooks=watch()))
+    try:
+        failures = fit_side_by_side(lanes)
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(f"no memory is left for {len(runs)} networks; give fewer --seeds") from error
+    scores: dict[str, list[float]] = {name: [] for name in candidates}
+    for (name, seed), lane, failure in zip(runs, lanes, failures, strict=True):
+        for note in lane.notes:
+            say(f"{name}, seed {seed}: {note}")
+        if failure is None:
+            scores[name].append(lane.done[-1].measures["top1"])
+        say(f"{name}, seed {seed}: {failure or f'{scores[name][-1]:.2f} %'}")
+    return scores
 
 
 def run(args: argparse.Namespace) -> int:
@@ -207,10 +201,7 @@ def run(args: argparse.Namespace) -> int:
     with chatter_to_stderr():
         choice = _chosen(args)
         path = (args.out or OUT) / "results" / ("smoke" if args.smoke else "") / RECIPE / "choice.json"
-        try:
-            write_text(path, json.dumps(choice, indent=1) + "\n")
-        except OSError as error:
-            raise IfsoError(f"{path} cannot be written: {error.strerror}") from error
+        keep_text(path, json.dumps(choice, indent=1) + "\n")
     if args.json:
         print_json(choice)
     else:

@@ -144,15 +144,19 @@ LATER = ("teacher", "data")
 
 def write(result: AnyResult, folder: Path) -> Path:
     """Write ``folder/NAME.json``, whole or not at all; a smoke result goes into ``folder/smoke/``."""
+    path = path_of(result.name, folder, smoke=result.smoke)
+    keep_text(path, json.dumps(asdict(result), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    return path
+
+
+def keep_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, with the folders it lies in; IfsoError if it cannot be written."""
     from ifso.common.files import write_text
 
-    path = path_of(result.name, folder, smoke=result.smoke)
-    text = json.dumps(asdict(result), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     try:
         write_text(path, text)
     except OSError as error:
         raise IfsoError(f"{path} cannot be written: {one_line(error)}") from error
-    return path
 
 
 def path_of(name: str, folder: Path, *, smoke: bool = False) -> Path:

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.common.text import one_line
-from ifso.errors import IfsoError
 from ifso_repro.config import find_row, find_study, studies, study
 from ifso_repro.jobs import Job
-from ifso_repro.results import AnyResult
+from ifso_repro.results import AnyResult, keep_text
 from ifso_repro.schema import TAUGHT, Study
 from ifso_repro.statistics import Difference, Runs, Spread, last_top1, of_other_networks, otherwise
 from ifso_repro.table_lines import (
@@ -100,13 +98,7 @@ def markdown(results: Iterable[AnyResult], names: Sequence[str] | None = None) -
 
 def write_markdown(results: Iterable[AnyResult], path: Path, names: Sequence[str] | None = None) -> None:
     """Write the page of :func:`markdown` to a file, whole or not at all."""
-    from ifso.common.files import write_text
-
-    text = markdown(results, names)
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise IfsoError(f"{path} cannot be written: {one_line(error)}") from error
+    keep_text(path, markdown(results, names))
 
 
 def grids(name: str, runs: Runs) -> list[Grid]:

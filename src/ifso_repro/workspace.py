@@ -1,4 +1,4 @@
-"""The files of a study: data, unpruned networks, pruned ones and trainings, each made once and kept."""
+"""The files of a study: data, unpruned networks, pruned ones and trainings, each made once and kept; smoke runs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,64 @@ from torch import nn
 import ifso
 from ifso.common.files import replacing, storable, write_tensors
 from ifso.data import Data, open_data
+from ifso.data.generated import generated_boxes, generated_images
 from ifso.errors import DataError, RecipeError
 from ifso.models import load_weights
 from ifso.training.evaluation import evaluate
 from ifso.training.padded_finetune import padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
-from ifso.training.settings import TrainSettings
+from ifso.training.settings import TrainSettings, training_recipe
 from ifso_repro.jobs import Job, method_name
 from ifso_repro.outcomes import detector_measure
 from ifso_repro.provenance import BASE, DATA, facts_of, identity, refuse_other_base, refuse_other_pruning
-from ifso_repro.schema import Row
-from ifso_repro.smoke import SMOKE, SMOKE_BOXES, smoke_data, smoke_prune, smoke_row, smoke_settings
+from ifso_repro.schema import BOXES, Row
+
+SMOKE: Mapping[str, Any] = {"epochs": 1, "batch": 16}
+SMOKE_BOXES: Mapping[str, Any] = {"epochs": 1, "batch": 4, "lr": 0.001, "warm_up_steps": 0}
+"""How a classifier and how a detector is trained."""
+
+SMOKE_PRUNE: Mapping[str, Any] = {"accumulate": 1, "batches_per_score": 1, "batch": 8, "recalibrate": 2}
+SMOKE_REMOVALS = 2
+SMOKE_IMAGES = {"cifar10": 96, "cifar100": 96, "imagenet": 32}
+BOX_IMAGES: Mapping[str, Any] = {"train": 8, "test": 4, "size": (64, 96)}
+DETECTOR = "ifso:retinanet_resnet18_fpn"
+DETECTOR_OPTIONS: Mapping[str, Any] = {"min_size": 64, "max_size": 96}
+
+
+def smoke_data(row: Row, device: str, seed: int) -> Data:
+    """Generated images in the shape of the row's, in the order of ``seed``."""
+    if row.detects:
+        return generated_boxes(**BOX_IMAGES, device=device, seed=seed)
+    images = generated_images(row.data, device=device, seed=seed)
+    first = torch.arange(SMOKE_IMAGES[row.data], device=device)
+    return replace(images, train=images.train.part(first))
+
+
+def smoke_row(row: Row) -> Row:
+    """The row, with a small network in place of a detector."""
+    return replace(row, network=DETECTOR, options=DETECTOR_OPTIONS) if row.detects else row
+
+
+def smoke_settings(row: Row) -> TrainSettings:
+    """How an unpruned network is trained."""
+    return training_recipe("detection", **SMOKE_BOXES) if row.detects else TrainSettings(**SMOKE)
+
+
+def smoke_prune(row: Row) -> dict[str, Any]:
+    """Settings of pruning that end in two or three steps."""
+    units = max(1, int(_units(row.network, row.data) * row.removed / 2 / SMOKE_REMOVALS))
+    return {**SMOKE_PRUNE, **({"batch": 2} if row.detects else {}), "units_per_step": units}
+
+
+@cache
+def _units(network: str, data: str) -> int:
+    detects = data in BOXES
+    images: Any = generated_boxes(**BOX_IMAGES) if detects else generated_images(data)
+    options = DETECTOR_OPTIONS if detects else {}
+    with torch.random.fork_rng(devices=[]):
+        model = ifso.create_model(DETECTOR if detects else network, num_classes=images.num_classes, **options)
+    return ifso.trace(model.eval() if detects else model, images.example_inputs()).num_units
+
 
 BATCH = 128
 NAMES = {"coco": "coco:{},labels=ids", "bccd": "coco:{}"}

@@ -10,7 +10,7 @@ from benchmarks.__main__ import main
 from benchmarks.train import EPOCHS, STEPS_OF_AN_EPOCH, Setup, Way, Workbench, ways
 
 from ifso.errors import DataError
-from ifso.training.epoch_steps import PlainSteps
+from ifso.training.steps import PlainSteps
 from ifso.training.triton_conv import available
 
 torch.set_num_threads(1)

@@ -1,6 +1,9 @@
 """``python -m benchmarks zoo``: what is found out about a network, failures, resuming, and the page."""
 
 import json
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -76,24 +79,24 @@ def test_only_float64_leaves_a_file_that_a_later_run_takes(tmp_path, monkeypatch
     assert "failed" not in found
     assert left([DIGITS], Setup(kept=str(tmp_path), only_float64=True), None, retry=False) == []
     monkeypatch.setattr(zoo._Exam, "_in_float64", None)
-    monkeypatch.setattr(zoo._Exam, "_prune", dict)
+    monkeypatch.setattr(zoo._Exam, "_prune", lambda *_: {})
     again = row_of(kept=str(tmp_path))
     assert again["rank"]["ifso"] > 0.999
 
 
 def test_a_stage_that_fails_leaves_the_others(monkeypatch):
-    def full(exam):
+    def full(*_):
         raise torch.OutOfMemoryError("no room\nfor this")
 
     monkeypatch.setattr(zoo._Exam, "_times", full)
-    monkeypatch.setattr(zoo._Exam, "_prune", lambda exam: {"pruned": {}})
+    monkeypatch.setattr(zoo._Exam, "_prune", lambda *_: {"pruned": {}})
     found = row_of(float64=False)
     assert found["failed"] == {"times": "out of memory: no room for this"}
     assert {"scored", "peak_bytes", "step", "pruned"} <= found.keys()
 
 
 def test_a_lost_gpu_ends_an_examination(monkeypatch):
-    def lost(exam):
+    def lost(*_):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(zoo._Exam, "_trace", lost)
@@ -323,3 +326,26 @@ def test_other_files_are_refused(tmp_path):
     path.write_text(json.dumps({"bench": "choose"}))
     with pytest.raises(IfsoError, match="must hold JSON lines"):
         zoo_record.read([path])
+
+
+def test_the_page_of_the_zoo_is_what_its_results_say(tmp_path):
+    root = Path(__file__).parents[2]
+    (tmp_path / "zoo").mkdir()
+    shutil.copy(root / "docs" / "zoo" / "results.json", tmp_path / "zoo")
+    command = [sys.executable, root / "benchmarks" / "zoo" / "run.py", "table", "--out", tmp_path / "zoo"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "zoo.md").read_text() == (root / "docs" / "zoo.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_network_of_the_zoo_is_checked_as_before(tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "benchmarks" / "zoo" / "run.py", "--only", "torchvision:squeezenet1_1"]
+    subprocess.run([*command, "--jobs", "1", "--out", tmp_path / "zoo"], check=True, stdout=subprocess.DEVNULL)
+    found, known = (
+        json.loads((folder / "results.json").read_text())["results"]["torchvision:squeezenet1_1"]
+        for folder in (tmp_path / "zoo", root / "docs" / "zoo")
+    )
+    assert [found[name] for name in ("status", "groups", "units", "frozen")] == [
+        known[name] for name in ("status", "groups", "units", "frozen")
+    ]

@@ -207,7 +207,7 @@ class TestBadInput:
         argv = [command, "--model", f"{NETS}:retina", "--data", f"coco:{made}/cells", "--out", tmp_path / "run"]
         argv += SHORT if command == "train" else ["--macs", "0.5"]
         with monkeypatch.context() as patched:
-            patched.setattr("ifso.training.train_step.TrainStep.__call__", lambda *_: pytest.fail("a step was made"))
+            patched.setattr("ifso.training.steps.TrainStep.__call__", lambda *_: pytest.fail("a step was made"))
             assert "average precision is computed by faster-coco-eval" in complaint(capsys, *argv)
         assert not (tmp_path / "run").exists()
 

@@ -23,7 +23,7 @@ WORK = {
     "repro recipe --smoke": "ifso_repro.recipe_search.choose",
     "repro table2 --smoke": "ifso_repro.runner.Runner",
     "repro table2 --table": "ifso_repro.commands.read",
-    "repro figure5 --draw": "ifso_repro.figures.drawing.draw_figure",
+    "repro figure5 --draw": "ifso_repro.drawing.draw_figure",
 }
 """A command, and something that it calls."""
 WRITING = ("demo", "train", "prune", "repro")

@@ -14,11 +14,11 @@ from torch import nn
 import ifso
 from ifso.common.plots import DPI, LOOKS, PAGE, STYLE
 from ifso.criteria import registry
+from ifso_repro import curves, drawing
+from ifso_repro.curves import plot
+from ifso_repro.drawing import Source, draw_figure
 from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import summarise
-from ifso_repro.figures import curves, layers
-from ifso_repro.figures.drawing import Source, draw_figure
-from ifso_repro.figures.points import plot
 from ifso_repro.results import write
 from ifso_repro.statistics import Runs
 
@@ -151,35 +151,35 @@ def pruned(tmp_path_factory):
 
 def test_bars_are_the_layers_of_the_smaller_network(pruned):
     model, folder = pruned
-    network = layers.network_of(folder)
+    network = drawing.network_of(folder)
     now = {name: module.weight.shape[0] for name, module in model.named_modules() if hasattr(module, "weight")}
     assert {bar.name: bar.kept for bar in network.bars} == now
     assert [(bar.name, bar.channels) for bar in network.bars] == [("stem", 8), ("inner", 16), ("outer", 8), ("head", 2)]
     assert {bar.name for bar in network.bars if bar.coupled} == {"stem", "outer"}
     assert network.title.startswith("Small: kept ")
     figure = sheet()
-    layers._fill(figure, [network], "")
+    drawing._fill(figure, [network], "")
     outlines, *solid = figure.axes[0].containers
     assert [bar.get_height() for bar in outlines] == [8, 16, 8, 2]
     assert sorted(bar.get_height() for part in solid for bar in part) == sorted(now.values())
 
 
 def test_many_layers_are_shown_in_per_cent_with_fewer_names(tmp_path):
-    bars = tuple(layers.Bar(f"l{number}", 64, 16 + number % 3, False) for number in range(300))
+    bars = tuple(drawing.Bar(f"l{number}", 64, 16 + number % 3, False) for number in range(300))
     figure = sheet()
-    layers._bars(figure.subplots(), bars, named=True)
+    drawing._bars(figure.subplots(), bars, named=True)
     heights = [bar.get_height() for bar in figure.axes[0].containers[1]]
     assert heights[:3] == pytest.approx([25.0, 100 * 17 / 64, 100 * 18 / 64])
     assert len(heights) == 300
-    assert len(figure.axes[0].get_xticklabels()) <= layers.NAMED
-    svg, _ = layers.draw_layers([layers.Network("deep", bars)], tmp_path / "deep", "deep")
+    assert len(figure.axes[0].get_xticklabels()) <= drawing.NAMED
+    svg, _ = drawing.draw_layers([drawing.Network("deep", bars)], tmp_path / "deep", "deep")
     assert svg.stat().st_size < 500_000
 
 
 def test_names_from_a_model_are_neither_markup_nor_formulas(tmp_path):
     names = ("a$\\frac$", "<script>x</script>")
-    network = layers.Network("$net$ & co", tuple(layers.Bar(each, 4, 2, False) for each in names))
-    svg, _ = layers.draw_layers([network], tmp_path / "odd", "odd")
+    network = drawing.Network("$net$ & co", tuple(drawing.Bar(each, 4, 2, False) for each in names))
+    svg, _ = drawing.draw_layers([network], tmp_path / "odd", "odd")
     assert {*names, "$net$ & co"} <= set(words(svg))
 
 

@@ -8,7 +8,7 @@ from made_up import job_of, result, seeds
 
 from ifso.errors import IfsoError
 from ifso_repro.config import study
-from ifso_repro.figures.points import load, plot
+from ifso_repro.curves import load, plot
 from ifso_repro.results import write
 from ifso_repro.statistics import Runs
 

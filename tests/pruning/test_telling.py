@@ -12,8 +12,7 @@ from torch import nn
 import ifso
 from ifso.costs.cost import count
 from ifso.errors import RunError
-from ifso.pruning.recovery import Measure
-from ifso.pruning.result import PruneResult
+from ifso.pruning.result import Measure, PruneResult
 from ifso.pruning.verify import Check
 
 GOLDEN = """\

@@ -22,9 +22,8 @@ from ifso_repro.jobs import Job
 from ifso_repro.results import DetectionResult, Result, read, read_file, write
 from ifso_repro.runner import Runner
 from ifso_repro.schema import Base, Row
-from ifso_repro.smoke import smoke_settings
 from ifso_repro.tables import LAYERS, markdown, render
-from ifso_repro.workspace import Workspace
+from ifso_repro.workspace import Workspace, smoke_settings
 
 NETWORK = """
 from small_detectors import retina

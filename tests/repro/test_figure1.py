@@ -15,8 +15,7 @@ import torch
 from ifso.bench.correlation import pearson, ranks, spearman, spearman_at_equal_size
 from ifso.cli.main import main
 from ifso.criteria import registry
-from ifso_repro.figure1 import masks
-from ifso_repro.figure1.estimates import DEFAULT_STEPS, evaluations_until, measure, train_
+from ifso_repro.figure1.estimates import DEFAULT_STEPS, draw_masks, evaluations_until, keep, measure, size, train_
 from ifso_repro.figure1.networks import SMOKE, Stop, choose, create
 from ifso_repro.figure1.study import figure1
 from ifso_repro.figure1.summary import EXISTING, path_name
@@ -57,11 +56,11 @@ def test_equal_size_takes_away_what_size_alone_explains():
 
 def test_masks_are_different_and_leave_something_of_every_group():
     problem = create("digits-relu", 0, SMOKE, None)
-    drawn = masks.draw(problem.graph, 20, (2, 4), seed=1)
-    kept = [masks.keep(problem.graph, removed) for removed in drawn]
+    drawn = draw_masks(problem.graph, 20, (2, 4), seed=1)
+    kept = [keep(problem.graph, removed) for removed in drawn]
     assert len({json.dumps(removed) for removed in drawn}) == 20
     assert all(bool(values.any()) for keep in kept for values in keep.values())
-    assert [masks.size(removed) for removed in drawn] == [1] * 7 + [2, 4] * 6 + [2]
+    assert [size(removed) for removed in drawn] == [1] * 7 + [2, 4] * 6 + [2]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -71,7 +70,7 @@ def test_convex_estimates_are_within_five_per_cent_of_retraining(seed):
     trained = train_(problem)
     assert trained["converged"]
     assert trained["largest_gradient"] <= 1e-8
-    for removed in masks.draw(problem.graph, problem.settings.masks, problem.settings.subset_sizes, seed):
+    for removed in draw_masks(problem.graph, problem.settings.masks, problem.settings.subset_sizes, seed):
         row = measure(problem, removed, trained["loss"], first_order=False)
         assert row["retraining"]["converged"]
         assert row["existing"] > row["truth"] > 0
@@ -82,7 +81,7 @@ def test_measuring_leaves_the_trained_weights_as_they_were():
     problem = create("digits-relu", 0, replace(TINY, train=Stop(1e-3, 1e-3, 50, 50)), None)
     loss = train_(problem)["loss"]
     before = {name: value.clone() for name, value in problem.model.state_dict().items()}
-    removed = masks.draw(problem.graph, 3, (), 0)[1]
+    removed = draw_masks(problem.graph, 3, (), 0)[1]
     row = measure(problem, removed, loss, first_order=True)
     assert row["retraining"]["adam"]["gradients"] == 21
     assert all(torch.equal(value, before[name]) for name, value in problem.model.state_dict().items())

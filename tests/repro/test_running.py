@@ -12,8 +12,8 @@ from tiny_rows import AtOnce, few_images, tiny_row
 from ifso.common.files import write_tensors
 from ifso.errors import IfsoError, TrainingError
 from ifso_repro import runner as running
+from ifso_repro.commands import Rank, dealt
 from ifso_repro.jobs import Job
-from ifso_repro.ranks import Rank, dealt
 from ifso_repro.results import Result, read, read_file, write
 from ifso_repro.runner import Runner
 from ifso_repro.schema import Base, Variant

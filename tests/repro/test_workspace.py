@@ -14,8 +14,7 @@ from ifso_repro.config import find_row, study
 from ifso_repro.jobs import Job
 from ifso_repro.provenance import refuse_other_pruning
 from ifso_repro.schema import Variant
-from ifso_repro.smoke import SMOKE_PRUNE
-from ifso_repro.workspace import Workspace, prune_job
+from ifso_repro.workspace import SMOKE_PRUNE, Workspace, prune_job
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
 from ifso.training.checkpoint import check_same_settings
-from ifso.training.epoch_steps import can_capture
 from ifso.training.losses import classification, distillation
 from ifso.training.objective import MixedBatches, batches_and_loss, pasted, rectangles
 from ifso.training.settings import RECIPES, TrainSettings, training_recipe
-from ifso.training.train_step import TrainStep
+from ifso.training.steps import TrainStep, can_capture
 from ifso.training.trainer import Trainer, TrainerHooks, fit, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,7 +17,7 @@ from ifso.training.optimizers import rates
 from ifso.training.profiling import costs_of, time_forward, training_peak
 from ifso.training.runs import SilentTraining, Training, finished_summary, train_side_by_side
 from ifso.training.settings import TrainSettings, training_recipe
-from ifso.training.train_step import TrainStep
+from ifso.training.steps import TrainStep
 from ifso.training.trainer import TrainerHooks, fit
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from ifso.data import open_data
 from ifso.data.from_file import DeviceBatches
 from ifso.errors import DataError, DivergedError
-from ifso.training.epoch_steps import OneEpoch, batches_of
 from ifso.training.settings import TrainSettings
+from ifso.training.steps import OneEpoch, batches_of
 from ifso.training.trainer import TrainerHooks, fit
 
 SETTINGS = TrainSettings(epochs=4, lr=0.1, schedule="constant")

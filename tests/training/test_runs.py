@@ -334,7 +334,7 @@ class TestData:
         def learn(*_):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr("ifso.training.train_step.TrainStep.__call__", learn)
+        monkeypatch.setattr("ifso.training.steps.TrainStep.__call__", learn)
         (outcome,) = trained(training())
         assert isinstance(outcome, TrainingError)
         assert "too little memory for a batch of 128" in str(outcome)

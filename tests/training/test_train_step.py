@@ -12,10 +12,9 @@ from ifso.data import open_data
 from ifso.errors import DataError, ScoreError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import cross_entropy
-from ifso.training.epoch_steps import NO_GRAPH, PlainSteps, can_capture
 from ifso.training.optimizers import rates
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import TrainStep
+from ifso.training.steps import NO_GRAPH, PlainSteps, TrainStep, can_capture
 from ifso.training.trainer import Trainer, fit_side_by_side
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

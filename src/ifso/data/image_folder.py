@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ifso.common.text import one_line
 from ifso.data.base import Data, FolderOptions, Opening, read_options, split
@@ -289,11 +289,7 @@ class JpegData(ImageFolderData):
     """Images that are cut already: without augmentation they are taken as they are."""
 
     def _whole(self) -> Cut:
-        return _unchanged
-
-
-def _unchanged(image: Tensor) -> Tensor:
-    return image
+        return nn.Identity()
 
 
 def open_jpegs(path: str, opening: Opening) -> JpegData:

@@ -129,8 +129,7 @@ class Mixed:
 
     def __post_init__(self) -> None:
         """Refuse what is no share."""
-        number = isinstance(self.incremental, (int, float)) and not isinstance(self.incremental, bool)
-        if not number or math.isnan(self.incremental) or not 0 < self.incremental < 1:
+        if not _is_share(self.incremental):
             raise BudgetError(
                 f"Mixed({self.incremental!r}): give the share of the way that is incremental, between 0 and 1"
             )

@@ -260,36 +260,37 @@ class Floors:
 
     def of(self, parameter: str | None, size: int) -> int:
         """What the layer of that parameter keeps of so many units."""
-        units, share = (
-            _last(_by_pattern(value, usual), parameter) for value, usual in ((self.min_units, 1), (self.min_share, 0.0))
-        )
+        units, share = _last(self.min_units, 1, parameter), _last(self.min_share, 0.0, parameter)
         return max(units, math.ceil(round(share * size, 9)))
 
     def of_group(self, group: Group) -> int | None:
         """What a group keeps of its units; None if nothing is said of it in particular."""
-        makers = [member.parameter for member in group.members if member.role == "produces"]
         if not self.allows(group):
             return group.size
         if not isinstance(self.min_units, Mapping) and not isinstance(self.min_share, Mapping):
             return None
-        return max((self.of(name, group.size) for name in makers), default=None)
+        return max((self.of(name, group.size) for name in _makers(group)), default=None)
 
     def allows(self, group: Group) -> bool:
         """Return whether units of the group may go."""
-        makers = [member.parameter for member in group.members if member.role == "produces"]
-        return not self.only or all(any(fits(maker, name) for name in self.only) for maker in makers)
+        return not self.only or all(any(fits(maker, name) for name in self.only) for maker in _makers(group))
 
     def __str__(self) -> str:
         share = f" or min_share={_words(self.min_share)} of their" if self.min_share else ""
         return f"min_units={_words(self.min_units)}{share}"
 
 
+def _makers(group: Group) -> list[str]:
+    return [member.parameter for member in group.members if member.role == "produces"]
+
+
 def _by_pattern(value: Any, usual: float) -> Mapping[str, Any]:
     return {ALL: usual, **value} if isinstance(value, Mapping) else {ALL: value}
 
 
-def _last(values: Mapping[str, Any], parameter: str | None) -> Any:
+def _last(value: Any, usual: float, parameter: str | None) -> Any:
     """The number of the last pattern that fits; that of all layers where none does."""
+    values = _by_pattern(value, usual)
     chosen = [value for pattern, value in values.items() if parameter is not None and fits(parameter, pattern)]
     return chosen[-1] if chosen else values[ALL]
 

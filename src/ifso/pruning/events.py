@@ -87,17 +87,7 @@ class Listener(Protocol):
 class Silent:
     """Tells nobody."""
 
-    def started(self, plan: Plan) -> None:
-        """Nothing."""
+    def started(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
 
-    def removed(self, removal: Removal) -> None:
-        """Nothing."""
-
-    def staged(self, stage: Stage) -> None:
-        """Nothing."""
-
-    def said(self, line: str) -> None:
-        """Nothing."""
-
-    def finished(self) -> None:
-        """Nothing."""
+    removed = staged = said = finished = started

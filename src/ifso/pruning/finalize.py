@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from ifso.common.batches import not_finite, on_device
 from ifso.common.distributed import copy_from_first_, together
 from ifso.common.module_state import named_tensors
 from ifso.costs.cost import count, recount
 from ifso.errors import DataError, IfsoError
-from ifso.pruning.distillation import distil_, is_better
 from ifso.pruning.latency_budget import keep_latency, measured_latency
 from ifso.pruning.measures import evaluated, loss_of, measure, recalibrate, reconstruct, record_measure
-from ifso.pruning.recovery import Measure, Undo, norms_of, update_weights_
-from ifso.pruning.result import UNDONE, Network, PruneResult, networks_of
+from ifso.pruning.recovery import Undo, distil_, is_better, norms_of, update_weights_
+from ifso.pruning.result import UNDONE, Measure, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
 from ifso.pruning.selection import TOLERANCE, Target
 from ifso.pruning.verify import Check, refuse_failed, worst
@@ -103,17 +102,13 @@ def _recover(run: Run) -> None:
 def _next(run: Run) -> Any:
     batch = on_device(next(run.stream), run.network.device)
     if bool(not_finite(batch)):
-        _refuse(run, *run.stream.position)
+        epoch, index = run.stream.position
+        if run.folder is not None:
+            run.folder.write_model(run.network.model, run.network.recipe())
+        raise DataError(
+            f"batch {index - 1} of epoch {epoch} holds NaN or infinity; the model is pruned, but was not recovered"
+        )
     return batch
-
-
-def _refuse(run: Run, epoch: int, index: int) -> NoReturn:
-    """A batch for the recovery is bad: what was pruned is not lost."""
-    if run.folder is not None:
-        run.folder.write_model(run.network.model, run.network.recipe())
-    raise DataError(
-        f"batch {index - 1} of epoch {epoch} holds NaN or infinity; the model is pruned, but was not recovered"
-    )
 
 
 def _update_weights(run: Run, data: list[Any]) -> None:

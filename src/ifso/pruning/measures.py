@@ -9,9 +9,10 @@ from torch import nn
 
 from ifso.common.distributed import average_over_ranks_, sum_over_ranks
 from ifso.common.torch_state import same_modes
+from ifso.errors import ScoreError
 from ifso.pruning.budget import Budget
 from ifso.pruning.reconstruction import reconstruct_
-from ifso.pruning.recovery import as_numbers, mean_loss, norms_of, recalibrate_
+from ifso.pruning.recovery import mean_loss, norms_of, recalibrate_
 from ifso.pruning.result import Network
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.verify import compare, outputs, refuse_failed
@@ -32,7 +33,19 @@ def evaluated(run: Run, model: nn.Module) -> dict[str, float]:
     """What ``evaluate`` says of a model in eval mode; without it, its loss."""
     with run.progress.timed("measures"), same_modes(model):
         model.eval()
-        return as_numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
+        return _as_numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
+
+
+def _as_numbers(found: Any) -> dict[str, float]:
+    """What ``evaluate`` returned as numbers by name."""
+    values = found if isinstance(found, Mapping) else {"value": found}
+    if not values:
+        raise ScoreError("evaluate returned no numbers; it must return a number or a dict of numbers")
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(found).__name__
+        raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None
 
 
 def measure(run: Run, stage: str) -> None:

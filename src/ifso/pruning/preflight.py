@@ -104,7 +104,9 @@ def checked_batches(
         watched.refuse_infinite()
         return loss
 
-    return batches, reminders(model, graph, settings.budget, together(first_loss), batches[0])
+    flops = FLOPS if settings.budget.in_flops else None
+    notes = _untrained(graph, together(first_loss), batches[0]), _pruned_before(model), flops
+    return batches, [note for note in notes if note]
 
 
 def _first_batches(
@@ -136,12 +138,6 @@ def check_budget(model: nn.Module, traced: Traced, settings: Settings, progress:
             return timed(model, graph, moves, settings)
 
     progress.latency = from_first(together(latency))
-
-
-def reminders(model: nn.Module, graph: ChannelGraph, budget: Budget, loss: float, batch: Any) -> list[str]:
-    """Notes on a network that looks untrained or was pruned before, and on FLOPs; ``loss`` is that of ``batch``."""
-    notes = _untrained(graph, loss, batch), _pruned_before(model), FLOPS if budget.in_flops else None
-    return [note for note in notes if note]
 
 
 def _untrained(graph: ChannelGraph, loss: float, batch: Any) -> str | None:

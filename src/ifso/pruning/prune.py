@@ -35,7 +35,6 @@ from ifso.pruning.run import Progress, Run
 from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
 from ifso.pruning.settings import Settings, settings_of, sgd
 from ifso.pruning.shrinking_network import ShrinkingNetwork
-from ifso.pruning.state import shrink_to_
 from ifso.runs.files import RESUMED, STRUCTURE, holds_run
 from ifso.runs.folder import Checkpoint, RunFolder
 from ifso.runs.structure import structure_of
@@ -276,7 +275,7 @@ def _begin(
         _, tensors, state = checkpoint
         progress = Progress.from_json(state["progress"])
         position = (state["position"][0], state["position"][1])
-        shrink_to_(network, tensors)
+        network.shrink_to_(tensors)
     scoring = ScoringLoop(network, settings.criterion, loss_fn, make_optimizer, capture=not staged)
     if checkpoint is not None:
         scoring.fill_(tensors, state["optimizer"])

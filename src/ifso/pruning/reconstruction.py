@@ -41,10 +41,9 @@ from ifso.criteria.reader_hooks import TRANSPOSED
 from ifso.errors import KeepError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.layouts import compact
-from ifso.pruning.distillation import distance
 from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
 from ifso.pruning.least_squares import PIECE, POSITIONS
-from ifso.pruning.recovery import Undo, norms_of, recalibrate_
+from ifso.pruning.recovery import Undo, distance, norms_of, recalibrate_
 
 GRID = (0.01, 0.1, 1.0, 10.0)
 """λ, in shares of the mean of A's diagonal."""

@@ -1,19 +1,20 @@
-"""What helps the smaller network before it is trained again, and numbers that are not finite."""
+"""What helps the smaller network before it is trained again, what undoes it, and numbers that are not finite."""
 
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ifso.common.batches import not_finite
-from ifso.common.loss_fn import LossFn, scalar, steady_
+from ifso.common.batches import not_finite, on_device
+from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, scalar, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
 from ifso.curvature.loss_change import true_loss_change
@@ -25,14 +26,6 @@ ITERATIONS = 20
 """Of conjugate gradients for ΔW."""
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What ``evaluate`` said about the network after a stage of the run."""
-
-    stage: str
-    values: Mapping[str, float]
 
 
 def norms_of(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
@@ -93,30 +86,41 @@ def _norm(parts: Iterable[Tensor]) -> float:
     return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
 
 
-class Undo:
+class Snapshot:
+    """A copy in memory of tensors that change in place, to return to. ``live`` gives them by name."""
+
+    def __init__(self, live: Callable[[], dict[str, Tensor]]) -> None:
+        self._live = live
+        self.copies: dict[str, Tensor] = {}
+        self.renew()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Copy again; memory is only taken where shapes have changed."""
+        live = self._live()
+        shapes = [[(name, tensor.shape) for name, tensor in side.items()] for side in (live, self.copies)]
+        if shapes[0] != shapes[1]:
+            self.copies = {name: tensor.clone() for name, tensor in live.items()}
+            return
+        torch._foreach_copy_(list(self.copies.values()), list(live.values()))
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Back to the copy."""
+        for name, tensor in self._live().items():
+            if name in self.copies:
+                tensor.copy_(self.copies[name])
+
+
+class Undo(Snapshot):
     """The weights as they were, should a change have done harm."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors = named_tensors(model)
-        self._copies = {name: copy.deepcopy(tensor.detach()) for name, tensor in self._tensors.items()}
+        super().__init__(lambda: named_tensors(model))
 
-    @torch.no_grad()
     def __call__(self) -> None:
         """Back to then."""
-        for name, tensor in self._tensors.items():
-            tensor.copy_(self._copies[name])
-
-
-def as_numbers(found: Any) -> dict[str, float]:
-    """What ``evaluate`` returned as numbers by name."""
-    values = found if isinstance(found, Mapping) else {"value": found}
-    if not values:
-        raise ScoreError("evaluate returned no numbers; it must return a number or a dict of numbers")
-    try:
-        return {str(name): float(value) for name, value in values.items()}
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(found).__name__
-        raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None
+        self.restore_()
 
 
 LOOK_FOR = 20.0
@@ -139,3 +143,95 @@ def first_bad(batches: Iterable[Any]) -> int | None:
         if time.monotonic() - began > LOOK_FOR:
             return None
     return None
+
+
+RATE = 5e-3
+"""The highest learning rate of Adam for a kernel, in shares of the root mean square of its weights."""
+
+
+def distil_(
+    model: nn.Module, teacher: nn.Module, loss_fn: LossFn, batches: Sequence[Any], steps: int, seed: int
+) -> None:
+    """Take steps towards the teacher's outputs, in place. Labels play no part: ``loss_fn`` only calls the network.
+
+    Args:
+        model: the smaller network.
+        teacher: the unpruned one.
+        loss_fn: ``loss_fn(model, batch)`` runs a network on a batch.
+        batches: gone through again and again, in random order.
+        steps: how many, one batch each, with Adam and a learning rate that falls to zero along half a cosine.
+        seed: of the order.
+
+    Raises:
+        ScoreError: if the network has no outputs beside its loss.
+    """
+    device = next(model.parameters()).device
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [one], "lr": RATE * _size(one)} for one in parameters]
+    optimizer = torch.optim.Adam(groups)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    teacher = copy.deepcopy(teacher).to(device)
+    with same_modes(model):
+        first = on_device(batches[0], device)
+        for network in (model, teacher):
+            steady_(network, loss_fn, first)
+            for norm in norms_of(network):
+                norm.train()
+        for number in _order(len(batches), steps, seed):
+            batch = on_device(batches[number], device)
+            with torch.no_grad():
+                wanted = _outputs(teacher, loss_fn, batch)
+            with torch.enable_grad():
+                found = _outputs(model, loss_fn, batch)
+                loss = torch.stack([distance(one, other) for one, other in zip(found, wanted, strict=True)]).sum()
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            falling.step()
+            optimizer.zero_grad()
+
+
+def is_better(after: Mapping[str, float], before: Mapping[str, float]) -> bool:
+    """Return whether the first number is higher or, of a loss or an error, lower.
+
+    >>> is_better({"accuracy": 70.0}, {"accuracy": 68.0}), is_better({"loss": 1.2}, {"loss": 1.1})
+    (True, False)
+    """
+    name = next(iter(after))
+    return after[name] < before[name] if is_loss(name) else after[name] > before[name]
+
+
+def is_loss(name: str) -> bool:
+    """Return whether less is better of a measure of that name.
+
+    >>> is_loss("test_loss"), is_loss("accuracy")
+    (True, False)
+    """
+    return "loss" in name or "error" in name
+
+
+def _size(parameter: Tensor) -> float:
+    """The root mean square of a kernel, or a tenth for what has one dim: norms and biases."""
+    return max(float(parameter.detach().square().mean().sqrt()), 1e-3) if parameter.dim() > 1 else 0.1
+
+
+def _order(batches: int, steps: int, seed: int) -> Iterator[int]:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for start in range(0, steps, batches):
+        order = torch.randperm(batches, generator=generator, device="cpu").tolist()
+        yield from order[: steps - start]
+
+
+def _outputs(network: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
+    with outputs_of(network) as caught:
+        loss_fn(network, batch)
+    found = output_tensors(caught)
+    if not found:
+        raise ScoreError("recover needs a network that returns its outputs; this one returns nothing but its loss")
+    return found
+
+
+def distance(found: Tensor, wanted: Tensor) -> Tensor:
+    """Half the squared distance, in units of the teacher's spread."""
+    return F.mse_loss(found, wanted) / (2 * wanted.float().var().clamp_min(1e-12))

@@ -19,7 +19,6 @@ from ifso.common.text import one_line
 from ifso.costs.cost import Cost, count
 from ifso.errors import RunError, VerificationError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.recovery import Measure
 from ifso.pruning.verify import Check, refuse_failed
 from ifso.runs.files import NETWORKS, SCORES, STRUCTURE, SUMMARY, read_summary, refuse_other_files
 from ifso.runs.folder import RunFolder
@@ -38,6 +37,14 @@ LABELS = {
     "activations": "activations",
     "latency": "latency (model)",
 }
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What ``evaluate`` said about the network after a stage of the run."""
+
+    stage: str
+    values: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -61,15 +68,10 @@ def networks_of(
 
     It is worth what the last measure says that was not undone, and keeps ``shares``.
     """
-    reached = [stage for stage in stages if "budget" in stage]
     found = [
-        Network(
-            stage["budget"],
-            stage["shares"],
-            stage["values"],
-            None if folder is None else folder / NETWORKS / stage["network"],
-        )
-        for stage in reached
+        Network(each["budget"], each["shares"], each["values"], folder and folder / NETWORKS / each["network"])
+        for each in stages
+        if "budget" in each
     ]
     if found and dict(found[-1].shares) == dict(shares):
         values = next(one.values for one in reversed(measures) if not one.stage.endswith(UNDONE))
@@ -191,7 +193,6 @@ class PruneResult:
         }
 
     def __str__(self) -> str:
-
         return told(self)
 
     def _repr_html_(self) -> str:
@@ -221,14 +222,8 @@ def told(result: PruneResult) -> str:
     if result.stages:
         rows, hidden = _stages(result)
         lines += ["", *_aligned(rows), *hidden]
-    if result.floors:
-        lines += ["", f"reached their floor: {_named(result.floors)}"]
-    lines += [
-        "",
-        *(f"{'ok    ' if check.passed else 'FAILED'} {check.name}: {check.detail}" for check in result.checks),
-    ]
-    lines += [f"note: {note}" for note in result.notes]
-    lines += [ANEW] if result.removed_units else []
+    floors, *others = _findings(result, "ok    ", "FAILED")
+    lines += [*(["", floors] if floors else []), "", *others]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -241,11 +236,16 @@ def told_in_html(result: PruneResult) -> str:
         rows, hidden = _stages(result)
         more = "".join(f"<p>{escape(line)}</p>" for line in hidden)
         parts.append(f"<details><summary>{len(result.stages)} stages</summary>{_table(rows)}{more}</details>")
-    lines = [*_budgets(result), *([f"reached their floor: {_named(result.floors)}"] if result.floors else [])]
-    lines += [f"{'✓' if check.passed else '✗ FAILED'} {check.name}: {check.detail}" for check in result.checks]
-    lines += [f"note: {note}" for note in result.notes]
-    lines += [ANEW] if result.removed_units else []
+    lines = filter(None, [*_budgets(result), *_findings(result, "✓", "✗ FAILED")])
     return "\n".join((*parts, f"<p>{'<br>'.join(map(escape, lines))}</p>"))
+
+
+def _findings(result: PruneResult, passed: str, failed: str) -> list[str]:
+    """The groups at their floor (empty if there are none), the checks, the notes and what to do next, a line each."""
+    checks = [f"{passed if check.passed else failed} {check.name}: {check.detail}" for check in result.checks]
+    floors = f"reached their floor: {_named(result.floors)}" if result.floors else ""
+    anew = [ANEW] if result.removed_units else []
+    return [floors, *checks, *(f"note: {note}" for note in result.notes), *anew]
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -264,9 +264,8 @@ def _head(result: PruneResult) -> str:
 
 
 def _costs(result: PruneResult) -> list[Row]:
-
     before, after = result.before.as_dict(), result.after.as_dict()
-    rows: list[tuple[str, ...]] = [("", "before", "after", "kept", "asked for")]
+    rows: list[Row] = [("", "before", "after", "kept", "asked for")]
     for kind, share in result.shares.items():
         numbers = (f"{before[kind]:,}", f"{after[kind]:,}") if kind in before else ("", "")
         asked = f"{result.targets[kind]:.2%}" if kind in result.targets else ""
@@ -293,7 +292,7 @@ def _budgets(result: PruneResult) -> list[str]:
     return lines
 
 
-def _measures(result: PruneResult) -> list[tuple[str, ...]]:
+def _measures(result: PruneResult) -> list[Row]:
     names = list(dict.fromkeys(name for measure in result.measures for name in measure.values))
     stages = [(one.stage, *(_number(one.values.get(name)) for name in names)) for one in result.measures]
     return [("stage", *names), *stages]
@@ -308,7 +307,7 @@ def _stages(result: PruneResult) -> tuple[list[Row], list[str]]:
     rows = [
         (
             f"{stage['stage']}",
-            *(_share(stage["shares"].get(kind)) for kind in kinds),
+            *(_number(stage["shares"].get(kind), ".2%") for kind in kinds),
             f"{stage['units']}",
             *(_number(stage["values"].get(name)) for name in names),
             f"{stage['seconds']:.1f}",
@@ -340,15 +339,11 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" (and {more} more)" if more > 0 else "")
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
+def _number(value: float | None, digits: str = ".4g") -> str:
+    return "" if value is None else f"{value:{digits}}"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: list[Row]) -> list[str]:
     """Rows as lines: the first column to the left, the others to the right.
 
     >>> _aligned([("", "a"), ("long", "12")])
@@ -373,7 +368,7 @@ def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) ->
     compact_(model, graph, keep)
     _fill_(model, folder)
     remember(model, recipe)
-    measures = tuple(_measure(dict(one)) for one in summary["measures"])
+    measures = tuple(Measure(one.pop("stage"), one) for one in map(dict, summary["measures"]))
     result = PruneResult(
         model=model, graph=graph, keep=keep, recipe=recipe, before=count(graph, graph.kept(None)),
         after=count(graph, graph.kept(keep)), targets=summary["targets"], shares=summary["shares"],
@@ -405,7 +400,3 @@ def _fill_(model: nn.Module, folder: RunFolder) -> None:
     stored = load_file(folder.path / WEIGHTS)
     for name, tensor in named_tensors(model).items():
         tensor.copy_(stored[name])
-
-
-def _measure(values: dict[str, Any]) -> Measure:
-    return Measure(values.pop("stage"), values)

@@ -26,14 +26,13 @@ from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
 from ifso.pruning.moves import Move, Moves
-from ifso.pruning.recovery import Evaluate, norms_of
+from ifso.pruning.recovery import Evaluate, Snapshot, norms_of
 from ifso.pruning.result import Network
 from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select
 from ifso.pruning.settings import Settings
-from ifso.pruning.shrinking_network import ShrinkingNetwork
+from ifso.pruning.shrinking_network import ShrinkingNetwork, plain_state_of
 from ifso.pruning.staged import run_stage
-from ifso.pruning.state import Snapshot, plain_state_of
 from ifso.pruning.verify import Check, compare, outputs
 from ifso.runs.folder import RunFolder
 
@@ -126,7 +125,7 @@ class Run:
         """This is a good state: to return to, and to be written."""
         self._good_state: dict[str, Any] | None = None
         self._good.renew()
-        self.progress.seconds = time.perf_counter() - self._began
+        self.progress.seconds = self.seconds
         self._good_state = {
             "progress": copy.deepcopy(finite(vars(self.progress))),
             "position": list(self.stream.position),
@@ -217,19 +216,20 @@ class Run:
     def _step(self, phase: Phase, target: Target) -> None:
         with self.progress.timed("rounds"):
             scores, loss = self._collect(phase.train)
+        made, ranked = self.choose(scores, target, phase.most)
         with self.progress.timed("selection"):
-            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
-            made = select(self.ledger, self.moves, ranked, target, most=phase.most)
-            self.progress.step += 1
             self.scoring.remove_([unit for move in made for unit in move.units])
         self.scores.copy_(scores)
-        if self.folder is not None and self.progress.step == 1:
-            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
-        for move in made:
-            self.record(move, loss)
+        self.record(made, ranked, loss)
         if self.shrink and target.gap(self.ledger.shares()) > 0:
             self.shrink_if_it_pays()
         self.keep_state()
+
+    def choose(self, scores: Tensor, target: Target, most: int | None = None) -> tuple[list[Move], Tensor]:
+        """What is to go by these scores, gone from the ledger already; and the scores by which it was chosen."""
+        with self.progress.timed("selection"):
+            ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
+            return select(self.ledger, self.moves, ranked, target, most=most), ranked
 
     def keep_state(self) -> None:
         """This is where the run goes on if it is interrupted."""
@@ -271,11 +271,18 @@ class Run:
             raise DataError(f"batches up to {index} of epoch {epoch} hold NaN or infinity ({where}); {good}")
         raise DivergedError(f"the loss is no longer finite ({loss}); {good}; a smaller learning rate may help")
 
-    def record(self, move: Move, loss: float) -> None:
-        """Tell everybody, and the folder, what went."""
+    def record(self, made: Sequence[Move], ranked: Tensor, loss: float) -> None:
+        """Tell everybody, and the folder, what went in this step, and by which scores the first units went."""
+        self.progress.step += 1
+        if self.folder is not None and self.progress.step == 1:
+            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
+        for move in made:
+            self._record(move, loss)
+
+    def _record(self, move: Move, loss: float) -> None:
         self._trail.remove(move.units)
         self.progress.removals += 1
-        self.progress.seconds = time.perf_counter() - self._began
+        self.progress.seconds = self.seconds
         removal = Removal(
             self.progress.removals, self.progress.step, self._places(move.units), move.score,
             self._trail.costs(), self._trail.shares(), loss, round(self.progress.seconds, 3),

@@ -23,7 +23,6 @@ from ifso.errors import IfsoError, ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.cuda_round import CapturedRound, SideEffects, can_capture, has_host_counters, side_by_side
 from ifso.pruning.shrinking_network import ShrinkingNetwork
-from ifso.pruning.state import fill_, tensors_of
 
 EAGER_ROUNDS = 2
 """Rounds before one is captured as a CUDA graph: kernels get compiled, momenta made, and side effects seen."""
@@ -97,11 +96,11 @@ class ScoringLoop:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that changes during a run, by name: not copied."""
         removed = {} if self._removed is None else self._removed.tensors()
-        return {**tensors_of(self.network, self.optimizer), **removed}
+        return {**self.network.tensors(self.optimizer), **removed}
 
     def fill_(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        """Load stored tensors; ``plain`` is from :func:`~ifso.pruning.state.plain_state_of`."""
-        fill_(self.network, self.optimizer, tensors, plain)
+        """Load stored tensors; ``plain`` is from :func:`~ifso.pruning.shrinking_network.plain_state_of`."""
+        self.network.fill_(self.optimizer, tensors, plain)
         self._narrow(self._alive)
         for name, tensor in ({} if self._removed is None else self._removed.tensors()).items():
             tensor.copy_(tensors[name])

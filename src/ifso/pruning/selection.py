@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ifso.errors import ScoreError, UnreachableBudget
+from ifso.errors import UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.budget import NORMALIZERS, Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ifso.pruning.cost_tracker import Ledger
-
 
 TOLERANCE = 0.005
 """How far below its target a run may end, as a share of the whole network, if smaller steps exist."""
@@ -233,12 +227,6 @@ def of_budget(targets: Mapping[str, float]) -> str:
     usual = {"conv_macs": "macs", "activations": "memory"}
     first = next(iter(targets))
     return usual.get(first, first)
-
-
-def check_normalizer(name: object) -> None:
-    """Refuse a name that is unknown."""
-    if name not in NORMALIZERS:
-        raise ScoreError(f"normalize={name!r} is unknown; choose one of {', '.join(NORMALIZERS)}")
 
 
 def normalized(scores: Tensor, ledger: Ledger, name: str) -> Tensor:

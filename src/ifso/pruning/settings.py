@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from ifso.criteria.base import Criterion
 from ifso.criteria.registry import create, names
 from ifso.errors import BudgetError, ScoreError
-from ifso.pruning.budget import STAGED, Budget, Mixed, Schedule, phases, usual
+from ifso.pruning.budget import NORMALIZERS, STAGED, Budget, Mixed, Schedule, phases, usual
 from ifso.pruning.constraints import ALL, MinShare, MinUnits
-from ifso.pruning.selection import check_normalizer, of_budget
+from ifso.pruning.selection import of_budget
 from ifso.runs.values import is_number, is_whole
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
@@ -72,7 +72,8 @@ class Settings:
             raise BudgetError(f"budget is {self.budget!r}; give ifso.Budget(macs=0.5), the share kept")
         if self.normalize is None:
             object.__setattr__(self, "normalize", of_budget(self.budget.targets))
-        check_normalizer(self.normalize)
+        if self.normalize not in NORMALIZERS:
+            raise ScoreError(f"normalize={self.normalize!r} is unknown; choose one of {', '.join(NORMALIZERS)}")
         if self.accumulation not in ACCUMULATIONS:
             names = " or ".join(map(repr, ACCUMULATIONS))
             raise BudgetError(f"accumulation={self.accumulation!r} is unknown; choose {names}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ifso.common.module_state import copy_of, named_tensors
 from ifso.common.torch_state import forget_caches, same_modes
 from ifso.costs.cost import count
-from ifso.errors import IfsoError
+from ifso.errors import IfsoError, RunError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 from ifso.graph.layouts import kept_indices, surviving
 from ifso.graph.reductions import ExactReductions
@@ -21,6 +21,9 @@ from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_, round_of
 from ifso.surgery.mask import gain_of
 from ifso.surgery.recipe import Recipe, recipe_of, remember, unchanged
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""How names of tensors in a checkpoint begin."""
 
 
 class ShrinkingNetwork:
@@ -161,6 +164,39 @@ class ShrinkingNetwork:
         now = count(self.graph, self.graph.kept(None)).macs
         return 1 - count(self.graph, self.graph.kept(self._physical_keep(multiple))).macs / max(now, 1)
 
+    def tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Everything that changes, by name: not copied. ``present`` are the units whose slices are still there."""
+        found = {f"{MODEL}{name}": tensor.detach() for name, tensor in named_tensors(self.model).items()}
+        for number, values in optimizer.state_dict()["state"].items():
+            found |= {f"{OPTIMIZER}{number}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
+        return {**found, "kept": self.kept, "present": self.present}
+
+    def shrink_to_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Bring a fresh network to the shape that it had in a checkpoint: before the optimizer is made."""
+        for name in ("kept", "present"):
+            units = self.original.num_units + (name == "kept")
+            if name not in tensors or tensors[name].dtype != torch.bool or tensors[name].shape != (units,):
+                raise RunError(f"the checkpoint does not fit this network of {self.original.num_units} units")
+        self.kept = torch.cat([tensors["present"], torch.ones(1, dtype=torch.bool, device="cpu")])
+        self.compact_()
+        self.kept = tensors["kept"].clone()
+
+    @torch.no_grad()
+    def fill_(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        """Load stored tensors, and into the optimizer what :func:`plain_state_of` gave."""
+        for name, tensor in named_tensors(self.model).items():
+            stored = tensors.get(f"{MODEL}{name}")
+            if stored is None or stored.shape != tensor.shape:
+                shape, found = tuple(tensor.shape), "none" if stored is None else tuple(stored.shape)
+                raise RunError(f"the checkpoint does not fit: {name} has shape {shape}, stored is {found}")
+            tensor.copy_(stored)
+        state: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in plain["state"].items()}
+        for name, stored in tensors.items():
+            if name.startswith(OPTIMIZER):
+                number, _, key = name.removeprefix(OPTIMIZER).partition(".")
+                state.setdefault(int(number), {})[key] = stored.clone()
+        optimizer.load_state_dict({"state": state, "param_groups": plain["groups"]})
+
     def recipe(self) -> Recipe:
         """The whole way as one round after what was removed before the run; remembered for the model."""
         return self._recipe_for(self.model)
@@ -212,6 +248,16 @@ class ShrinkingNetwork:
                 if left.numel() == 1 and int(left) != STAYS:
                     alone[self.numbers[left]] = True
         return alone
+
+
+def plain_state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer remembers that is no tensor."""
+    state = optimizer.state_dict()
+    numbers = {
+        str(number): {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        for number, values in state["state"].items()
+    }
+    return {"state": numbers, "groups": [{**group, "params": list(group["params"])} for group in state["param_groups"]]}
 
 
 def _own_state(optimizer: Optimizer | None, parameter: Tensor) -> list[Tensor]:

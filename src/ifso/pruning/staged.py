@@ -17,11 +17,11 @@ from ifso.common.loss_fn import scalar
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import undisturbed
 from ifso.curvature.weight_space import Reader, readers
-from ifso.pruning.distillation import is_loss
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
 from ifso.pruning.measures import keep_network, measure_in_place
-from ifso.pruning.selection import Target, normalized, select
+from ifso.pruning.recovery import is_loss
+from ifso.pruning.selection import Target
 
 FEW = 4
 """A layer may read so many channels for each sample before a note says that samples are few."""
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 def run_stage(run: Run, phase: Phase, stages: int) -> None:
     """Take a run through one of its ``stages``; it is undone, and the run ends, if the measure falls too far."""
     scores = _scores(run)
-    with run.progress.timed("selection"):
-        ranked = normalized(scores, run.ledger, run.settings.normalize or "none")
-        made = select(run.ledger, run.moves, ranked, Target(phase.budget))
+    made, ranked = run.choose(scores, Target(phase.budget))
     units = [unit for move in made for unit in move.units]
     if run.settings.update and units:
         with run.progress.timed("update"):
@@ -48,11 +46,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     if _fell(run, values):
         _end_before(run, phase, values)
         return
-    run.progress.step += 1
-    if run.folder is not None and run.progress.step == 1:
-        run.folder.write_first_scores(run.network.by_group(ranked.float(), run.network.original))
-    for move in made:
-        run.record(move, math.nan)
+    run.record(made, ranked, math.nan)
     shares, seconds = run.ledger.shares(), round(run.seconds, 3)
     reached = keep_network(run, phase.ends_at, values) if phase.ends_at is not None else {}
     values = reached.get("values", values)

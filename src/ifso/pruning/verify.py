@@ -42,17 +42,13 @@ def outputs(network: ShrinkingNetwork, loss_fn: LossFn, batch: Any) -> list[Tens
     with same_modes(network.model), full_float32(), network.running():
         if network.graph.on_real_tensors:
             with suppress(Exception), in_float64(network.model):
-                return _steadily(network.model, loss_fn, map_tensors(batch, as_float64))
-        return _steadily(network.model, loss_fn, batch)
-
-
-def _steadily(model: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
-    steady_(model, loss_fn, batch)
-    return _run(model, loss_fn, batch)
+                return _run(network.model, loss_fn, map_tensors(batch, as_float64))
+        return _run(network.model, loss_fn, batch)
 
 
 @torch.no_grad()
 def _run(model: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
+    steady_(model, loss_fn, batch)
     with undisturbed(model), outputs_of(model) as found:
         loss = loss_fn(model, batch)
     return [leaf.detach().clone() for leaf in tree_leaves([*found, scalar(loss)]) if isinstance(leaf, Tensor)]

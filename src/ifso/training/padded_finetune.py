@@ -46,7 +46,9 @@ class Padding:
             tensor.data = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
         for number, step in enumerate(recipe.rounds):
             graph = trace(positions, inputs) if number else graph
-            compact_(positions, graph, {group.name: _mask(group.size, group.kept) for group in step.groups})
+            kept = {group.name: torch.tensor(group.kept, dtype=torch.long) for group in step.groups}
+            keep = {group.name: torch.isin(torch.arange(group.size), kept[group.name]) for group in step.groups}
+            compact_(positions, graph, keep)
         self._positions = {name: tensor.detach().long() for name, tensor in named_tensors(positions).items()}
 
     @torch.no_grad()
@@ -129,9 +131,3 @@ def _on_cpu(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to("cpu", torch.float64 if leaf.is_floating_point() else leaf.dtype)
-
-
-def _mask(size: int, kept: tuple[int, ...]) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[list(kept)] = True
-    return mask

@@ -19,7 +19,7 @@ from ifso.data.batches import Augmentation, ExtendedBatches, TrainBatches
 from ifso.data.compatibility import SAMPLES, check_fits, same_random_numbers
 from ifso.errors import IfsoError, TrainingError
 from ifso.tasks.classification import check_same_classes, logits_in
-from ifso.training.detector_distillation import check_distillable_pair
+from ifso.training.losses import check_distillable_pair
 from ifso.training.precision import autocast
 from ifso.training.triton_conv import narrow_layers
 

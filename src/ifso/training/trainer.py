@@ -34,12 +34,11 @@ from ifso.training.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from ifso.training.epoch_steps import CapturedSteps, PlainSteps, Steps, can_capture
 from ifso.training.losses import NamedLosses, classification
 from ifso.training.objective import MixedBatches, MixedFiles
 from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
-from ifso.training.train_step import TrainStep
+from ifso.training.steps import CapturedSteps, PlainSteps, Steps, TrainStep, can_capture
 
 Measures = dict[str, float]
 

@@ -1,4 +1,4 @@
-"""For one network: training to convergence, scores, and for each mask the true loss change and every estimate of it."""
+"""For one network: training to convergence, scores, masks, and for each the true loss change and its estimates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,69 @@ import ifso
 from ifso.common.loss_fn import LossFn
 from ifso.criteria import registry
 from ifso.errors import IfsoError, ScoreError
-from ifso_repro.figure1.masks import Removed, keep, size
-from ifso_repro.figure1.networks import Problem, Stop, cross_entropy
+from ifso.graph.channel_graph import ChannelGraph
+from ifso.tasks.classification import cross_entropy
+from ifso_repro.figure1.networks import Problem, Stop
+
+Removed = dict[str, list[int]]
+_TRIES = 200
+
+
+def draw_masks(graph: ChannelGraph, count: int, sizes: Sequence[int], seed: int) -> list[Removed]:
+    """Up to ``count`` different masks: every single unit, then subsets that take the ``sizes`` in turn.
+
+    Subsets are drawn over all units of the network, and drawn again if a group would be left empty. If there are more
+    single units than ``count``, those are spread over the network.
+    """
+    single = [(unit,) for unit in range(graph.num_units)]
+    if count < len(single):
+        return [_by_group(graph, single[index * len(single) // count]) for index in range(count)]
+    random = torch.Generator().manual_seed(seed)
+    chosen: list[tuple[int, ...]] = list(single)
+    for turn in range(count - len(single) if sizes else 0):
+        subset = _subset(graph, sizes[turn % len(sizes)], set(chosen), random)
+        if subset is not None:
+            chosen.append(subset)
+    return [_by_group(graph, units) for units in chosen]
+
+
+def _subset(
+    graph: ChannelGraph, size: int, taken: set[tuple[int, ...]], random: torch.Generator
+) -> tuple[int, ...] | None:
+    """A new subset of that size, or None if there seems to be none."""
+    for _ in range(_TRIES):
+        units = tuple(sorted(torch.randperm(graph.num_units, generator=random)[:size].tolist()))
+        removed = _by_group(graph, units)
+        if units not in taken and all(len(removed.get(group.name, ())) < group.size for group in graph.groups):
+            return units
+    return None
+
+
+def _by_group(graph: ChannelGraph, units: Sequence[int]) -> Removed:
+    removed: Removed = {}
+    for group in graph.groups:
+        inside = [unit - group.first for unit in units if group.first <= unit < group.first + group.size]
+        if inside:
+            removed[group.name] = inside
+    return removed
+
+
+def keep(graph: ChannelGraph, removed: Removed) -> dict[str, Tensor]:
+    """As :func:`ifso.masked` takes it."""
+    kept = graph.keep_all()
+    for name, units in removed.items():
+        kept[name][units] = False
+    return kept
+
+
+def size(removed: Removed) -> int:
+    """How many units go.
+
+    >>> size({"0": [1, 4], "3": [0]})
+    3
+    """
+    return sum(len(units) for units in removed.values())
+
 
 ADAM_RATE = 1e-2
 

@@ -18,6 +18,7 @@ import ifso
 from ifso.data.cifar import as_images, read_npz
 from ifso.data.digits import digits
 from ifso.errors import IfsoError
+from ifso.tasks.classification import cross_entropy
 
 DIGITS_NETWORKS = ("convex", "digits-relu", "digits-gelu", "digits-residual")
 
@@ -221,11 +222,6 @@ class NarrowResNet(nn.Module):
         """[N, 3, 16, 16] → [N, 10]."""
         x = self.layer3(self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x))))))
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
-
-
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of the images alone."""
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 @dataclass(frozen=True)

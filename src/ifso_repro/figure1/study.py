@@ -35,11 +35,9 @@ from ifso.errors import IfsoError
 from ifso.runs.files import differences
 from ifso_repro.cli import FIGURE1
 from ifso_repro.commands import refuse_below_one
-from ifso_repro.figure1 import masks
-from ifso_repro.figure1.estimates import DEFAULT_STEPS, all_scores, estimates, measure, summed, train_
+from ifso_repro.figure1.estimates import DEFAULT_STEPS, all_scores, draw_masks, estimates, measure, summed, train_
 from ifso_repro.figure1.networks import Settings, checksum, choose, create, data_path
-from ifso_repro.figure1.summary import summarise, tables
-from ifso_repro.figures.loss_change import draw_loss_change
+from ifso_repro.figure1.summary import draw_loss_change, summarise, tables
 
 SETTINGS = "figure1.settings.json"
 
@@ -218,7 +216,7 @@ def run_job(job: Job) -> None:
         scores, refused = all_scores(problem)
         rows = [{**row, "estimates": estimates(problem, row["removed"])} for row in record.rows]
         record.replace({**record.base, "scores": scores, "not_applicable": refused}, rows)
-    drawn = masks.draw(problem.graph, problem.settings.masks, problem.settings.subset_sizes, job.seed)
+    drawn = draw_masks(problem.graph, problem.settings.masks, problem.settings.subset_sizes, job.seed)
     for index in range(len(record.rows), len(drawn)):
         if _STOP is not None and _STOP.is_set():
             return

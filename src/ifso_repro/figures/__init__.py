@@ -1,1 +1,0 @@
-"""The figures of the paper, drawn from what ``ifso repro`` and ``ifso prune`` wrote."""
