@@ -122,7 +122,7 @@ class TestMain:
             ("bench nothing", "'nothing'", "ifso bench"),
             ("bench", "WHAT", "ifso bench"),
             ("inspect m --inptu", "--inptu", "ifso"),
-            ("prune --model m --macs 0.5", "--out", "ifso prune"),
+            ("train --model m", "--out", "ifso train"),
             ("train --out a --lr fast", "--lr", "ifso train"),
             ("repro --seeds many", "--seeds", "ifso repro run"),
         ],

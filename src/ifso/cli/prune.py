@@ -68,7 +68,7 @@ def _names() -> str:
 def run(args: argparse.Namespace) -> int:
     """Prune, and print what came out."""
     if args.out is None and not args.dry_run:
-        raise IfsoError("--out is missing; name the folder of the run")
+        raise IfsoError("--out is missing; name the folder of the run; ifso prune --help shows what can be given")
     if args.dry_run and args.resume:
         raise IfsoError("--dry-run shows what a new run would come to; leave --resume out")
     if args.overwrite and args.resume:
@@ -131,10 +131,10 @@ class _Telling:
         return getattr(self._listener, name)
 
     def started(self, plan: Plan) -> None:
-        """Pass it on, and the lines."""
-        self._listener.started(plan)
+        """Say the lines, and pass it on."""
         for line in self._lines:
             self._listener.said(line)
+        self._listener.started(plan)
 
 
 def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, listener: Listener) -> dict[str, Any]:
