@@ -21,13 +21,13 @@ def measure(name: str, size: int, batch: int) -> dict[str, Any]:
     """
     import torch
 
-    from ifso.bench.score import Setup, Workbench
+    from ifso.bench.score import ScoreBench, ScoreSetup
     from ifso.common.timing import peak_bytes
 
     traced = trace_worker.measure(name)
     growth = traced["peak_growth_bytes"]
     torch.manual_seed(0)
-    bench = Workbench(Setup(name, batch=batch, size=size, eval_mode=True))
+    bench = ScoreBench(ScoreSetup(name, batch=batch, size=size, eval_mode=True))
     images = bench.batch[0]
     functions = {key: function for key, function in bench.methods().items() if key in ("gradient", "ifso")}
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import ifso
 from ifso.bench import prune as bench
-from ifso.bench.prune import Method, Setup, Workbench, stream_units_removed
+from ifso.bench.prune import PruneBench, PruneMethod, PruneSetup, stream_units_removed
 from ifso.cli import bench as bench_command
 from ifso.cli.main import main
 
@@ -101,16 +101,16 @@ def test_the_default_is_measured_beside_algorithm_2(argv, capsys):
 
 
 def test_a_staged_run_is_told_nothing_of_algorithm_2():
-    setup = Setup(accumulate=3, batches_per_score=4)
-    assert Method.default().options(setup) == {"criterion": "true-loss", "schedule": "staged"}
+    setup = PruneSetup(accumulate=3, batches_per_score=4)
+    assert PruneMethod.default().options(setup) == {"criterion": "true-loss", "schedule": "staged"}
     told = {"accumulate": 3, "batches_per_score": 4, "schedule": "one-shot"}
-    assert Method("taylor", "one-shot").options(setup) == {**told, "preset": "paper", "criterion": "taylor"}
-    assert Method.of_preset("authors", "one-shot").options(setup) == {**told, "preset": "authors"}
+    assert PruneMethod("taylor", "one-shot").options(setup) == {**told, "preset": "paper", "criterion": "taylor"}
+    assert PruneMethod.of_preset("authors", "one-shot").options(setup) == {**told, "preset": "authors"}
 
 
 def test_weights_and_streams_are_those_of_the_result(net):
-    workbench = Workbench(Setup(net, macs=0.5, data="digits", batch=16, accumulate=1, batches_per_score=1))
-    row = workbench.run(Method("magnitude", "one-shot"))
+    workbench = PruneBench(PruneSetup(net, macs=0.5, data="digits", batch=16, accumulate=1, batches_per_score=1))
+    row = workbench.run(PruneMethod("magnitude", "one-shot"))
     model = bench.copy.deepcopy(workbench.model)
     graph = ifso.trace(model, workbench.example)
     result = ifso.prune(
@@ -124,7 +124,7 @@ def test_weights_and_streams_are_those_of_the_result(net):
 
 
 def test_only_units_of_several_layers_count_as_a_stream(net):
-    workbench = Workbench(Setup(net, data="digits"))
+    workbench = PruneBench(PruneSetup(net, data="digits"))
     sizes = {group.name: group.size for group in workbench.graph.groups}
     assert sizes == {"stem": 8, "inner": 12}
     keep = {"stem": torch.arange(8) > 2, "inner": torch.arange(12) > 5}

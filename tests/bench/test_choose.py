@@ -12,7 +12,7 @@ from torch import nn
 
 import ifso
 from ifso.bench import choose, rivals
-from ifso.bench.choose import METHODS, Method, Setup, Workbench
+from ifso.bench.choose import METHODS, ChooseBench, ChooseSetup, Method
 from ifso.bench.choose_record import read_record
 from ifso.bench.rivals import CLOSE, RIVALS, TRIES, Found, Rivals, search
 from ifso.cli.main import main
@@ -87,7 +87,7 @@ def argv(net):
 
 @pytest.fixture
 def bench(net):
-    return Workbench(Setup(net, "digits", calibration=48, measured=100, batch=16))
+    return ChooseBench(ChooseSetup(net, "digits", calibration=48, measured=100, batch=16))
 
 
 def only_row(bench, name, target):
@@ -164,14 +164,14 @@ def test_a_method_says_only_what_is_set():
 def test_images_are_the_same_for_all_and_as_many_as_asked(bench):
     assert [len(labels) for _, labels in bench.calibration] == [16, 16, 16]
     assert sum(len(labels) for _, labels in bench.measured) == 100
-    again = Workbench(bench.setup)
+    again = ChooseBench(bench.setup)
     assert all(torch.equal(x, u) for (x, _), (u, _) in zip(bench.calibration, again.calibration, strict=True))
 
 
 @pytest.mark.usefixtures("absent")
 def test_a_run_goes_on_where_it_was_stopped(argv, tmp_path, monkeypatch, capsys):
     out, asked = tmp_path / "out.json", []
-    made = Workbench.rows
+    made = ChooseBench.rows
 
     def counted(bench, name, targets):
         asked.append((name, *targets))
@@ -179,7 +179,7 @@ def test_a_run_goes_on_where_it_was_stopped(argv, tmp_path, monkeypatch, capsys)
             raise KeyboardInterrupt
         return made(bench, name, targets)
 
-    monkeypatch.setattr(Workbench, "rows", counted)
+    monkeypatch.setattr(ChooseBench, "rows", counted)
     argv = [*argv, "--methods", *OURS, "--json", str(out)]
     assert main(argv) == 130
     assert list(rows(out)) == [("magnitude-one-shot", 0.7)]
@@ -187,7 +187,7 @@ def test_a_run_goes_on_where_it_was_stopped(argv, tmp_path, monkeypatch, capsys)
     assert main(argv) == 0
     assert asked[1:] == [("taylor-one-shot", 0.7)] * 2
     assert rows(out)["magnitude-one-shot", 0.7] == first
-    monkeypatch.setattr(choose, "Workbench", None)
+    monkeypatch.setattr(choose, "ChooseBench", None)
     assert main(argv) == 0, "nothing is left to do"
     capsys.readouterr()
     assert main([*argv, "--seed", "1"]) == 2

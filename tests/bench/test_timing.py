@@ -82,7 +82,7 @@ class TestBenchScore:
         def fail(self):
             raise NotImplementedError("forward AD with\nnative_dropout_backward")
 
-        monkeypatch.setattr("ifso.bench.score.Workbench._double_backward", fail)
+        monkeypatch.setattr("ifso.bench.score.ScoreBench._double_backward", fail)
         argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
         argv += ["--methods", "ifso", "double backward", "taylor"]
         assert main([*argv, "--json"]) == 0
@@ -119,7 +119,7 @@ class TestBenchScore:
         (few,) = json.loads(capsys.readouterr().out)["results"]
         assert few["rank_samples"] == 2
         assert few["methods"]["ifso"]["fidelity"] > 0.99
-        monkeypatch.setattr("ifso.bench.score.Workbench.fidelity", lambda *_: pytest.fail("ranks were computed"))
+        monkeypatch.setattr("ifso.bench.score.ScoreBench.fidelity", lambda *_: pytest.fail("ranks were computed"))
         assert main([*argv, "--no-ranks"]) == 0
         (none,) = json.loads(capsys.readouterr().out)["results"]
         assert (none["rank_samples"], none["methods"]["ifso"]["fidelity"]) == (0, None)

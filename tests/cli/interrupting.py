@@ -1,12 +1,12 @@
 """Ctrl-C in the middle of a training, for the tests of ``ifso train`` and ``ifso finetune``."""
 
-from ifso.cli.progress import PlainProgress
+from ifso.cli.progress import PlainTrainingProgress
 from ifso.training import runs
 
 
 def interrupt_at(monkeypatch, done):
     """After ``done`` epochs; every epoch before leaves a checkpoint."""
-    original = PlainProgress.stepped
+    original = PlainTrainingProgress.stepped
 
     def stepped(self, name, share):
         original(self, name, share)
@@ -14,4 +14,4 @@ def interrupt_at(monkeypatch, done):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
-    monkeypatch.setattr(PlainProgress, "stepped", stepped)
+    monkeypatch.setattr(PlainTrainingProgress, "stepped", stepped)

@@ -23,7 +23,7 @@ from ifso.costs.cost import Cost
 from ifso.costs.latency import Latency
 from ifso.data import open_data
 from ifso.runs.open import open_run, open_tuned
-from ifso.training.evaluation import Quality, evaluate
+from ifso.training.evaluation import Evaluation, evaluate
 from ifso.training.profiling import Profile, Timing
 
 NET = """
@@ -300,7 +300,7 @@ No more.
 def made_up(macs, top1, top5, loss, seconds):
     timings = tuple(Timing(batch, Latency(seconds * batch, seconds / 10, (seconds,) * 15)) for batch in (1, 128))
     cost = Cost(macs, 0, 0, macs // 10, macs // 100)
-    return Profile(Quality(loss, 1000, top1, top5), cost, macs // 25, timings, 999)
+    return Profile(Evaluation(loss, 1000, top1, top5), cost, macs // 25, timings, 999)
 
 
 def test_the_table_as_people_see_it(capsys):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ifso
 from ifso.cli import train_options
 from ifso.cli.main import main
-from ifso.cli.progress import PlainProgress, RichProgress
+from ifso.cli.progress import PlainTrainingProgress, RichTrainingProgress
 from ifso.cli.train_options import FIELDS, gather, settings_of
 from ifso.data import open_data
 from ifso.training.evaluation import evaluate
@@ -232,7 +232,7 @@ class TestOptions:
 class TestProgress:
     def test_lines_every_few_seconds(self):
         file, now = io.StringIO(), SimpleNamespace(time=0.0)
-        shown = PlainProgress("finetune", file, lambda: now.time)
+        shown = PlainTrainingProgress("finetune", file, lambda: now.time)
         shown.started("a", 0, 4)
         now.time = 1.0
         shown.stepped("a", 0.5)
@@ -253,7 +253,7 @@ class TestProgress:
 
     def test_a_bar_for_each_on_a_terminal(self):
         console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-        shown = RichProgress(console, clock=lambda: 6.0, refresh=False)
+        shown = RichTrainingProgress(console, clock=lambda: 6.0, refresh=False)
         shown.started("runs/a", 0, 4)
         shown.started("runs/[b]", 2, 4)
         shown.stepped("runs/[b]", 2.5)

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from small_detectors import boxes, retina, write_coco
 
-from ifso.bench.score import Setup, Workbench, measure
+from ifso.bench.score import ScoreBench, ScoreSetup, measure
 from ifso.cli.bench import size_of
 from ifso.cli.main import main
 from ifso.curvature.weight_space import weight_space
@@ -292,7 +292,7 @@ def test_a_detection_result_comes_back_and_a_slip_is_named(tmp_path):
 
 def test_the_score_of_a_detector_is_the_double_backward_one(tmp_path):
     (tmp_path / "nets.py").write_text(NETWORK)
-    bench = Workbench(Setup(f"{tmp_path / 'nets.py'}:small", batch=2, size=(48, 64)))
+    bench = ScoreBench(ScoreSetup(f"{tmp_path / 'nets.py'}:small", batch=2, size=(48, 64)))
     bench.model.double()
     bench.batch = [image.double() for image in bench.batch[0]], bench.batch[1]
     bench._space = weight_space(bench.model, bench.graph)
@@ -304,14 +304,14 @@ def test_the_score_of_a_detector_is_the_double_backward_one(tmp_path):
 
 def test_bench_score_measures_a_detector(tmp_path):
     (tmp_path / "nets.py").write_text(NETWORK)
-    setup = Setup(f"{tmp_path / 'nets.py'}:small", batch=2, size=(48, 64))
+    setup = ScoreSetup(f"{tmp_path / 'nets.py'}:small", batch=2, size=(48, 64))
     found = measure(setup, 1, lambda _: None, ["ifso", "group-fisher"])
     assert set(found["methods"]) == {"gradient", "ifso", "group-fisher"}
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in found["methods"].values())
     with pytest.raises(IfsoError, match="--images are for classifiers"):
-        Workbench(replace(setup, images="some.npz"))
+        ScoreBench(replace(setup, images="some.npz"))
     with pytest.raises(IfsoError, match="one-stage detectors; torchvision:fasterrcnn_mobilenet_v3_large_320_fpn is"):
-        Workbench(Setup("torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"))
+        ScoreBench(ScoreSetup("torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"))
     with pytest.raises(IfsoError, match=r"--size 480x is no size; write 224, or 480x640"):
         size_of("480x")
     assert (size_of(None), size_of("32"), size_of("480x640")) == (None, 32, (480, 640))

@@ -11,7 +11,7 @@ from torch import nn
 
 import ifso
 from ifso.cli.main import main
-from ifso.cli.progress import PlainProgress
+from ifso.cli.progress import PlainTrainingProgress
 from ifso.common.module_state import named_tensors
 from ifso.data import open_data
 from ifso.errors import RecipeError
@@ -244,7 +244,7 @@ def test_on_the_command_line(tmp_path, capsys, monkeypatch):
         assert summary["padded"] is summary["about"]["arguments"]["padded"] is (option == "--padded")
     assert losses["--padded"] == pytest.approx(losses["--no-padded"], rel=1e-4)
     monkeypatch.setattr("ifso.training.runs.SAVE_EVERY", 0.0)
-    monkeypatch.setattr(PlainProgress, "stepped", lambda self, name, done: Notes(1.3).stepped(name, done))
+    monkeypatch.setattr(PlainTrainingProgress, "stepped", lambda self, name, done: Notes(1.3).stepped(name, done))
     argv = ["finetune", run, "--out", str(tmp_path / "cut")]
     assert main([*argv, "--epochs", "2", "--padded"]) == 130
     monkeypatch.undo()

@@ -34,7 +34,7 @@ from ifso.training.precision import tensor_cores
 
 
 @dataclass(frozen=True)
-class Setup:
+class ChooseSetup:
     """A MODEL with the weights of a file, DATA, and how many of its images calibrate and measure."""
 
     model: str
@@ -111,10 +111,10 @@ def check(methods: Iterable[str], targets: Iterable[float]) -> None:
 Batches = list[tuple[Tensor, Tensor]]
 
 
-class Workbench:
+class ChooseBench:
     """One trained network, of which every method gets a copy, and the same images for all of them."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ChooseSetup) -> None:
         self.setup, self.device = setup, usable_device(setup.device)
         torch.manual_seed(setup.seed)
         data = open_data(setup.data, device=self.device, seed=setup.seed)
@@ -203,7 +203,7 @@ def gather(batches: Iterable[Any], count: int, asked: str) -> Batches:
 
 
 def measure(
-    setup: Setup, methods: Sequence[str], targets: Sequence[float], record: Record, say: Callable[[str], None]
+    setup: ChooseSetup, methods: Sequence[str], targets: Sequence[float], record: Record, say: Callable[[str], None]
 ) -> None:
     """Fill the record, which is written after every row; what it has already is not run again, failures are."""
     absent = Rivals.absent()
@@ -218,7 +218,7 @@ def measure(
         say(f"{name} is left out. {reason}")
     with tensor_cores("float32"):
         if todo or record.unpruned is None:
-            bench = Workbench(setup)
+            bench = ChooseBench(setup)
             record.unpruned = record.unpruned or bench.unpruned()
         record.write()
         for name, some in todo.items():
@@ -228,7 +228,7 @@ def measure(
 
 
 def _rows_or_reason(
-    bench: Workbench, name: str, targets: Sequence[float], say: Callable[[str], None]
+    bench: ChooseBench, name: str, targets: Sequence[float], say: Callable[[str], None]
 ) -> Iterator[tuple[float, dict[str, Any]]]:
     """The rows of a method; for targets that it fails at, the reason."""
     left = list(targets)

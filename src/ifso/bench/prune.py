@@ -39,7 +39,7 @@ RANDOM_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Setup:
+class PruneSetup:
     """What is pruned, with which settings, where and in which precision and layout.
 
     ``data`` is a DATA of the command line; without it, images are random. ``weights`` is a file.
@@ -59,7 +59,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Method:
+class PruneMethod:
     """A criterion, or a preset that names one, and a schedule: ``"staged"``, or one of Algorithm 2."""
 
     criterion: str
@@ -67,12 +67,12 @@ class Method:
     preset: str | None = None
 
     @classmethod
-    def of_preset(cls, preset: str, schedule: str) -> Method:
+    def of_preset(cls, preset: str, schedule: str) -> PruneMethod:
         """What a preset says."""
         return cls(usual(preset, {})["criterion"], schedule, preset)
 
     @classmethod
-    def default(cls) -> Method:
+    def default(cls) -> PruneMethod:
         """What ``ifso.prune`` does if it is told nothing."""
         return cls(STAGED["criterion"], STAGED["schedule"])
 
@@ -86,7 +86,7 @@ class Method:
         """As it stands in the table."""
         return f"{f'preset {self.preset}' if self.preset else self.criterion}, {self.schedule}"
 
-    def options(self, setup: Setup) -> dict[str, Any]:
+    def options(self, setup: PruneSetup) -> dict[str, Any]:
         """What ``ifso.prune`` is told."""
         if self.staged:
             return {"criterion": self.criterion, "schedule": self.schedule}
@@ -95,10 +95,10 @@ class Method:
         return {**rounds, **chosen, "schedule": self.schedule}
 
 
-class Workbench:
+class PruneBench:
     """One trained model, of which every method gets a copy, and its batches."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: PruneSetup) -> None:
         self.setup, self.device = setup, usable_device(setup.device)
         torch.manual_seed(setup.seed)
         self.data: Data | None = None
@@ -154,7 +154,7 @@ class Workbench:
         seconds = in_turns({"step": make_ready(step, self.device)}, ROUNDS)["step"]
         return middle(seconds)[0]
 
-    def run(self, method: Method) -> dict[str, Any]:
+    def run(self, method: PruneMethod) -> dict[str, Any]:
         """One whole run: what it took and what is left."""
         model, counter = copy.deepcopy(self.model), _Counter()
         setup, batches, loss_fn = self.setup, self.train_batches(), self.loss_fn
@@ -187,7 +187,7 @@ class Workbench:
         """Batches that a staged run looks at in each stage."""
         return min(math.ceil(CALIBRATION / self.setup.batch), sum(1 for _ in self.train_batches()))
 
-    def _rounds(self, method: Method, steps: int) -> int:
+    def _rounds(self, method: PruneMethod, steps: int) -> int:
         """How often batches were scored; weights alone need be looked at only once where nothing changes them."""
         many = method.schedule != "one-shot" or find(method.criterion).needs not in ("nothing", "weights")
         return steps * (self.setup.accumulate if many else 1)
@@ -222,10 +222,10 @@ def _weights(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
 
 
-def measure(setup: Setup, methods: Iterable[Method], say: Callable[[str], None]) -> dict[str, Any]:
+def measure(setup: PruneSetup, methods: Iterable[PruneMethod], say: Callable[[str], None]) -> dict[str, Any]:
     """All methods one after the other, and the seconds of a plain training step in the same process."""
     with tensor_cores(setup.precision):
-        bench = Workbench(setup)
+        bench = PruneBench(setup)
         say(f"{setup.model}: a plain training step")
         step = bench.step_seconds()
         rows = {}

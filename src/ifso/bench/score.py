@@ -48,7 +48,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Setup:
+class ScoreSetup:
     """What is measured: a MODEL, the size of its batch and images, where and in which precision and layout.
 
     ``weights`` is a file with trained weights and ``images`` an .npz of CIFAR images; both are random otherwise.
@@ -77,10 +77,10 @@ RANK_MACS = 2e10
 """Ranks are compared on as many samples of the batch as have so many MACs: in float64 they are slow."""
 
 
-class Workbench:
+class ScoreBench:
     """A model in train mode with one batch of random images."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ScoreSetup) -> None:
         self.setup, self.device = setup, torch.device(setup.device)
         self.model = create_model(setup.model, weights=setup.weights).eval()
         layout = torch.channels_last if setup.channels_last else torch.contiguous_format
@@ -270,7 +270,7 @@ def _warm(function: Callable[[], Any], device: torch.device) -> Ready:
 class _Trials:
     """The methods of a workbench one after another; one that fails leaves its reason, and the others go on."""
 
-    bench: Workbench
+    bench: ScoreBench
     say: Callable[[str], None]
     ready: dict[str, Ready] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -331,7 +331,12 @@ class _Trials:
 
 
 def measure(
-    setup: Setup, repeats: int, say: Callable[[str], None], methods: Sequence[str] | None = None, *, ranks: bool = True
+    setup: ScoreSetup,
+    repeats: int,
+    say: Callable[[str], None],
+    methods: Sequence[str] | None = None,
+    *,
+    ranks: bool = True,
 ) -> dict[str, Any]:
     """Seconds and peak memory of the methods (of all, if None), and as multiples of the gradient's.
 
@@ -342,7 +347,7 @@ def measure(
     before = conv.fp32_precision, cudnn.benchmark
     conv.fp32_precision, cudnn.benchmark = "tf32" if setup.precision == "tf32" else "ieee", True
     try:
-        bench = Workbench(setup)
+        bench = ScoreBench(setup)
         trials = _Trials(bench, say)
         for name, function in bench.methods().items():
             if methods is None or name in {"gradient", *methods}:
@@ -371,7 +376,7 @@ def measure(
     }  # fmt: skip
 
 
-def _check(setup: Setup, methods: Sequence[str] | None) -> None:
+def _check(setup: ScoreSetup, methods: Sequence[str] | None) -> None:
     """Refuse what cannot be measured."""
     unknown = set(methods or ()) - set(METHODS)
     if unknown:

@@ -173,7 +173,7 @@ def size_of(text: str | None) -> int | tuple[int, int] | None:
 
 def run_score(args: argparse.Namespace) -> int:
     """Measure each model and print the tables; one that cannot be measured is told of when the others are done."""
-    from ifso.bench.score import Setup, measure
+    from ifso.bench.score import ScoreSetup, measure
     from ifso.common.devices import let_go_of
 
     set_threads(args)
@@ -184,7 +184,7 @@ def run_score(args: argparse.Namespace) -> int:
         raise IfsoError(f"{args.out} cannot be made: {error.strerror or error}; give another --out") from error
     results, failed = [], None
     for name in args.models:
-        setup = Setup(
+        setup = ScoreSetup(
             name, args.batch, args.device, args.precision, args.channels_last, size_of(args.size),
             args.weights, args.images, args.eval,
         )  # fmt: skip
@@ -251,19 +251,19 @@ def _machine(result: dict[str, Any]) -> str:
 
 def run_prune(args: argparse.Namespace) -> int:
     """Run every method and print the table."""
-    from ifso.bench.prune import Method, Setup, measure
+    from ifso.bench.prune import PruneMethod, PruneSetup, measure
 
     set_threads(args)
-    setup = Setup(
+    setup = PruneSetup(
         model=args.model, macs=args.macs, data=args.data, weights=args.weights, batch=args.batch,
         accumulate=args.accumulate, batches_per_score=args.batches_per_score, device=args.device,
         precision=args.precision, channels_last=args.channels_last, seed=args.seed,
     )  # fmt: skip
     schedules = args.schedules or ["incremental", "one-shot"]
-    methods = [Method(criterion, schedule) for criterion in args.criteria or ["ifso"] for schedule in schedules]
-    methods += [Method.of_preset(preset, schedule) for preset in args.presets for schedule in schedules]
+    methods = [PruneMethod(criterion, schedule) for criterion in args.criteria or ["ifso"] for schedule in schedules]
+    methods += [PruneMethod.of_preset(preset, schedule) for preset in args.presets for schedule in schedules]
     if args.criteria is None and args.schedules is None:
-        methods.append(Method.default())
+        methods.append(PruneMethod.default())
     with chatter_to_stderr():
         result = measure(setup, methods, say)
     if args.json:

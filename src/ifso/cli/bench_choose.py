@@ -79,13 +79,13 @@ def _measured(args: argparse.Namespace) -> Record:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
     import torch
 
-    from ifso.bench.choose import Setup, about, check, measure
+    from ifso.bench.choose import ChooseSetup, about, check, measure
     from ifso.bench.choose_record import opened
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     check(args.methods, args.macs)
-    setup = Setup(
+    setup = ChooseSetup(
         model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
         batch=args.batch, device=args.device, seed=args.seed,
     )  # fmt: skip

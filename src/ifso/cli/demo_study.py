@@ -27,7 +27,7 @@ from ifso.report import write_report
 from ifso.runs.arguments import FINETUNE
 from ifso.runs.reading import EVALUATION
 from ifso.surgery.store import load, save
-from ifso.training.evaluation import Accuracy, Quality, evaluate
+from ifso.training.evaluation import Accuracy, Evaluation, evaluate
 from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak
 from ifso.training.runs import SilentTraining, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
@@ -192,7 +192,7 @@ class Study:
         networks = {}
         for name, model in models.items():
             accuracy, peak = self._accuracy(model), training_peak(model, batch, self.data.loss_fn, precision)
-            quality = Quality(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
+            quality = Evaluation(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
             networks[name] = Profile(quality, *costs_of(model, example, precision), (times[name],), peak).as_dict()
         about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
         write_json(path, {**about, "train_batch": self._settings.batch, "networks": networks})

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.data import Data
-    from ifso.training.evaluation import Quality
+    from ifso.training.evaluation import Evaluation
     from ifso.training.profiling import Profile
 
 DESCRIPTION = "Measure the networks of a run (unpruned, pruned, fine-tuned), or one network with --model and --data."
@@ -286,7 +286,7 @@ def _measured(
     args: argparse.Namespace,
     models: Mapping[str, nn.Module],
     data: Data,
-    qualities: Mapping[str, Quality],
+    qualities: Mapping[str, Evaluation],
     inputs: tuple[Any, Any],
 ) -> dict[str, Profile]:
     """Costs and times on the first of ``inputs``, an example; memory on the second, a training batch."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from ifso.training.evaluation import Quality
+    from ifso.training.evaluation import Evaluation
     from ifso.training.profiling import Profile, Timing
 
 STAGES = ("unpruned", "pruned", "fine-tuned")
@@ -78,7 +78,7 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield label, [_bytes(network.training_peak) for network in networks]
 
 
-def _qualities(qualities: list[Quality]) -> Iterator[tuple[str, list[str]]]:
+def _qualities(qualities: list[Evaluation]) -> Iterator[tuple[str, list[str]]]:
     """Accuracies and losses of classifiers; of detectors average precision, whole, by area and by category."""
     detected = [quality.detection for quality in qualities if quality.detection is not None]
     if not detected:

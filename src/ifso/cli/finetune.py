@@ -95,7 +95,7 @@ def _weight(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FinetunePlan:
     """One of the runs, where its fine-tuning goes, and how it is done."""
 
     run: OpenedRun
@@ -142,7 +142,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise IfsoError("under torchrun all ranks train one network; give one RUN, or run without torchrun")
 
 
-def _plan(args: argparse.Namespace, folder: Path) -> Plan:
+def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
     run = open_run(folder, model=args.model, unverified=args.unverified)
     target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
@@ -151,7 +151,7 @@ def _plan(args: argparse.Namespace, folder: Path) -> Plan:
     settings = settings_of(options)
     check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
-    return Plan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
+    return FinetunePlan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
 
 
 def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Namespace:
@@ -175,7 +175,7 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
     return stored.get("padded", default if args.padded is None else args.padded)
 
 
-def _finetune(args: argparse.Namespace, plans: Sequence[Plan], world: World) -> list[Outcome]:
+def _finetune(args: argparse.Namespace, plans: Sequence[FinetunePlan], world: World) -> list[Outcome]:
     from ifso.training.runs import SilentTraining, finished_summary, remove_checkpoint, train_side_by_side
 
     done: dict[int, Outcome] = {}
@@ -204,7 +204,7 @@ class _Preparation:
         self._data: dict[Any, Data] = {}
         self._teachers = Teachers(args, world, say)
 
-    def training(self, plan: Plan) -> Training:
+    def training(self, plan: FinetunePlan) -> Training:
         """All that it takes to fine-tune the network of a run."""
         from ifso.surgery.recipe import digest_of
         from ifso.training.runs import Training
@@ -225,7 +225,7 @@ class _Preparation:
             before=teaching.before, wide=self._wide(plan, data),
         )  # fmt: skip
 
-    def _wide(self, plan: Plan, data: Data) -> nn.Module | None:
+    def _wide(self, plan: FinetunePlan, data: Data) -> nn.Module | None:
         """A network as that of a run was before pruning, to train the pruned one in; its weights do not matter."""
         from ifso.data.base import detects
 
@@ -233,7 +233,7 @@ class _Preparation:
             return None
         return plan.run._network(data, None).to(self._world.device)
 
-    def _opened(self, plan: Plan) -> Data:
+    def _opened(self, plan: FinetunePlan) -> Data:
         options = data_options(plan.options, plan.settings, self._world, self._args)
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]

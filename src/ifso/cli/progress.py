@@ -41,7 +41,7 @@ class _Course(Estimate):
         return known | {label: f"{measures[name]:.2f}" for name, label in MEASURES.items() if name in measures}
 
 
-class PlainProgress(PlainDisplay):
+class PlainTrainingProgress(PlainDisplay):
     """Lines of ``key=value`` for each training: at the first and the last epoch, between them one every few seconds."""
 
     def __init__(self, command: str, file: TextIO | None = None, clock: Clock = time.monotonic) -> None:
@@ -78,7 +78,7 @@ class PlainProgress(PlainDisplay):
         self._print(name, f"epoch={epoch}/{course.total}", *facts, *times)
 
 
-class RichProgress(BarDisplay):
+class RichTrainingProgress(BarDisplay):
     """A bar for each training, then its epoch, loss, accuracy, times and name."""
 
     _courses: dict[str, _Course]
@@ -120,7 +120,7 @@ class RichProgress(BarDisplay):
 def training_progress(command: str) -> Iterator[TrainingListener]:
     """Bars if standard error is a terminal, lines otherwise, finished at the end in any case."""
     console = stderr_console()
-    display = RichProgress(console) if shows_bars(console) else PlainProgress(command)
+    display = RichTrainingProgress(console) if shows_bars(console) else PlainTrainingProgress(command)
     try:
         yield display
     finally:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import console, path_from, print_json, table
 from ifso.cli.distributed import World, device_of, joined, leave
+from ifso.cli.dry_run import DryRun, dry_run
 from ifso.cli.evaluation_report import accuracy
 from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
@@ -21,7 +22,6 @@ from ifso.cli.prune_options import (
     prune_arguments,
     takes_default_steps,
 )
-from ifso.cli.rehearsal import Rehearsal, rehearse
 from ifso.cli.resume import resumable
 from ifso.errors import DataError, IfsoError
 from ifso.pruning.progress import progress
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     folders = [] if args.dry_run else [args.out]
     with joined(device) as world, resumable(command, *folders, shown=world.is_first and not args.dry_run):
         result = _prune(settings, args, world)
-    if isinstance(result, Rehearsal):
+    if isinstance(result, DryRun):
         print_json(result.as_json()) if args.json else print(result)
     elif world.is_first and args.json:
         print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return leave(0)
 
 
-def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> PruneResult | Rehearsal:
+def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> PruneResult | DryRun:
     """Open the data, make the model and prune it, or see what that would come to."""
     from ifso.cli.progress import TensorBoardListener
     from ifso.pruning.events import Silent
@@ -113,7 +113,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> 
     with tensor_cores(settings.get("precision", "float32")), shown as listener:
         call = {**_call(settings, args, world, listener), "listener": _Telling(listener, args.said)}
         if args.dry_run:
-            found = rehearse(call, defaults_of(settings)["min_share"])
+            found = dry_run(call, defaults_of(settings)["min_share"])
             for line in args.said:
                 listener.said(line)
             return found

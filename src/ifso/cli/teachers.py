@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.cli.distributed import World
-    from ifso.cli.finetune import Plan
+    from ifso.cli.finetune import FinetunePlan
     from ifso.data import Data
     from ifso.training.settings import TrainSettings
 
@@ -63,7 +63,7 @@ class Teachers:
         self._known: dict[Any, tuple[nn.Module, float | None]] = {}
         self._digests: dict[nn.Module, str] = {}
 
-    def of(self, plan: Plan, data: Data, pruned: nn.Module) -> Teaching:
+    def of(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> Teaching:
         """The teacher of a run, if it has one. One that cannot teach ``pruned`` is refused before it is measured."""
         if not plan.settings.distill:
             return Teaching()
@@ -74,13 +74,13 @@ class Teachers:
         before = _measured(unpruned=self._unpruned_worth(plan, data), teacher=worth)
         return Teaching(network, before, {"teacher_weights": self._digest(network)})
 
-    def _unpruned(self, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:
+    def _unpruned(self, plan: FinetunePlan, data: Data) -> tuple[nn.Module, float | None]:
         key = _key(plan, data)
         if key not in self._known:
             self._known[key] = self._judged(self._original(plan, data), plan, data)
         return self._known[key]
 
-    def _unpruned_worth(self, plan: Plan, data: Data) -> float | None:
+    def _unpruned_worth(self, plan: FinetunePlan, data: Data) -> float | None:
         """None, and a word about it, where the unpruned network, which is not needed, is not there any more."""
         from ifso.common.distributed import together
 
@@ -94,12 +94,12 @@ class Teachers:
             self._known[key] = self._judged(model, plan, data)
         return self._known[key][1]
 
-    def _original(self, plan: Plan, data: Data) -> nn.Module:
+    def _original(self, plan: FinetunePlan, data: Data) -> nn.Module:
         return plan.run.original(
             device=self._world.device, weights=plan.changed("weights"), pretrained=self._pretrained, data=data
         )
 
-    def _named(self, plan: Plan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
+    def _named(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
         """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
         from ifso.common.distributed import together
         from ifso.training.teachers import check_teacher
@@ -113,11 +113,11 @@ class Teachers:
             self._known[key] = self._judged(model, plan, data)
         return self._known[key]
 
-    def _option(self, plan: Plan, option: str) -> str | None:
+    def _option(self, plan: FinetunePlan, option: str) -> str | None:
         given: str | None = getattr(self._args, option)
         return plan.run.there(option) if given is None and option in plan.options else given
 
-    def _made(self, name: str, weights: str | None, plan: Plan, data: Data) -> nn.Module:
+    def _made(self, name: str, weights: str | None, plan: FinetunePlan, data: Data) -> nn.Module:
         import torch
 
         from ifso.models.registry import network_for
@@ -128,7 +128,7 @@ class Teachers:
                 name, data.num_classes, weights=weights, pretrained=self._pretrained, device=self._world.device
             )
 
-    def _judged(self, model: nn.Module, plan: Plan, data: Data) -> tuple[nn.Module, float | None]:
+    def _judged(self, model: nn.Module, plan: FinetunePlan, data: Data) -> tuple[nn.Module, float | None]:
         """The network in the memory layout of training, and its accuracy or mAP."""
         import torch
 
@@ -148,7 +148,7 @@ class Teachers:
         return self._digests[network]
 
 
-def _key(plan: Plan, data: Data) -> tuple[Any, ...]:
+def _key(plan: FinetunePlan, data: Data) -> tuple[Any, ...]:
     """What runs must share to have the same unpruned network."""
     return plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
 

@@ -25,7 +25,7 @@ from ifso.errors import StaleGraphError
 from ifso.graph.execution import FakeStage, call_model, on_fake_tensors, on_real_tensors
 from ifso.graph.layouts import compact
 from ifso.graph.naming import modes_of
-from ifso.graph.removal import Removal
+from ifso.graph.removal import UnitRemoval
 from ifso.graph.scalar_arguments import (
     OWN_SCALES,
     Computed,
@@ -61,7 +61,7 @@ class Diverged(Exception):
         self.module = module
 
 
-def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:
+def rehearse(model: nn.Module, removal: UnitRemoval) -> tuple[list[Problem], str | None]:
     """Run the smaller model. Returns the problems, and the module where it could not go on or took another way."""
     if removal.on_real_tensors:
         return _rehearse_real(model, removal)
@@ -83,7 +83,7 @@ def rehearse(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | N
 
 
 def _run_smaller(
-    model: nn.Module, removal: Removal, stage: FakeStage, watch: contextlib.AbstractContextManager[Any]
+    model: nn.Module, removal: UnitRemoval, stage: FakeStage, watch: contextlib.AbstractContextManager[Any]
 ) -> list[tuple[int, ...]]:
     """Shapes of the smaller model's outputs."""
     tensors = named_tensors(model)
@@ -94,7 +94,7 @@ def _run_smaller(
     return [tuple(tensor.shape) for tensor in tensors_in(output)]
 
 
-def _rehearse_real(model: nn.Module, removal: Removal) -> tuple[list[Problem], str | None]:
+def _rehearse_real(model: nn.Module, removal: UnitRemoval) -> tuple[list[Problem], str | None]:
     """The same with values, for models whose course depends on them."""
 
     def run() -> tuple[list[Problem], str | None]:
@@ -114,7 +114,7 @@ def _rehearse_real(model: nn.Module, removal: Removal) -> tuple[list[Problem], s
 
 
 def check_removal(
-    model: nn.Module, removal: Removal, output_shapes: tuple[tuple[int, ...], ...], modes: tuple[bool, ...]
+    model: nn.Module, removal: UnitRemoval, output_shapes: tuple[tuple[int, ...], ...], modes: tuple[bool, ...]
 ) -> str | None:
     """What is wrong with a removal, in words; None if the smaller model runs to the same output shapes.
 
@@ -269,7 +269,7 @@ class LooseRehearsal(Rehearsal):
     and only by the axes that lose something: boxes chosen by their scores may be more or fewer for other reasons.
     """
 
-    def __init__(self, model: nn.Module, removal: Removal, exchanged: set[str]) -> None:
+    def __init__(self, model: nn.Module, removal: UnitRemoval, exchanged: set[str]) -> None:
         tape = removal.labels.tape
         super().__init__(model, tape, removal.expected_arguments() | removal.expected_results(), exchanged, [], None)
         self._by_key = {call.key: call for call in tape.functions if call.key[2]}

@@ -110,7 +110,7 @@ def _any_other(alive: Tensor, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Removal:
+class UnitRemoval:
     """What is to be removed from a traced model, and all that a rehearsal of it needs."""
 
     units: Units

@@ -20,7 +20,7 @@ from ifso.graph.channel_graph import STAYS, SizeAttribute
 from ifso.graph.channel_ids import Labels
 from ifso.graph.dry_run import Problem, rehearse
 from ifso.graph.naming import is_under
-from ifso.graph.removal import Place, Removal, leave_one_whole, trial
+from ifso.graph.removal import Place, UnitRemoval, leave_one_whole, trial
 from ifso.graph.tape import Ref, refs_in
 from ifso.graph.units import Units, build, partition
 
@@ -115,7 +115,7 @@ class _Settler:
         """The problems of a removal, and the module where it could not go on."""
         units, attributes = self.units(), self.attributes(without)
         return rehearse(
-            self._model, Removal(units, attributes, kept, self._labels, self._inputs, self._on_real_tensors)
+            self._model, UnitRemoval(units, attributes, kept, self._labels, self._inputs, self._on_real_tensors)
         )
 
     def drop_needless(self) -> None:

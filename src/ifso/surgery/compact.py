@@ -17,7 +17,7 @@ from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
 from ifso.graph.dry_run import check_removal
 from ifso.graph.execution import trainable
 from ifso.graph.layouts import compact, compact_shape
-from ifso.graph.removal import Removal, new_numbers
+from ifso.graph.removal import UnitRemoval, new_numbers
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.mask import left_of, refuse_masked
 from ifso.surgery.recipe import (
@@ -76,7 +76,7 @@ def compact_(
     kept = graph.kept(keep)
     check_keep(graph, kept)
     labels, units = graph.recording
-    removal = Removal(units, graph.attributes, kept, labels, graph.inputs, graph.on_real_tensors)
+    removal = UnitRemoval(units, graph.attributes, kept, labels, graph.inputs, graph.on_real_tensors)
     problem = check_removal(model, removal, graph.output_shapes, graph.modes)
     if problem is not None:
         raise CompactionError(

@@ -18,7 +18,7 @@ from ifso.errors import CompactionError, KeepError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.execution import call_model, on_real_tensors
-from ifso.graph.removal import Removal
+from ifso.graph.removal import UnitRemoval
 from ifso.surgery.mask import left_of, masked
 
 UNSEEN = 1e-5
@@ -35,7 +35,7 @@ MOST_GROUPS = 32
 Answers = list[Tensor]
 
 
-def check_same_function(model: nn.Module, graph: ChannelGraph, removal: Removal) -> None:
+def check_same_function(model: nn.Module, graph: ChannelGraph, removal: UnitRemoval) -> None:
     """CompactionError if the smaller model gives something else than the masked one on the example inputs."""
     error = _Comparison(model, graph, removal).difference()
     if error is None:
@@ -49,7 +49,7 @@ def check_same_function(model: nn.Module, graph: ChannelGraph, removal: Removal)
     )
 
 
-def _first_group(model: nn.Module, graph: ChannelGraph, removal: Removal) -> str | None:
+def _first_group(model: nn.Module, graph: ChannelGraph, removal: UnitRemoval) -> str | None:
     """The first group whose removal alone changes the outputs."""
     changed = [group for group in graph.groups if not bool(removal.kept[group.units].all())]
     for group in changed[:MOST_GROUPS]:
@@ -68,7 +68,7 @@ class _Comparison:
 
     model: nn.Module
     graph: ChannelGraph
-    removal: Removal
+    removal: UnitRemoval
 
     def difference(self) -> float | None:
         """The largest relative one of the outputs, if it is more than rounding; None also where none can be told."""

@@ -191,7 +191,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True)
-class Quality:
+class Evaluation:
     """The accuracy in percent and the mean loss on ``samples`` images.
 
     Where the data has a loss of its own there is no accuracy, and ``loss`` is the mean over batches. A detector has
@@ -220,19 +220,19 @@ class Quality:
         return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Quality:
+def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str, *, over_ranks: bool) -> Evaluation:
     """The quality of the network on ``batches`` of the data."""
     with tensor_cores(precision), autocast(precision, device_of(model)), clear_errors(f"batches of {data.name}"):
         if detects(data):
             detection = evaluate_detector(model, batches, over_ranks=over_ranks)
-            return Quality(None, detection.images, detection=detection)
+            return Evaluation(None, detection.images, detection=detection)
         if has_own_loss(data):
             return _by_loss(model, WatchedLoss(data.loss_fn), batches, over_ranks)
         found = evaluate(model, batches, over_ranks=over_ranks)
-        return Quality(found.loss, found.samples, found.top1, found.top5)
+        return Evaluation(found.loss, found.samples, found.top1, found.top5)
 
 
-def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Quality:
+def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Evaluation:
     """The mean loss over the batches, of all processes where each brings its own."""
 
     def sums() -> Tensor:
@@ -243,11 +243,11 @@ def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ran
     loss, count, samples = total_over_ranks(sums, over_ranks=over_ranks).tolist()
     if not count:
         raise DataError(NOTHING)
-    return Quality(loss / count, round(samples))
+    return Evaluation(loss / count, round(samples))
 
 
 def make_evaluator(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measuring:
-    """A function that returns the :meth:`Quality.measures` of a network on the validation part or the test set."""
+    """A function that returns the :meth:`Evaluation.measures` of a network on the validation part or the test set."""
     if detects(data):
         check_evaluator()
     parameter = next(model.parameters(), None)
@@ -256,20 +256,20 @@ def make_evaluator(model: nn.Module, data: Data, settings: TrainSettings, *, val
     batches = evaluation_batches(data, parameter.device, validation=validation)
     evaluator = Evaluator(batches, settings.precision)
 
-    def found(network: nn.Module) -> Quality:
+    def found(network: nn.Module) -> Evaluation:
         if detects(data) or has_own_loss(data):
             return quality(network, data, batches, settings.precision, over_ranks=True)
         with clear_errors(f"evaluation batches of {data.name}"):
             accuracy = evaluator(network)
-        return Quality(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
+        return Evaluation(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
 
     return Measuring(found)
 
 
 class Measuring:
-    """The :meth:`Quality.measures` of networks; ``samples`` is how many the last one was evaluated on."""
+    """The :meth:`Evaluation.measures` of networks; ``samples`` is how many the last one was evaluated on."""
 
-    def __init__(self, found: Callable[[nn.Module], Quality]) -> None:
+    def __init__(self, found: Callable[[nn.Module], Evaluation]) -> None:
         self._found, self.samples = found, 0
 
     def __call__(self, network: nn.Module) -> Measures:

@@ -27,7 +27,7 @@ from ifso.costs.cost import Cost, cost
 from ifso.costs.latency import WARM_UP, Latency, measure_latency
 from ifso.errors import IfsoError
 from ifso.graph.tracing import trace
-from ifso.training.evaluation import Quality, clear_errors
+from ifso.training.evaluation import Evaluation, clear_errors
 from ifso.training.precision import autocast, tensor_cores
 
 REPEATS = 15
@@ -62,7 +62,7 @@ class Timing:
 class Profile:
     """All measurements of a network; bytes are of the activations of one image, and of a training step at its peak."""
 
-    quality: Quality
+    quality: Evaluation
     cost: Cost
     activation_bytes: int
     timings: tuple[Timing, ...]

@@ -16,7 +16,7 @@ REMOVALS = 3
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """What is known of a run before it is made.
 
     ``stages`` are planned (0: units go one by one), ``smallest`` the shares that are left when all is gone that may go.
@@ -95,7 +95,7 @@ class _Watching(Silent):
         raise _EnoughError
 
 
-def rehearse(call: Mapping[str, Any], min_share: float) -> Rehearsal:
+def dry_run(call: Mapping[str, Any], min_share: float) -> DryRun:
     """Begin the run that ``ifso.prune(**call)`` would be, in memory; ``min_share`` is what counts where none is given.
 
     Raises:
@@ -113,7 +113,7 @@ def rehearse(call: Mapping[str, Any], min_share: float) -> Rehearsal:
     assert plan is not None
     first = now - watching.since
     whole = first / max(watching.share_done, 1e-9)
-    return Rehearsal(
+    return DryRun(
         plan.model, plan.units, before, dict(plan.targets), smallest, plan.stages, first,
         watching.since - watching.begun + whole,
     )  # fmt: skip
