@@ -41,6 +41,12 @@ def test_every_operation(name: str) -> None:
 # ------------------------------------------------------------------------------------------------- small regressions
 
 
+def test_an_empty_folder_that_could_not_be_removed_goes_when_the_run_is_resumed(tmp_path: Path) -> None:
+    operations, _ = trials.reference("prune staged")
+    saved = max(at for at, what in enumerate(operations, 1) if what == "rmdir")
+    assert trials.trial("prune staged", "refused", saved, tmp_path).status == 0
+
+
 def test_a_training_that_was_over_leaves_no_checkpoint(tmp_path: Path) -> None:
     operations, _ = trials.reference("train")
     assert operations[-1] == "unlink"

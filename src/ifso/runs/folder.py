@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ifso.common.files import (
     NotPlain,
     append_bytes,
+    clear_scratch,
     provisional,
     refuse_not_plain,
     remove_provisional,
@@ -63,7 +64,7 @@ from ifso.runs.files import (
     refuse_other,
 )
 from ifso.surgery.recipe import Recipe
-from ifso.surgery.store import RECIPE, save
+from ifso.surgery.store import NEW_WEIGHTS, RECIPE, save
 
 _OF_A_RUN = re.compile(
     r"\.lock|\..+\.new(\.d)?|config\.json|recipe\.json|model\.safetensors|(first_)?scores\.safetensors|structure\.json|metrics\.jsonl"
@@ -303,7 +304,7 @@ class RunFolder:
                 sync_file(self.path / METRICS)
 
     def _remove_stale(self) -> None:
-        """What a killed process was writing of a run; the provisional files of ``ifso.save`` are its own to settle."""
+        """What a killed process was writing of a run; of ``ifso.save`` only the folder that its weights came from."""
         names = (CONFIG, SCORES, FIRST_SCORES, STRUCTURE, METRICS, SUMMARY)
         begun = [self.path / name for name in names]
         if not (self.path / CHECKPOINTS).is_symlink():
@@ -311,6 +312,7 @@ class RunFolder:
             begun += [self.path / CHECKPOINTS / match[1] for match in left if match]
         for path in begun:
             self._unless_refused(path, remove_provisional)
+        self._unless_refused(self.path / NEW_WEIGHTS, clear_scratch)
 
     def _unless_refused(self, path: Path, remove: Callable[[Path], None]) -> None:
         try:
