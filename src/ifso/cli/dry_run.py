@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ifso.common.text import amount
+from ifso.common.text import amount, roughly
 from ifso.pruning.events import Plan, Removal, Silent, Stage
 
 REMOVALS = 3
@@ -37,8 +37,6 @@ class DryRun:
         return {"dry_run": True, **asdict(self)}
 
     def __str__(self) -> str:
-        from ifso.common.text import roughly
-
         costs = f"{amount(self.before['macs'])} MACs, {amount(self.before['params'])} parameters"
         first = f"the first took {self.first:.1f} s"
         return "\n".join(

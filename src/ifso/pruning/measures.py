@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ifso.common.distributed import average_over_ranks_, sum_over_ranks
+from ifso.common.distributed import sum_over_ranks
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
 from ifso.pruning.budget import Budget
@@ -73,7 +73,6 @@ def recalibrate(run: Run, batches: Iterable[Any]) -> None:
         return
     with run.progress.timed("recovery"):
         recalibrate_(model, run.loss_fn, batches)
-        average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
 
 
 def reconstruct(run: Run, model: nn.Module) -> bool:

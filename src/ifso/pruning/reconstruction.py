@@ -429,10 +429,6 @@ def _better_calibrated(
         return teacher
     other = copy.deepcopy(teacher)
     recalibrate_(other, loss_fn, batches())
-    for norm in norms_of(other):
-        for statistic in (norm.running_mean, norm.running_var):
-            assert statistic is not None
-            statistic.copy_(reduce(statistic) / reduce(torch.ones_like(statistic)))
     judged = _judged((other, teacher), loss_fn, batches, reduce)
     return other if judged is not None and judged.loss < judged.unpruned else teacher
 

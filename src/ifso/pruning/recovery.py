@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ifso.common.batches import not_finite, on_device
+from ifso.common.distributed import average_over_ranks_
 from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, scalar, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes, undisturbed
@@ -36,7 +37,7 @@ def norms_of(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 @torch.no_grad()
 def recalibrate_(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any]) -> None:
-    """Give batch norms the statistics that they have now: the mean over the batches."""
+    """Give batch norms the statistics that they have now: the mean over the batches of all ranks."""
     norms = norms_of(model)
     momenta = [norm.momentum for norm in norms]
     with same_modes(model):
@@ -52,6 +53,7 @@ def recalibrate_(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any]) -> N
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
+    average_over_ranks_(buffer for buffer in model.buffers() if buffer.is_floating_point())
 
 
 def mean_loss(model: nn.Module, loss_fn: LossFn, batches: Sequence[Any]) -> float:
