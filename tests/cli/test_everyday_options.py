@@ -2,25 +2,17 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from digits_commands import QUICK, TASK, ifso_
 
 import ifso
 from ifso.cli.distributed import device_of
-from ifso.cli.main import main
 from ifso.common.text import standard_error
 from ifso.errors import DataError
 from ifso.training.runs import RunningTraining
-
-TASK = "--model ifso:resnet8-digits --data digits"
-QUICK = "--criterion magnitude --schedule one-shot --recalibrate 0 --batch 64"
-
-
-def ifso_(line: str) -> int:
-    return main(shlex.split(line))
 
 
 @pytest.fixture(autouse=True)

@@ -1,29 +1,18 @@
 """Pruning again: the folder of a run, a training or a saved network is taken wherever MODEL or ``--weights`` is."""
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from digits_commands import QUICK, TASK, ifso_, loaded
 
 import ifso
-from ifso.cli.main import main
 from ifso.errors import RecipeError
 from ifso.surgery.recipe import digest_of
 
-TASK = "--model ifso:resnet8-digits --data digits"
-QUICK = "--criterion magnitude --schedule one-shot --recalibrate 0 --batch 64"
 IMAGES = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8)
-
-
-def ifso_(line: str) -> int:
-    return main(shlex.split(line))
-
-
-def loaded(folder, name="ifso:resnet8-digits"):
-    return ifso.load(folder, ifso.create_model(name)).eval()
 
 
 def macs(model) -> int:
@@ -41,13 +30,6 @@ def made(tmp_path_factory):
         assert ifso_("finetune runs/first --epochs 1") == 0
         assert ifso_(f"prune runs/first --macs 0.6 {QUICK} --out runs/second") == 0
     return project
-
-
-@pytest.fixture
-def project(made, tmp_path, monkeypatch):
-    copy = Path(shutil.copytree(made, tmp_path / "project"))
-    monkeypatch.chdir(copy)
-    return copy
 
 
 def told(run):

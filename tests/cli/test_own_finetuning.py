@@ -1,29 +1,17 @@
 """The user's own program fine-tuned the network: ``--finetuned DIR``, or saved by it in RUN/finetune."""
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from digits_commands import QUICK, TASK, ifso_, loaded
 
 import ifso
-from ifso.cli.main import main
 from ifso.data import open_data
 from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import evaluate
-
-TASK = "--model ifso:resnet8-digits --data digits"
-QUICK = "--macs 0.7 --criterion magnitude --schedule one-shot --recalibrate 0 --batch 64"
-
-
-def ifso_(line: str) -> int:
-    return main(shlex.split(line))
-
-
-def loaded(folder):
-    return ifso.load(folder, ifso.create_model("ifso:resnet8-digits"))
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +20,8 @@ def made(tmp_path_factory):
     project = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
-        assert ifso_(f"prune {TASK} {QUICK} --out run") == 0
-        model = loaded("run")
+        assert ifso_(f"prune {TASK} --macs 0.7 {QUICK} --out run") == 0
+        model = loaded("run").train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for images, labels in open_data("digits").train_batches(128):
             optimizer.zero_grad()
@@ -41,13 +29,6 @@ def made(tmp_path_factory):
             optimizer.step()
         ifso.save(model, "own")
     return project
-
-
-@pytest.fixture
-def project(made, tmp_path, monkeypatch):
-    copy = Path(shutil.copytree(made, tmp_path / "project"))
-    monkeypatch.chdir(copy)
-    return copy
 
 
 def accuracy(folder) -> float:
@@ -97,7 +78,7 @@ def test_refused(project, capsys, line, words):
 
 def test_pruned_further(project, capsys):
     shutil.copytree("own", "run/finetune")
-    assert ifso_(f"prune run {QUICK} --out second") == 0
+    assert ifso_(f"prune run --macs 0.7 {QUICK} --out second") == 0
     assert "the network is the fine-tuned network of run" in capsys.readouterr().err
 
 
@@ -124,7 +105,7 @@ class TestPython:
         assert list(json.loads(capsys.readouterr().out)["networks"]) == ["unpruned", "pruned"]
         assert ifso_("finetune python --epochs 1 --distill") == 0
         assert ifso_("export python --to torch") == 0
-        assert ifso_(f"prune python {QUICK} --out again") == 0
+        assert ifso_(f"prune python --macs 0.7 {QUICK} --out again") == 0
 
     def test_without_weights_the_rest_is_measured(self, begun, capsys):
         begun(model="ifso:resnet8-digits", data="digits")
