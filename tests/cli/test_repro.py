@@ -227,7 +227,8 @@ def test_tables_take_no_torch_and_other_studies_show_up_when_run(tmp_path):
 
 
 def test_a_result_is_shown_in_every_study_it_belongs_to(tmp_path, capsys):
-    write(made_up(row="resnet32-cifar10-40", variant={"schedule": "one-shot"}, recipe="brief", epochs=30), tmp_path / "results")
+    made = made_up(row="resnet32-cifar10-40", variant={"schedule": "one-shot"}, recipe="brief", epochs=30)
+    write(made, tmp_path / "results")
     page = tmp_path / "tables.md"
     assert main(["repro", "--table", "--out", str(tmp_path), "--markdown", str(page)]) == 0
     shown = capsys.readouterr().out
