@@ -114,6 +114,10 @@ ACTIVATIONS = {
     "relu, thrown away": written_over(torch.relu_), "silu, thrown away": written_over(nn.SiLU(inplace=True)),
     "relu of a view": lambda x: F.relu(x[:, :], inplace=True),
     "silu of a view": lambda x: F.silu(x[:, :], inplace=True),
+    "sum with itself": lambda x: x.add_(x), "sum with more": lambda x: (x * 1).add_(x.tanh(), alpha=3),
+    "sum with means": lambda x: (x * 2).add_(x.mean((2, 3), keepdim=True)),
+    "sum with a number": lambda x: (x * x).add_(2), "sum, thrown away": written_over(lambda x: x.add_(x * 2)),
+    "sum, used later": lambda x: (x * 1).add_(x.tanh()) * x,
     "relu6, written into": lambda x: F.relu6(x).mul_(2), "silu, written into": lambda x: F.silu(x).mul_(2),
     "relu of a part": written_over(lambda x: F.relu(x[:, :3], inplace=True)),
 }  # fmt: skip

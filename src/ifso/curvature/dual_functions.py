@@ -172,6 +172,23 @@ class DualClampInPlace(_InPlace):
         return DualClamp.backward(ctx, grad)[:4]
 
 
+class DualAddInPlace(_InPlace):
+    """``x + z`` of the same shape, written over ``x`` and its tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x_dot: Tensor, z: Tensor, z_dot: Tensor) -> Tensor:
+        """The sum in the memory of ``x``, its tangent in that of ``x_dot``."""
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(x)
+        x_dot.add_(z_dot)
+        return x.add_(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The same for both."""
+        return grad, None, grad, None
+
+
 def _inside(t: Tensor, place: Tensor, bounds: tuple[float, float], out: Tensor | None = None) -> Tensor:
     """``t`` where ``place``, ``x`` or ``y``, lies between the bounds, 0 elsewhere."""
     out = torch.empty_like(t) if out is None else out

@@ -29,6 +29,7 @@ from ifso.curvature.dual_functions import (
     RELU,
     DualActivation,
     DualActivationInPlace,
+    DualAddInPlace,
     DualAttention,
     DualBatchNorm,
     DualClamp,
@@ -297,6 +298,16 @@ def _relu_(mode: DualMode, input: Tensor) -> Any:
 _RELU = _clamp(*RELU)
 
 
+def _add_(mode: DualMode, input: Tensor, other: Any, *, alpha: float = 1) -> Any:  # noqa: ARG001 (one protocol)
+    x, x_dot = _primal_and_dot(input)
+    if alpha != 1 or not isinstance(other, Tensor) or x_dot is None or not _can_be_written(input):
+        return NotImplemented
+    z, z_dot = _primal_and_dot(other)
+    if z_dot is None or z.shape != x.shape or z.dtype != x.dtype:
+        return NotImplemented
+    return DualAddInPlace.apply(input, x_dot, z, z_dot)
+
+
 def _can_be_written(input: Tensor) -> bool:
     """Whether a function of ours may write over it and its tangent: what another function gave, and no part of it."""
     return not input.is_leaf and not input._is_view()
@@ -342,5 +353,6 @@ _DUAL_LAYERS: dict[Any, Callable[..., Any]] = {
     F.relu6: _clamp(0, 6),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _RELU),
     **dict.fromkeys((torch.relu_, Tensor.relu_), _relu_),
+    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), _add_),
     F.scaled_dot_product_attention: _attention,
 }
