@@ -54,7 +54,7 @@ class Stage:
     """One stage of a staged run, done: ``number`` of the ``stages`` that are planned.
 
     ``units`` went in it. ``shares`` are what is left of each cost, ``values`` what ``evaluate`` said of the network
-    (empty where it was not asked), ``seconds`` the time since the run began.
+    (empty where it was not asked), ``seconds`` the time since the run began, ``samples`` of how many an accuracy is.
     """
 
     number: int
@@ -63,6 +63,7 @@ class Stage:
     shares: Mapping[str, float]
     values: Mapping[str, float]
     seconds: float
+    samples: int | None = None
 
 
 class Listener(Protocol):

@@ -19,7 +19,7 @@ from ifso.common.torch_state import undisturbed
 from ifso.curvature.weight_space import Reader, readers
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
-from ifso.pruning.measures import keep_network, measure_in_place
+from ifso.pruning.measures import keep_network, measure_in_place, samples_of
 from ifso.pruning.recovery import is_loss
 from ifso.pruning.selection import Target
 
@@ -52,7 +52,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     values = reached.get("values", values)
     done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
     run.progress.stages.append({**done, **reached})
-    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds))
+    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds, samples_of(run)))
     if run.shrink and phase.stage < stages:
         run.shrink_if_it_pays()
     run.keep_state()
