@@ -254,6 +254,8 @@ def warnings(run: RunRecord) -> Iterator[str]:
     single = [layer.name for layer in run.structure.layers if layer.kept == 1 < layer.channels]
     if single:
         yield f"{'1 layer has' if len(single) == 1 else f'{len(single)} layers have'} one channel left: {few(single)}."
+    tuned = listing(mapping(run.tuning and run.tuning.summary).get("notes"))
+    yield from (f"Fine-tuning: {note}." for note in tuned if isinstance(note, str))
     measured, target = number(at(mapping(run.summary), "latency", "share")), run.targets.get("latency")
     if measured is not None and target is not None and measured > target:
         yield (
