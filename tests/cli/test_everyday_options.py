@@ -12,6 +12,7 @@ import ifso
 from ifso.cli.distributed import device_of
 from ifso.common.text import standard_error
 from ifso.errors import DataError
+from ifso.pruning import preflight
 from ifso.report.results import cards
 from ifso.runs.reading import read_run
 from ifso.training.runs import RunningTraining
@@ -80,6 +81,18 @@ class TestDryRun:
         assert ifso_(f"prune {TASK} --macs {smallest * 0.99} --dry-run --json {more}") == 3
         assert f"{smallest:.4f} the smallest" in capsys.readouterr().err
         assert ifso_(f"prune {TASK} --macs {smallest} --dry-run --json {more}") == 0
+
+    def test_the_network_is_traced_once(self, monkeypatch, capsys):
+        traced = []
+
+        def trace(*arguments, **options):
+            traced.append(arguments)
+            return original(*arguments, **options)
+
+        original = preflight.trace
+        monkeypatch.setattr(preflight, "trace", trace)
+        assert ifso_(f"prune {TASK} --macs 0.8 --calibration 128 --dry-run") == 0
+        assert len(traced) == 1
 
     def test_in_words(self, capsys):
         assert ifso_(f"prune {TASK} --macs 0.5 {QUICK} --dry-run") == 0

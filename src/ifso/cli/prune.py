@@ -17,7 +17,6 @@ from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
     COSTS,
     add_options,
-    defaults_of,
     gather,
     prune_arguments,
     takes_default_steps,
@@ -114,7 +113,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> 
     with tensor_cores(settings.get("precision", "float32")), shown as listener:
         call = {**_call(settings, args, world, listener), "listener": _Telling(listener, args.said)}
         if args.dry_run:
-            found = dry_run(call, defaults_of(settings)["min_share"])
+            found = dry_run(call)
             for line in args.said:
                 listener.said(line)
             return found
@@ -175,9 +174,12 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
         listener.said(FLOPS)
     model.train(settings.get("train_mode", True))
     example = _example_inputs(settings, data, world.device)
+    batch = settings.get("batch", PRUNING_BATCH[data.task])
+    if world.ranks > 1:
+        listener.said(f"batches: {batch} samples on each of {world.ranks} ranks, {batch * world.ranks} in all")
     return {
         "model": model,
-        "train_batches": data.train_batches(batch_size=settings.get("batch", PRUNING_BATCH[data.task])),
+        "train_batches": data.train_batches(batch_size=batch),
         "loss_fn": loss_in(precision, data.loss_fn),
         "budget": budget,
         "example_inputs": example,

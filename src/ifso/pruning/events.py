@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -12,7 +12,7 @@ class Plan:
     """What is about to be done. ``targets`` and ``shares`` are shares kept by the name of a cost, such as ``macs``.
 
     ``removals`` counts those already made, when a run is resumed. ``stages`` are planned in all; 0 if the run is not a
-    staged one.
+    staged one. ``costs`` are those of the whole network, ``smallest()`` the shares left when all is gone that may go.
     """
 
     model: str
@@ -22,6 +22,8 @@ class Plan:
     removals: int
     folder: str | None
     stages: int = 0
+    costs: Mapping[str, float] = field(default_factory=dict)
+    smallest: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)

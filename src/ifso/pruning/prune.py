@@ -27,7 +27,14 @@ from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.events import Listener
 from ifso.pruning.finalize import finish, finished_result
 from ifso.pruning.measures import LOSS_BATCHES, measure
-from ifso.pruning.preflight import Traced, agreed_config, check_budget, checked_batches, trace_and_moves
+from ifso.pruning.preflight import (
+    PRUNED_HERE,
+    Traced,
+    agreed_config,
+    check_budget,
+    checked_batches,
+    trace_and_moves,
+)
 from ifso.pruning.progress import listener_for
 from ifso.pruning.recovery import Evaluate
 from ifso.pruning.result import PruneResult
@@ -199,6 +206,7 @@ def prune(
                 run.say(note)
             if folder is not None and rank() == 0:
                 _write_into(folder, run, remembered=remembers(train_batches))
+            PRUNED_HERE.add(model)
             return _complete(run)
 
 
