@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ifso.pruning.result import Network
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Stage:
 
     ``units`` went in it. ``shares`` are what is left of each cost, ``values`` what ``evaluate`` said of the network
     (empty where it was not asked), ``seconds`` the time since the run began, ``samples`` of how many an accuracy is.
+    ``network`` is that of a budget on the way to the last one, where the stage has reached it.
     """
 
     number: int
@@ -66,6 +70,7 @@ class Stage:
     values: Mapping[str, float]
     seconds: float
     samples: int | None = None
+    network: Network | None = None
 
 
 class Listener(Protocol):

@@ -48,11 +48,13 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
         return
     run.record(made, ranked, math.nan)
     shares, seconds = run.ledger.shares(), round(run.seconds, 3)
+    kept = len(run.networks)
     reached = keep_network(run, phase.ends_at, values) if phase.ends_at is not None else {}
+    network = run.networks[-1] if len(run.networks) > kept else None
     values = reached.get("values", values)
     done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
     run.progress.stages.append({**done, **reached})
-    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds, samples_of(run)))
+    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds, samples_of(run), network))
     if run.shrink and phase.stage < stages:
         run.shrink_if_it_pays()
     run.keep_state()
