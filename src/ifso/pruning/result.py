@@ -103,7 +103,7 @@ class PruneResult:
         floors: groups that kept no more units than they must.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     graph: ChannelGraph = field(repr=False)
     keep: Mapping[str, Tensor] = field(repr=False)
     recipe: Recipe = field(repr=False)
