@@ -303,7 +303,10 @@ class TestRefused:
             ("{a} {a}", "the same RUN is given twice"),
             ("{a} {b} --out {project}/out", "--out is for one RUN"),
             ("{a}/finetune", "is the fine-tuning of a run; give the run itself"),
-            ("{project}/base", "{project}/base holds a training and no pruning; ifso prune and ifso eval take it as"),
+            (
+                "{project}/base",
+                "{project}/base holds a training and no pruning; ifso eval --model {project}/base measures",
+            ),
             ("{a} --epochs 0", "--epochs 0 trains nothing"),
             ("{a} --epochs 1 --warm-up 1", "1 epochs of warm-up leave nothing of 1"),
             ("{a} --distill 2", "distill must be a weight from 0 to 1, got 2.0"),

@@ -106,7 +106,7 @@ def _warn_of_few(run: Run, losing: Sequence[Reader]) -> None:
         if tensors[reader.parameter].dim() == 2 and samples * FEW < channels:
             run.say(
                 f"{reader.parameter} reads {channels} channels, and the calibration has only {samples} samples: scores "
-                "and weights are unsure; give more"
+                "and weights are unsure; give more, or smaller batches if the last, smaller one is left out"
             )
 
 
