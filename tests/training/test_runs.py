@@ -142,6 +142,7 @@ class TestHarm:
             ({"top1": 80.0, "eval_loss": 0.5}, {"top1": 50.0}, 9.0, 2, 1),  # a loss that is not finite
             ({"top1": 80.0, "eval_loss": 0.5}, {"top1": 90.0, "eval_loss": 0.4}, 30.0, 2, 0),  # of a teacher
             ({"top1": 30.0, "eval_loss": 1.37}, {"top1": 30.0, "eval_loss": 1.41}, 1.41, 4, 0),  # never trained
+            ({"top1": 30.0, "eval_loss": 2.1}, {"top1": 40.0, "eval_loss": 8.7}, 1.6, 4, 0),  # norms not yet settled
             ({"map": 30.0}, {"map": 31.0}, 9.0, None, 0),
             ({"map": 30.0}, {"map": 29.0}, 9.0, None, 1),
             (None, {"top1": 9.0, "eval_loss": 9.0}, 2.5, 10, 0),  # statistics of batch norms that have not settled

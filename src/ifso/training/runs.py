@@ -329,7 +329,8 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
     """What is to be said of a training that left a network worse than it was: ``began`` are its measures before.
 
     The loss must end twice as high as it began and as that of guessing among the ``classes`` (None where the loss is no
-    cross entropy), and have been above guessing in training, too; twice as high if it began with random weights.
+    cross entropy), and have been above guessing in training, too (twice as high if it began with random weights), while
+    the accuracy has not risen.
 
     >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 8.0, 0.1, 1.0, {"top1": 9.0, "eval_loss": 300.0}), 10, lr=0.1)
     ['the training diverged: the loss went from 0.3 to 300, where guessing has 2.3; give a lower --lr than 0.1']
@@ -339,15 +340,15 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
     guess = math.log(classes) if classes and classes > 1 else math.inf
     ended = last.measures.get("eval_loss", last.loss if began is None else math.inf)
     before = 0.0 if began is None else began.get("eval_loss", 0.0)
-    if last.loss > (guess if began else 2 * guess) and ended > 2 * max(guess, before):
+    name = "top1" if "top1" in last.measures else "map"
+    first, now = (began or {}).get(name, -math.inf), last.measures.get(name, math.inf)
+    if last.loss > (guess if began else 2 * guess) and ended > 2 * max(guess, before) and not (began and now > first):
         came = f"went from {before:.3g} to" if began else "is"
         words = f"the loss {came} {ended:.3g}, where guessing has {guess:.3g}"
         return [f"the training diverged: {words}; give a lower --lr than {lr:g}"]
-    began = began or {}
-    name = "top1" if "top1" in last.measures else "map"
-    if not last.measures.get(name, math.inf) < began.get(name, -math.inf):
+    if now >= first:
         return []
-    words = f"{name} ends lower than it began: {last.measures[name]:.4g} after {began[name]:.4g}"
+    words = f"{name} ends lower than it began: {now:.4g} after {first:.4g}"
     return [f"{words}; a lower --lr than {lr:g} or more epochs may help"]
 
 
