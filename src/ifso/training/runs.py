@@ -330,7 +330,7 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
 
     The loss must end twice as high as it began and as that of guessing among the ``classes`` (None where the loss is no
     cross entropy), and have been above guessing in training, too (twice as high if it began with random weights), while
-    the accuracy has not risen.
+    the accuracy has not risen, to half as much again as that of guessing at least.
 
     >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 8.0, 0.1, 1.0, {"top1": 9.0, "eval_loss": 300.0}), 10, lr=0.1)
     ['the training diverged: the loss went from 0.3 to 300, where guessing has 2.3; give a lower --lr than 0.1']
@@ -342,7 +342,8 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
     before = 0.0 if began is None else began.get("eval_loss", 0.0)
     name = "top1" if "top1" in last.measures else "map"
     first, now = (began or {}).get(name, -math.inf), last.measures.get(name, math.inf)
-    if last.loss > (guess if began else 2 * guess) and ended > 2 * max(guess, before) and not (began and now > first):
+    learned = bool(began) and now > max(first, 150 * math.exp(-guess))
+    if last.loss > (guess if began else 2 * guess) and ended > 2 * max(guess, before) and not learned:
         came = f"went from {before:.3g} to" if began else "is"
         words = f"the loss {came} {ended:.3g}, where guessing has {guess:.3g}"
         return [f"the training diverged: {words}; give a lower --lr than {lr:g}"]
