@@ -121,7 +121,7 @@ class TestMain:
             ("inspect", "MODEL", "ifso inspect"),
             ("bench nothing", "'nothing'", "ifso bench"),
             ("bench", "WHAT", "ifso bench"),
-            ("inspect m --inptu", "--inptu", "ifso"),
+            ("inspect m --inptu", "--inptu", "ifso inspect"),
             ("train --model m", "--out", "ifso train"),
             ("train --out a --lr fast", "--lr", "ifso train"),
             ("repro --seeds many", "--seeds", "ifso repro run"),

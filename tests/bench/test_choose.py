@@ -13,7 +13,7 @@ from torch import nn
 import ifso
 from ifso.bench import choose, rivals
 from ifso.bench.choose import METHODS, ChooseBench, ChooseSetup, Method
-from ifso.bench.choose_record import read_record
+from ifso.bench.choose_record import Record, read_record
 from ifso.bench.rivals import CLOSE, RIVALS, TRIES, Found, Rivals, search
 from ifso.cli.main import main
 from ifso.errors import IfsoError
@@ -91,9 +91,15 @@ def bench(net):
 
 
 def only_row(bench, name, target):
-    ((found, row),) = bench.rows(name, [target])
+    ((found, row),) = all_rows(bench, name, [target]).items()
     assert found == target
     return row
+
+
+def all_rows(bench, name, targets, known=()):
+    found = {}
+    bench.rows(name, targets, found.__setitem__, known)
+    return found
 
 
 def rows(path):
@@ -140,13 +146,34 @@ def test_a_row_is_one_call_of_prune_on_a_copy(bench):
 
 
 def test_a_staged_run_passes_through_all_targets(bench):
-    found = dict(bench.rows("default", [0.6, 0.8]))
+    found = all_rows(bench, "default", [0.6, 0.8])
     assert list(found) == [0.8, 0.6]
     for target, row in found.items():
         assert target - 0.15 < row["macs"] <= target
     assert found[0.8]["seconds"] < found[0.6]["seconds"]
     alone = only_row(bench, "default", 0.8)
     assert (alone["macs"], alone["top1"]) == (found[0.8]["macs"], found[0.8]["top1"])
+
+
+def test_a_staged_run_goes_on_after_each_of_its_rows(argv, tmp_path, monkeypatch):
+    """Rows stand in the file as they come, and those after an interruption are those of a run without one."""
+    whole, parted = tmp_path / "whole.json", tmp_path / "parted.json"
+    argv = [*argv, "--methods", "default", "--macs", "0.8", "0.7", "0.6", "--json"]
+    assert main([*argv, str(whole)]) == 0
+    add = Record.add
+
+    def stopping(record, name, target, row):
+        if target < 0.8:
+            raise KeyboardInterrupt
+        add(record, name, target, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Record, "add", stopping)
+        assert main([*argv, str(parted)]) == 130
+    assert [target for _, target in rows(parted)] == [0.8]
+    assert main([*argv, str(parted)]) == 0
+    for row, same in zip(rows(whole).values(), rows(parted).values(), strict=True):
+        assert {**row, "seconds": 0} == {**same, "seconds": 0}
 
 
 def test_a_method_says_only_what_is_set():
@@ -173,11 +200,11 @@ def test_a_run_goes_on_where_it_was_stopped(argv, tmp_path, monkeypatch, capsys)
     out, asked = tmp_path / "out.json", []
     made = ChooseBench.rows
 
-    def counted(bench, name, targets):
+    def counted(bench, name, targets, *others):
         asked.append((name, *targets))
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return made(bench, name, targets)
+        made(bench, name, targets, *others)
 
     monkeypatch.setattr(ChooseBench, "rows", counted)
     argv = [*argv, "--methods", *OURS, "--json", str(out)]

@@ -12,7 +12,23 @@ import ifso
 from ifso.cli.distributed import device_of
 from ifso.common.text import standard_error
 from ifso.errors import DataError
+from ifso.pruning import preflight
+from ifso.report.results import cards
+from ifso.runs.reading import read_run
 from ifso.training.runs import RunningTraining
+
+
+def summary_of(folder):
+    return json.loads(Path(folder, "summary.json").read_text())
+
+
+def worth(folder):
+    """The card of the accuracy in a report."""
+    return cards(read_run(Path(folder)))[-1]
+
+
+def shown_by_report(accuracy):
+    return f"{accuracy:.2f}\u00a0±\u00a0{standard_error(accuracy, 355):.2f}\u00a0%"
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +82,18 @@ class TestDryRun:
         assert f"{smallest:.4f} the smallest" in capsys.readouterr().err
         assert ifso_(f"prune {TASK} --macs {smallest} --dry-run --json {more}") == 0
 
+    def test_the_network_is_traced_once(self, monkeypatch, capsys):
+        traced = []
+
+        def trace(*arguments, **options):
+            traced.append(arguments)
+            return original(*arguments, **options)
+
+        original = preflight.trace
+        monkeypatch.setattr(preflight, "trace", trace)
+        assert ifso_(f"prune {TASK} --macs 0.8 --calibration 128 --dry-run") == 0
+        assert len(traced) == 1
+
     def test_in_words(self, capsys):
         assert ifso_(f"prune {TASK} --macs 0.5 {QUICK} --dry-run") == 0
         out = capsys.readouterr().out
@@ -118,7 +146,7 @@ def test_workers_are_passed_on(line, monkeypatch, capsys):
 class TestNumbers:
     def test_accuracies_have_a_standard_error(self, capsys):
         assert ifso_(f"train {TASK} --epochs 1 --out trained") == 0
-        summary = json.loads(Path("trained/summary.json").read_text())
+        summary = summary_of("trained")
         shown = f"{summary['last_top1']:.2f} ± {standard_error(summary['last_top1'], 355):.2f}"
         assert summary["samples"] == 355
         assert shown in capsys.readouterr().out
@@ -127,8 +155,27 @@ class TestNumbers:
         assert ifso_(f"prune trained --macs 0.9 {QUICK} --out run") == 0
         printed = capsys.readouterr().out
         assert re.search(r"\naccuracy: \d+\.\d\d ± \d\.\d\d %, ± standard error of 355 test images\n", printed)
+        assert summary_of("run")["samples"] == 355
+        assert worth("run").after == shown_by_report(summary_of("run")["measures"][-1]["accuracy"])
         assert ifso_("finetune run --epochs 1") == 0
+        assert worth("run").after == shown_by_report(summary_of("run/finetune")["last_top1"])
         assert re.search(r"│ run/finetune │ +\d+\.\d\d ± \d\.\d\d │", capsys.readouterr().out)
+
+    def test_stages_have_one_too(self, capsys):
+        assert ifso_(f"prune {TASK} --macs 0.9 0.8 --calibration 128 --out run") == 0
+        printed = capsys.readouterr()
+        value = next(stage["values"]["accuracy"] for stage in summary_of("run")["stages"] if "budget" in stage)
+        shown = f"{value:.2f} ± {standard_error(value, 355):.2f}"
+        assert f" accuracy={shown.replace(' ', '')} " in printed.err
+        assert printed.out.count(f" {shown} ") >= 2
+
+    def test_a_run_of_before_does_without(self):
+        assert ifso_(f"prune {TASK} --macs 0.9 {QUICK} --out run") == 0
+        summary = summary_of("run")
+        del summary["samples"]
+        Path("run/summary.json").write_text(json.dumps(summary))
+        assert "±" not in worth("run").after
+        assert ifso_("prune --resume --out run") == 0
 
     def test_budgets(self, capsys):
         assert ifso_(f"prune {TASK} --macs 0.5 --params 0.99 {QUICK} --out run") == 0

@@ -14,7 +14,9 @@ from ifso.cli.finetune import summary_table
 from ifso.cli.main import main
 from ifso.data import open_data
 from ifso.models import create_model
+from ifso.report.results import warnings
 from ifso.runs.open import open_run
+from ifso.runs.reading import read_run
 from ifso.surgery.recipe import digest_of
 from ifso.training import runs
 from ifso.training.evaluation import evaluate
@@ -117,6 +119,13 @@ class TestFinetuned:
         assert [word.strip() for word in printed[2].split("┃")[2:-1]] == [
             "pruned", "last epoch", "best epoch", "epochs", "seconds",
         ]  # fmt: skip
+
+    def test_a_training_that_does_harm_says_so_at_last(self, project, capsys):
+        assert main(["finetune", str(project / "a"), "--epochs", "1", "--lr", "100"]) == 0
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last.startswith(f"note: {project / 'a'}/finetune: the training diverged: the loss went from ")
+        (line,) = (line for line in warnings(read_run(project / "a")) if "Fine-tuning" in line)
+        assert last.partition("finetune: ")[2] in line
 
     def test_a_table_of_losses(self):
         summary = {"folder": "a", "split": "test", "before": {}, "last_top1": None, "best_top1": None, "epochs": 2}
@@ -294,7 +303,10 @@ class TestRefused:
             ("{a} {a}", "the same RUN is given twice"),
             ("{a} {b} --out {project}/out", "--out is for one RUN"),
             ("{a}/finetune", "is the fine-tuning of a run; give the run itself"),
-            ("{project}/base", "{project}/base holds a training and no pruning; ifso prune and ifso eval take it as"),
+            (
+                "{project}/base",
+                "{project}/base holds a training and no pruning; ifso eval --model {project}/base measures",
+            ),
             ("{a} --epochs 0", "--epochs 0 trains nothing"),
             ("{a} --epochs 1 --warm-up 1", "1 epochs of warm-up leave nothing of 1"),
             ("{a} --distill 2", "distill must be a weight from 0 to 1, got 2.0"),

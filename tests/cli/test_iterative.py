@@ -1,6 +1,7 @@
 """Pruning again: the folder of a run, a training or a saved network is taken wherever MODEL or ``--weights`` is."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -61,7 +62,12 @@ class TestPruning:
 
     def test_says_which_network(self, project, capsys):
         assert ifso_(f"prune runs/first --macs 0.9 {QUICK} --out c") == 0
-        assert "the network is the fine-tuned network of runs/first" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "the network is the fine-tuned network of runs/first" in said
+        assert re.search(
+            r"pruned before to .*; this budget is a share of what was left then, 6\d\.\d% of the orig", said
+        )
+        assert "notebook" not in said
 
     @pytest.mark.parametrize(
         ("line", "words"),

@@ -150,7 +150,7 @@ class TestRefused:
             ("--epochs -1", "epochs must be a whole number from 0"),
             ("--epochs 2 --warm-up 2", "2 epochs of warm-up leave nothing of 2"),
             ("--epochs 0 --warm-up 1", "--epochs 0 trains nothing"),
-            ("--recipe best", "recipe 'best' is unknown; choose one of paper, brief, quick, ours"),
+            ("--recipe best", "recipe 'best' is unknown; choose one of paper, brief, short, quick, ours"),
             ("--schedule slow", "schedule 'slow' is unknown"),
             ("--milestones 0.8 0.6", "must be rising shares of the run"),
             ("--batch 100 --accumulate 3", "a batch of 100 cannot be cut into 3"),

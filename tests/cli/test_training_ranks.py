@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,7 @@ def torchrun(net, *argv):
         capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r": batches: (128 samples are shared by|64 samples on each of) 2 ranks, ", done.stderr)
     return json.loads(done.stdout)
 
 

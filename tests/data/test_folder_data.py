@@ -88,7 +88,7 @@ class TestOneFolder:
         Image.new("RGB", (9, 9)).save(tmp_path / "cat" / "a.png")
         assert "holds 1 image; give two at least" in refused(tmp_path)
         assert "holds images but no class folders" in refused(tmp_path / "cat")
-        assert "there is no folder" in refused(tmp_path / "nowhere")
+        assert refused(tmp_path / "nowhere").endswith("val/CLASS/*.JPEG, or class folders of images")
 
 
 def test_val_is_for_validation_beside_test(tmp_path):

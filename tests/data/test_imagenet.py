@@ -228,6 +228,7 @@ class TestBadInput:
 
     def test_folders(self, root, tmp_path):
         assert "there is no folder" in refused(tmp_path / "none")
+        assert "https://image-net.org" in refused(tmp_path / "none")
         assert "train/CLASS/*.JPEG" in refused(tmp_path / "none")
         (root / "val" / "fox").mkdir()
         assert f"{root / 'val' / 'fox'} is of a class that {root / 'train'} lacks;" in refused(root)

@@ -291,9 +291,14 @@ class TestNames:
             ("imagenet", "did you mean imagenet:PATH?"),
             ("image-net:here", "did you mean imagenet:PATH?"),
             ("", "'' is no data set"),
+            ("shapes", "did you mean folder:shapes?"),
+            ("~nobody-here", "is no data set"),
+            ("x" * 300, "is no data set"),
         ],
     )
-    def test_unknown(self, name, words):
+    def test_unknown(self, name, words, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "shapes").mkdir()
         assert words in refused(name)
 
     def test_a_device_that_is_not_there(self):

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ifso
 from ifso.pruning.result import PruneResult
 
@@ -21,6 +23,23 @@ def run_cell(source: str, names: dict[str, Any]) -> Any:
         return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
     exec(compile(ast.Module([last], []), "cell", "exec"), names)
     return None
+
+
+@pytest.mark.slow
+def test_a_kernel_shows_one_bar_and_the_tables(tmp_path: Path):
+    """Where nbclient and ipykernel are installed; no widgets are needed."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(book, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
+    assert not [output for output in outputs if output.output_type == "stream"]
+    texts = [output.data["text/plain"] for output in outputs]
+    (bar,) = (text for text in texts if "stage" in text and "left" in text)
+    assert "100% stage 10/10 MACs" in bar
+    (result,) = (output.data for output in outputs if "PruneResult(" in output.data["text/plain"])
+    assert result["text/html"].count("<table>") == 3
+    assert len(result["text/plain"]) < 2000
 
 
 def test_every_cell_runs(tmp_path: Path, monkeypatch):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ifso
+from ifso.common.module_state import named_tensors, set_tensors
+from ifso.common.torch_state import preserved
 from ifso.errors import BudgetError, IfsoError, ScoreError, TraceError
 from ifso.graph.execution import FakeStage
 
@@ -303,3 +305,14 @@ def test_an_interrupted_trace_leaves_nothing():
         ifso.trace(Stops(), X)
     assert list(map(id, keeping.GLOBAL_LIST)) == before
     assert fakes() == []
+
+
+def test_a_network_of_very_many_modules_keeps_its_parameters():
+    """Each has a dozen dicts: the last ones had lost their parameters, as there is an end to what is looked at."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000)))
+    before = [*model.parameters()]
+    with preserved(model):
+        set_tensors(model, {name: torch.zeros(2) for name in named_tensors(model)})
+        model[-1].kept = model[-1].weight
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert not hasattr(model[-1], "kept")

@@ -23,7 +23,7 @@ import ifso
 from ifso.common.serialization import _digest, json_line, parsed, read_lines, read_tensor_file
 from ifso.costs.latency import LatencyModel
 from ifso.models.weights import load_weights
-from ifso.pruning.result import finished_result
+from ifso.pruning.finalize import finished_result
 from ifso.report.page import render
 from ifso.runs.files import read_config
 from ifso.runs.folder import RunFolder

@@ -40,10 +40,9 @@ def trained() -> nn.Sequential:
     return model
 
 
-def pruned(model: nn.Module, loss: object = loss_fn) -> PruneResult:
-    return ifso.prune(
-        model, batches(), loss, budget=ifso.Budget(macs=0.7), example_inputs=torch.zeros(1, 2, 4), progress=False
-    )
+def pruned(model: nn.Module, **options: object) -> PruneResult:
+    budget, example = ifso.Budget(macs=0.7), torch.zeros(1, 2, 4)
+    return ifso.prune(model, batches(), loss_fn, budget=budget, example_inputs=example, progress=False, **options)
 
 
 def test_a_network_that_looks_untrained():
@@ -71,6 +70,32 @@ def test_a_network_pruned_twice_as_in_a_cell_that_ran_again():
     share = f"to {first.shares['macs']:.1%} of its MACs"
     assert any("pruned before" in note and share in note and "notebook" in note for note in second.notes)
     assert "pruned before" in str(second)
+
+
+def test_a_further_round_of_a_network_that_was_loaded(tmp_path):
+    first = pruned(trained())
+    first.save(tmp_path / "run")
+    (note,) = (note for note in pruned(ifso.load(tmp_path / "run", network())).notes if "pruned before" in note)
+    share = first.shares["macs"]
+    words = (
+        f"to {share:.1%} of its MACs; this budget is a share of what was left then, {0.7 * share:.1%} of the original"
+    )
+    assert words in note
+    assert "notebook" not in note
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (96, "calibration: 128 samples, not 96 (batches are taken whole)"),
+        (999, "calibration: 128 samples, not 999 (train_batches has no more)"),
+        (128, None),
+        (None, None),
+    ],
+)
+def test_samples_that_are_looked_at(asked, line):
+    found = [note for note in pruned(trained(), calibration=asked).notes if "calibration" in note]
+    assert found == [line] * (line is not None)
 
 
 DATA = """

@@ -346,4 +346,4 @@ def test_a_layer_that_reads_far_more_channels_than_there_are_samples_is_told():
     options = {"budget": ifso.Budget(macs=0.9), "example_inputs": torch.zeros(1, 4)}
     told = "2.weight reads 64 channels, and the calibration has only 8 samples"
     assert any(note.startswith(told) for note in prune(model, few, **options).notes)
-    assert not any("samples" in note for note in prune(model, enough, **options).notes)
+    assert not any("has only" in note for note in prune(model, enough, **options).notes)

@@ -714,3 +714,49 @@ def test_conv_helpers_say_what_they_are():
     conv = convolution.grouped().gconv.conv
     conv.in_channels = 7
     assert (conv.in_channels, conv.out_channels) != conv_sizes(conv)
+
+
+# ---- a network that was changed after it was traced ------------------------------------------------------------------
+
+
+class Rolled(nn.Module):
+    """Moves an image by ``step`` places, and by one more where the channels are odd in number."""
+
+    step = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(x.shape[1] % 2 + self.step, 2)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), Rolled(), nn.Dropout(0.1), nn.Conv2d(8, 4, 3), nn.Flatten(),
+        nn.LayerNorm(64),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("place", "setting", "value"),
+    [(1, "momentum", 0.01), (1, "eps", 0.01), (3, "step", 2), (4, "p", 0.5), (7, "eps", 0.01)],
+)
+def test_a_setting_that_has_nothing_to_do_with_channels_may_change(place, setting, value, training):
+    model, images = normed().train(training), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    graph = ifso.trace(model, images)
+    setattr(model[place], setting, value)
+    keep = {"0": torch.arange(8) > 1}
+    with ifso.masked(model, graph, keep):
+        before = model.eval()(images)
+    ifso.compact_(model.train(training), graph, keep)
+    torch.testing.assert_close(model.eval()(images), before)
+    assert getattr(model[place], setting) == value
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_one_that_follows_the_channels_is_refused_also_then(step):
+    model, images = normed().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    graph = ifso.trace(model, images)
+    model[3].step = step
+    with pytest.raises(CompactionError, match="roll in 3 computes with a number that depends on how many channels"):
+        ifso.compact_(model, graph, {"0": torch.arange(8) > 0})

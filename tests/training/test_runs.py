@@ -1,6 +1,8 @@
 """Trainings in folders: the same bits after any interruption, the same files, one line for whatever does not fit."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from ifso.training.checkpoint import FILE
 from ifso.training.evaluation import evaluate
 from ifso.training.runs import SilentTraining, Training, finished_summary, train_side_by_side
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import fit
+from ifso.training.trainer import Epoch, fit
 
 
 def network(seed=0, hidden=12):
@@ -111,6 +113,47 @@ class TestOne:
         trained(one)
         lines = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["epoch"] for line in lines if "top1" in line] == [2, 3]
+
+
+class TestHarm:
+    """What is said of a training that ends worse than it began, or than guessing."""
+
+    @pytest.mark.parametrize(
+        ("start", "rate", "words"), [("before", 30.0, r"went from [\d.]+ to \S+"), (None, 1000.0, r"is \S+")]
+    )
+    def test_a_loss_that_explodes(self, training, start, rate, words):
+        one = training(settings=replace(QUICK, lr=rate, epochs=1), start=start)
+        (summary,) = trained(one)
+        (note,) = summary["notes"]
+        line = f"the training diverged: the loss {words}, where guessing has 2.3; give a lower --lr than {rate:g}"
+        assert re.fullmatch(line, note)
+        assert json.loads((one.folder / "summary.json").read_text())["notes"] == [note]
+
+    @pytest.mark.parametrize("start", [None, "before"])
+    def test_nothing_of_one_that_learns(self, training, start):
+        (summary,) = trained(training(start=start))
+        assert "notes" not in summary
+
+    @pytest.mark.parametrize(
+        ("before", "after", "loss", "classes", "lines"),
+        [
+            ({"top1": 80.0, "eval_loss": 0.5}, {"top1": 81.0, "eval_loss": 1.5}, 0.01, 2, 0),  # learned by heart
+            ({"top1": 80.0, "eval_loss": 0.5}, {"top1": 79.0, "eval_loss": 1.5}, 0.01, 2, 1),
+            ({"top1": 80.0, "eval_loss": 0.5}, {"top1": 50.0}, 9.0, 2, 1),  # a loss that is not finite
+            ({"top1": 80.0, "eval_loss": 0.5}, {"top1": 90.0, "eval_loss": 0.4}, 30.0, 2, 0),  # of a teacher
+            ({"top1": 30.0, "eval_loss": 1.37}, {"top1": 30.0, "eval_loss": 1.41}, 1.41, 4, 0),  # never trained
+            ({"top1": 30.0, "eval_loss": 2.1}, {"top1": 40.0, "eval_loss": 8.7}, 1.6, 4, 0),  # norms not yet settled
+            ({"map": 30.0}, {"map": 31.0}, 9.0, None, 0),
+            ({"map": 30.0}, {"map": 29.0}, 9.0, None, 1),
+            (None, {"top1": 9.0, "eval_loss": 9.0}, 2.5, 10, 0),  # statistics of batch norms that have not settled
+            (None, {}, 2.5, 10, 0),
+            (None, {}, 30.0, 10, 1),
+            (None, {}, 30.0, None, 0),
+            ({"eval_loss": 0.5}, {"eval_loss": 9.0}, 9.0, None, 0),
+        ],
+    )
+    def test_when(self, before, after, loss, classes, lines):
+        assert len(runs.harm(before, Epoch(1, loss, 0.1, 1.0, after), classes, 0.1)) == lines
 
 
 class TestInterrupted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -27,6 +27,7 @@ from ifso.errors import DataError, IfsoError
 from ifso.graph.tracing import trace
 from ifso.models.registry import network_for
 from ifso.pruning.budget import Budget
+from ifso.pruning.events import Listener, Silent, Stage
 from ifso.pruning.prune import prune
 from ifso.pruning.result import PruneResult
 from ifso.training.evaluation import evaluate
@@ -109,6 +110,21 @@ def check(methods: Iterable[str], targets: Iterable[float]) -> None:
 
 
 Batches = list[tuple[Tensor, Tensor]]
+Add = Callable[[float, Mapping[str, Any]], None]
+
+
+class _Networks(Silent):
+    """Hands on the networks that a staged run leaves on its way: share, network, and seconds of the run alone."""
+
+    def __init__(self, found: Callable[[float, Any, float], None]) -> None:
+        self._found, self.away = found, 0.0
+
+    def staged(self, stage: Stage) -> None:
+        """Take the time that is not the run's."""
+        if stage.network is not None:
+            start = time.perf_counter()
+            self._found(stage.network.targets["macs"], stage.network.model, stage.seconds - self.away)
+            self.away += time.perf_counter() - start
 
 
 class ChooseBench:
@@ -145,19 +161,23 @@ class ChooseBench:
         """The network that all start from."""
         return {"top1": self.top1(self.model), "macs": self._whole.macs, "params": self._whole.params}
 
-    def rows(self, name: str, targets: Sequence[float]) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Each target with its network made smaller: what is left of it, and how long the way there took.
+    def rows(self, name: str, targets: Sequence[float], add: Add, known: Sequence[float] = ()) -> None:
+        """Call ``add`` with each target and what is left of its network, as soon as that is measured.
 
-        A staged run passes through all targets, largest first; all others begin anew for each.
+        A staged run passes through all targets, largest first, and through those that are ``known`` from before; all
+        others begin anew for each.
         """
         ours = None if name in RIVALS else METHODS[name]
         if ours is not None and ours.schedule is None:
-            falling = tuple(sorted(targets, reverse=True))
-            result = self._ours(ours, falling)
-            seconds = [stage["seconds"] for stage in result.stages if "budget" in stage] or [result.seconds]
-            models = [network.model or result.model for network in result.networks] or [result.model]
-            for target, model, took in zip(falling, models, [*seconds[:-1], result.seconds], strict=True):
-                yield target, self._row(model, took)
+            falling = sorted({*targets, *(target for target in known if target > min(targets))}, reverse=True)
+
+            def reached(share: float, model: nn.Module, seconds: float) -> None:
+                if share in targets:
+                    add(share, self._row(model, seconds))
+
+            networks = _Networks(reached)
+            result = self._ours(ours, tuple(falling), networks)
+            add(falling[-1], self._row(result.model, result.seconds - networks.away))
             return
         for target in targets:
             torch.manual_seed(self.setup.seed)
@@ -169,18 +189,18 @@ class ChooseBench:
                 model, more = self._ours(ours, (target,)).model, {}
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            yield target, {**self._row(model, time.perf_counter() - start), **more}
+            add(target, {**self._row(model, time.perf_counter() - start), **more})
 
     def _row(self, model: nn.Module, seconds: float) -> dict[str, Any]:
         left = self._cost(model.eval())
         shares = {"macs": left.macs / self._whole.macs, "params": left.params / self._whole.params}
         return {**shares, "top1": self.top1(model), "seconds": seconds}
 
-    def _ours(self, method: Method, targets: tuple[float, ...]) -> PruneResult:
+    def _ours(self, method: Method, targets: tuple[float, ...], listener: Listener | None = None) -> PruneResult:
         budget = Budget(macs=targets if len(targets) > 1 else targets[0])
         return prune(
             copy.deepcopy(self.model), self.calibration, self.loss_fn, budget=budget, example_inputs=self.example,
-            seed=self.setup.seed, progress=False, **method.options(len(self.calibration)),
+            seed=self.setup.seed, progress=False, listener=listener, **method.options(len(self.calibration)),
         )  # fmt: skip
 
 
@@ -223,25 +243,28 @@ def measure(
         record.write()
         for name, some in todo.items():
             say(f"{setup.model}: {name}, {', '.join(f'{target:.0%}' for target in some)} of the MACs")
-            for target, row in _rows_or_reason(bench, name, some, say):
-                record.add(name, target, row)
+            _fill(bench, name, some, record, say, known=[target for target in targets if record.has(name, target)])
 
 
-def _rows_or_reason(
-    bench: ChooseBench, name: str, targets: Sequence[float], say: Callable[[str], None]
-) -> Iterator[tuple[float, dict[str, Any]]]:
+def _fill(
+    bench: ChooseBench, name: str, targets: list[float], record: Record, say: Callable[[str], None], known: list[float]
+) -> None:
     """The rows of a method; for targets that it fails at, the reason."""
     left = list(targets)
+
+    def add(target: float, row: Mapping[str, Any]) -> None:
+        record.add(name, target, row)
+        left.remove(target)
+        known.append(target)
+
     while left:
         try:
-            for target, row in bench.rows(name, left):
-                yield target, row
-                left = [other for other in left if other != target]
+            bench.rows(name, list(left), add, list(known))
         except Exception as error:
             reason = one_line(error) or type(error).__name__
             say(f"{name} failed: {reason}")
             reason = reason if isinstance(error, IfsoError) else f"{type(error).__name__}: {reason}"
-            yield left.pop(0), {"failed": reason}
+            record.add(name, left.pop(0), {"failed": reason})
 
 
 def about(device: str) -> dict[str, Any]:

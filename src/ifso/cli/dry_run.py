@@ -25,7 +25,7 @@ class DryRun:
 
     model: str
     units: int
-    before: Mapping[str, int]
+    before: Mapping[str, float]
     asked: Mapping[str, float]
     smallest: Mapping[str, float]
     stages: int
@@ -65,6 +65,7 @@ class _Watching(Silent):
     def __init__(self, say: Callable[[str], None], *, at_once: bool) -> None:
         self._say, self._at_once, self._count = say, at_once, 0
         self.plan: Plan | None = None
+        self.smallest: Mapping[str, float] = {}
         self.begun = self.since = time.monotonic()
         self.share_done = 1.0
 
@@ -74,7 +75,8 @@ class _Watching(Silent):
 
     def started(self, plan: Plan) -> None:
         """What came before happens only once."""
-        self.plan, self.since = plan, time.monotonic()
+        self.plan, self.smallest = plan, plan.smallest()
+        self.since = time.monotonic()
 
     def staged(self, stage: Stage) -> None:
         """One of all stages is enough."""
@@ -93,18 +95,15 @@ class _Watching(Silent):
         raise _EnoughError
 
 
-def dry_run(call: Mapping[str, Any], min_share: float) -> DryRun:
-    """Begin the run that ``ifso.prune(**call)`` would be, in memory; ``min_share`` is what counts where none is given.
+def dry_run(call: Mapping[str, Any]) -> DryRun:
+    """Begin the run that ``ifso.prune(**call)`` would be, in memory.
 
     Raises:
         UnreachableBudget: as the run would.
     """
-    from ifso.costs.cost import count
     from ifso.pruning.prune import prune
 
-    graph, smallest = _reach(call, min_share)
     watching = _Watching(call["listener"].said, at_once=call.get("schedule") == "one-shot")
-    before = count(graph, graph.kept(None)).as_dict()
     with suppress(_EnoughError):
         prune(**{**call, "listener": watching})
     now, plan = time.monotonic(), watching.plan
@@ -112,27 +111,6 @@ def dry_run(call: Mapping[str, Any], min_share: float) -> DryRun:
     first = now - watching.since
     whole = first / max(watching.share_done, 1e-9)
     return DryRun(
-        plan.model, plan.units, before, dict(plan.targets), smallest, plan.stages, first,
+        plan.model, plan.units, plan.costs, dict(plan.targets), watching.smallest, plan.stages, first,
         watching.since - watching.begun + whole,
     )  # fmt: skip
-
-
-def _reach(call: Mapping[str, Any], min_share: float) -> tuple[Any, dict[str, float]]:
-    """The graph, and the shares that are left when all is gone that may go."""
-    from ifso.graph.naming import names_in
-    from ifso.pruning.budget import Budget
-    from ifso.pruning.constraints import ALL
-    from ifso.pruning.cost_tracker import Ledger
-    from ifso.pruning.moves import Moves
-    from ifso.pruning.preflight import trace_widest
-    from ifso.pruning.selection import Target, smallest_shares
-
-    model, floor = call["model"], call.get("min_share", min_share)
-    ignored, only = (names_in(model, tuple(call.get(name, ())), name) for name in ("ignore", "only"))
-    graph, _, _ = trace_widest(model, call["example_inputs"], ignored)
-    moves = Moves(
-        graph, round_to=call.get("round_to"), min_units=call.get("min_units", 1), only=only,
-        min_share={ALL: min_share, **floor} if isinstance(floor, Mapping) else floor,
-    )  # fmt: skip
-    plain = {name: share for name, share in call["budget"].targets.items() if name != "latency"}
-    return graph, smallest_shares(Ledger(graph), moves, Target(Budget(**(plain or {"macs": 0.5}))))

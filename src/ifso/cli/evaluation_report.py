@@ -83,7 +83,8 @@ def _qualities(qualities: list[Evaluation]) -> Iterator[tuple[str, list[str]]]:
     detected = [quality.detection for quality in qualities if quality.detection is not None]
     if not detected:
         yield "top-1", [accuracy(quality.top1, quality.samples) for quality in qualities]
-        yield "top-5", [accuracy(quality.top5, quality.samples) for quality in qualities]
+        if any(quality.top5 is not None for quality in qualities):
+            yield "top-5", [accuracy(quality.top5, quality.samples) for quality in qualities]
         yield "loss", [NOT_THERE if quality.loss is None else f"{quality.loss:.4f}" for quality in qualities]
         return
     for name, label in AVERAGES.items():

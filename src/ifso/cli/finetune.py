@@ -248,9 +248,17 @@ def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failure
         words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
         print_json({"runs": list(summaries), "failures": words})
     elif summaries:
-        console().print(summary_table(summaries))
+        show_trained(summaries)
     for folder, failure in failures.items():
         complain(f"error: {folder}: {failure}")
+
+
+def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:
+    """The table, and a line for each network that was better before."""
+    console().print(summary_table(summaries))
+    for summary in summaries:
+        for note in summary.get("notes", ()):
+            print(f"note: {summary['folder']}: {note}")
 
 
 def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:

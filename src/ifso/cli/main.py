@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             given, parser = list(sys.argv[1:] if argv is None else argv), parser or _parser()
             if not given:
                 parser.exit(2, parser.format_help())
-            args = parser.parse_args([word for word in given if word != DEBUG])
+            args, unknown = parser.parse_known_args([word for word in given if word != DEBUG])
+            if unknown:
+                command = next(word for word in given if not word.startswith("-"))
+                refused(f"unrecognized arguments: {' '.join(unknown)}", f"{parser.prog} {command}")
             status = _run(args, debug=DEBUG in given)
             sys.stdout.flush()
             return status
@@ -92,13 +95,18 @@ def _describe(error: OSError) -> str:
     return f"{where}{explained(error)}"
 
 
+def refused(message: str, command: str) -> NoReturn:
+    """Print what is wrong and where the options are explained, and exit with status 2."""
+    complain(f"error: {message}; {command} --help shows what can be given")
+    raise SystemExit(2)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line; commands below it are parsed by the same class."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where the options are explained, and exit with status 2."""
-        complain(f"error: {message}; {self.prog} --help shows what can be given")
-        self.exit(2)
+        """As everywhere else."""
+        refused(message, self.prog)
 
 
 def _parser() -> Parser:

@@ -17,7 +17,10 @@ from ifso.runs.values import LARGEST_WHOLE
 
 MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory; or the folder of a run, for its network"
 WEIGHTS = "trained weights, or the folder of a run for those of its network"
-DATA = "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory"
+DATA = (
+    "digits, cifar10:PATH, cifar100:PATH, imagenet:PATH, folder:PATH, jpegs:FILE.npz, coco:PATH or file.py:factory; "
+    "folder:PATH,size=64 makes the images so large"
+)
 
 
 def add_option(group: Any, name: str, kind: Any, metavar: str, words: str, **more: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ from ifso.cli.options import add_help, detector_images, shapes_of, zeros
 from ifso.cli.prune_options import (
     COSTS,
     add_options,
-    defaults_of,
     gather,
     prune_arguments,
     takes_default_steps,
 )
 from ifso.cli.resume import resumable
+from ifso.common.text import measured
 from ifso.errors import DataError, IfsoError
 from ifso.pruning.progress import progress
 from ifso.tasks import PRUNING_BATCH, PRUNING_RATE
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
     elif world.is_first:
         print(result)
         value = result.measures[-1].values.get("accuracy") if result.measures else None
-        if value is not None and hasattr(args, "samples"):
-            print(f"accuracy: {accuracy(value, args.samples)}, ± standard error of {args.samples:,} test images")
+        if value is not None and result.samples:
+            print(f"accuracy: {accuracy(value, result.samples)}, ± standard error of {result.samples:,} test images")
         if any(isinstance(settings.get(cost), list) for cost in COSTS):
-            console().print("", path_table(path_of(result)), sep="\n")
+            console().print("", path_table(path_of(result), result.samples), sep="\n")
         print(f"run folder: {path_from(args.out, start)}")
     return leave(0)
 
@@ -113,7 +113,7 @@ def _prune(settings: dict[str, Any], args: argparse.Namespace, world: World) -> 
     with tensor_cores(settings.get("precision", "float32")), shown as listener:
         call = {**_call(settings, args, world, listener), "listener": _Telling(listener, args.said)}
         if args.dry_run:
-            found = dry_run(call, defaults_of(settings)["min_share"])
+            found = dry_run(call)
             for line in args.said:
                 listener.said(line)
             return found
@@ -174,13 +174,16 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
         listener.said(FLOPS)
     model.train(settings.get("train_mode", True))
     example = _example_inputs(settings, data, world.device)
+    batch = settings.get("batch", PRUNING_BATCH[data.task])
+    if world.ranks > 1:
+        listener.said(f"batches: {batch} samples on each of {world.ranks} ranks, {batch * world.ranks} in all")
     return {
         "model": model,
-        "train_batches": data.train_batches(batch_size=settings.get("batch", PRUNING_BATCH[data.task])),
+        "train_batches": data.train_batches(batch_size=batch),
         "loss_fn": loss_in(precision, data.loss_fn),
         "budget": budget,
         "example_inputs": example,
-        "evaluate": _evaluation(data, precision, args),
+        "evaluate": _evaluation(data, precision),
         "about": {"arguments": settings, **({"counted_on": shapes_of(example)} if detects(data) else {})},
         **arguments,
     }
@@ -209,16 +212,11 @@ def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
     return zeros(settings["input"], device)
 
 
-def _evaluation(data: Data, precision: str, args: argparse.Namespace) -> Callable[[nn.Module], dict[str, float]] | None:
-    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind.
-
-    The number of samples that an accuracy is of is kept as ``args.samples``.
-    """
+def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
+    """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.data.base import detects
     from ifso.tasks.classification import cross_entropy
-    from ifso.training.average_precision import check_evaluator, evaluate_detector
-    from ifso.training.evaluation import evaluate
-    from ifso.training.precision import autocast
+    from ifso.training.average_precision import check_evaluator
 
     try:
         batches = data.test_batches()
@@ -228,18 +226,28 @@ def _evaluation(data: Data, precision: str, args: argparse.Namespace) -> Callabl
         return None
     if detects(data):
         check_evaluator()
+    return _Evaluation(batches, precision, detects=detects(data))
 
-    def measure(model: nn.Module) -> dict[str, float]:
-        with autocast(precision, next(model.parameters()).device):
-            if not detects(data):
-                found = evaluate(model, batches, over_ranks=True)
-                args.samples = found.samples
+
+class _Evaluation:
+    """Evaluates networks on ``batches``; ``samples`` is of how many an accuracy is, 0 for detectors."""
+
+    def __init__(self, batches: Iterable[Any], precision: str, *, detects: bool) -> None:
+        self._batches, self._precision, self._detects, self.samples = batches, precision, detects, 0
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        from ifso.training.average_precision import evaluate_detector
+        from ifso.training.evaluation import evaluate
+        from ifso.training.precision import autocast
+
+        with autocast(self._precision, next(model.parameters()).device):
+            if not self._detects:
+                found = evaluate(model, self._batches, over_ranks=True)
+                self.samples = found.samples
                 return {"accuracy": found.top1, "test_loss": found.loss}
-            average = evaluate_detector(model, batches, over_ranks=True)
-            values = {name: getattr(average, name) for name in ("map", "map50", "map75")}
-            return {name: value for name, value in values.items() if value is not None}
-
-    return measure
+            average = evaluate_detector(model, self._batches, over_ranks=True)
+        values = {name: getattr(average, name) for name in ("map", "map50", "map75")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -268,8 +276,8 @@ def path_of(result: PruneResult) -> tuple[Step, ...]:
     return first, *between, Step(dict(result.targets), dict(result.shares), dict(kept[-1].values), ".")
 
 
-def path_table(path: Sequence[Step]) -> Table:
-    """One row for each network."""
+def path_table(path: Sequence[Step], samples: int | None = None) -> Table:
+    """One row for each network; ``samples`` are those that an accuracy is of."""
     from ifso.pruning.result import LABELS
 
     asked, values = path[-1].asked, list(dict.fromkeys(name for step in path for name in step.values))
@@ -281,7 +289,7 @@ def path_table(path: Sequence[Step]) -> Table:
                 step.folder or "unpruned",
                 *(f"{step.shares[cost]:.1%}" for cost in costs),
                 ", ".join(f"{share:.1%}" for share in step.asked.values()),
-                *(f"{step.values[name]:.4g}" if name in step.values else "" for name in values),
+                *(measured(name, step.values[name], samples) if name in step.values else "" for name in values),
             )
             for step in path
         ),

@@ -85,7 +85,7 @@ def _add_task(group: Any) -> None:
     add_opening(group)
     add_option(group, "input", shape, "1,3,32,32", "shape of the input that costs are counted on (the data's)")
     few, many = PRUNING_BATCH["detection"], PRUNING_BATCH["classification"]
-    words = f"samples in a batch, of each rank under torchrun ({many}; {few} with boxes)"
+    words = f"samples in a batch, of each rank, not of all together as in trainings ({many}; {few} with boxes)"
     add_option(group, "batch", int, "N", words)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add_option(group, "ignore", str, "NAME", "modules to leave alone, by name or pattern", **several)
@@ -121,7 +121,13 @@ def _add_stages(group: Any) -> None:
     add_option(group, "recover", int, "N", words)
     words = "end with the last network that lost at most X points on the test set (accuracy, or mAP with boxes)"
     add_option(group, "stop", real, "X", words)
-    add_option(group, "calibration", int, "N", "training samples it looks at (1024; fewer for large networks)")
+    add_option(
+        group,
+        "calibration",
+        int,
+        "N",
+        "training samples it looks at, in whole batches, of each rank (1024; fewer for large networks)",
+    )
 
 
 def _add_algorithm_2(group: Any) -> None:

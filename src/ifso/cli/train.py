@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.console import console, path_from, print_json
+from ifso.cli.console import path_from, print_json
 from ifso.cli.distributed import World, joined, leave
-from ifso.cli.finetune import summary_table
+from ifso.cli.finetune import show_trained
 from ifso.cli.options import DATA, MODEL, WEIGHTS, add_pretrained, name_networks, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import resumable, without_folders
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if world.is_first and args.json:
         print_json(summary)
     elif world.is_first:
-        console().print(summary_table([summary]))
+        show_trained([summary])
         print(f"weights: {path_from(args.out, start) / 'model.safetensors'}")
     return leave(0)
 

@@ -34,7 +34,7 @@ RECIPE_NAMES = (
 DECAYS = ", ".join(f"{RECIPES[name].weight_decay:g} in {name}" for name in ("ours", "quick"))
 SETTINGS = {
     "epochs": ("N", "rounds over the training set ({})"),
-    "batch": ("N", "images in a batch, of all ranks together ({})"),
+    "batch": ("N", "images in a batch, of all ranks together, not of each as in ifso prune ({})"),
     "opt": ("NAME", f"optimizer: {', '.join(OPTIMIZERS)} ({{}})"),
     "lr": ("RATE", f"highest learning rate ({{}}; {ADAM_RATE:g} of adam and adamw)"),
     "schedule": ("NAME", f"of the learning rate: {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]} ({{}})"),

@@ -23,7 +23,7 @@ from ifso.common.tensors import storage_of
 DEPTH = 5
 """How many containers and objects deep an attribute of a module is followed."""
 MOST = 20_000
-"""Objects that are looked at."""
+"""Objects that are looked at beside the modules and where they keep their parameters, of which there may be more."""
 LONGEST = 2_000
 """Entries of a container that are looked into; all of them are put back."""
 
@@ -43,10 +43,15 @@ class Image:
         self._alive: list[Any] = []
         self._empty: list[dict[Any, Any]] = []
         self.tensors: list[Tensor] = []
-        self._todo: deque[tuple[Any, int]] = deque((module, DEPTH) for module in model.modules())
+        self._todo: deque[tuple[Any, int]] = deque()
         for tensor in named_tensors(model).values():
             self._undo.append(_tensor(tensor))
-        while self._todo and len(self._seen) < MOST:
+        for module in model.modules():
+            self._look(module, DEPTH)
+            for store in (module._parameters, module._buffers, module._modules):
+                self._look(store, DEPTH - 1)
+        most = len(self._seen) + MOST
+        while self._todo and len(self._seen) < most:
             self._look(*self._todo.popleft())
         self._undo.reverse()
 

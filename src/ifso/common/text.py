@@ -82,3 +82,14 @@ def standard_error(percent: float, samples: int) -> float:
     1.0
     """
     return math.sqrt(max(percent * (100 - percent), 0.0) / samples)
+
+
+def measured(name: str, value: float, samples: int | None = None) -> str:
+    """A measure with four digits; an ``accuracy`` in percent of so many ``samples`` with its standard error.
+
+    >>> measured("accuracy", 90.0, 900), measured("accuracy", 90.0), measured("test_loss", 0.12345, 900)
+    ('90.00 ± 1.00', '90', '0.1235')
+    """
+    if name != "accuracy" or not samples or not 0 <= value <= 100:
+        return f"{value:.4g}"
+    return f"{value:.2f} ± {standard_error(value, samples):.2f}"

@@ -53,17 +53,14 @@ class ImageFolders:
     notes: tuple[str, ...]
 
 
-def find_image_folders(root: Path, tested: str = "val") -> ImageFolders:
-    """What is in the folders ``train`` and ``tested`` of ``root``.
+def find_image_folders(root: Path, tested: str = "val", missing: str = "") -> ImageFolders:
+    """What is in the folders ``train`` and ``tested`` of ``root``; ``missing`` is added where there is none.
 
     Classes are the folders of ``train`` in the order of their names, which for ImageNet is that of published weights.
     Of the files in them, those that end like an image count (.jpeg, .jpg, .png or .webp).
     """
     if not root.is_dir():
-        raise DataError(
-            f"there is no folder {root}; give the one that holds {LAYOUT} "
-            "(ImageNet is not downloaded for you, see https://image-net.org/download)"
-        )
+        raise DataError(f"there is no folder {root}; give the one that holds {LAYOUT}{missing}")
     for part in ("train", tested):
         if not (root / part).is_dir():
             raise DataError(f"{root} holds no folder {part}; give the one that holds {LAYOUT}")
@@ -198,7 +195,7 @@ def open_imagenet(path: str, opening: Opening) -> ImageFolderData:
     """The images in the folders of ``path``; they are decoded with torchvision whenever they are needed."""
     name = f"imagenet:{path}"
     need_torchvision(name, "vision")
-    folders = find_image_folders(Path(path))
+    folders = find_image_folders(Path(path), missing=" (it is not downloaded for you: https://image-net.org/download)")
     train, held_out = split(folders.train, opening.validation, opening.seed)
     loading = Loading(opening.device, workers_for(opening.workers))
     return ImageFolderData(
@@ -219,7 +216,7 @@ def open_folder(path: str, opening: Opening) -> ImageFolderData:
     root = Path(folder)
     has_test = (root / "test").is_dir()
     if (root / "train").is_dir() or not root.is_dir():
-        folders = find_image_folders(root, "test" if has_test else "val")
+        folders = find_image_folders(root, "test" if has_test else "val", missing=", or class folders of images")
     else:
         folders = _split_folder(root, options.test)
     train, held_out = split(folders.train, opening.validation, opening.seed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,4 +95,7 @@ def _held_images(name: str, shard: Shard, download: bool) -> tuple[Images, Image
         return *(in_turn(shard, open_it) if download else open_it()), AUGMENTATION, CIFAR[kind].num_classes
     close = get_close_matches(kind, ("digits", *CIFAR, *FILES), n=1)
     hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
+    with suppress(OSError, RuntimeError):
+        if name and Path(name).expanduser().is_dir():
+            hint = f"; did you mean folder:{name}?"
     raise DataError(f"{name!r} is no data set; write {FORMS}{hint}")

@@ -87,7 +87,7 @@ def fits(name: str, wanted: str) -> bool:
 Wiring = dict[str, tuple[Any, ...]]
 """By name of the module: its class and, for one of PyTorch's own, the numbers and words it was made with."""
 
-_FREE = frozenset(("training", "inplace", "track_running_stats"))
+_FREE = frozenset(("training", "inplace", "track_running_stats", "momentum"))
 """Attributes that change nothing about which channels belong together."""
 
 

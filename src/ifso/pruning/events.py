@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ifso.pruning.result import Network
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,7 @@ class Plan:
     """What is about to be done. ``targets`` and ``shares`` are shares kept by the name of a cost, such as ``macs``.
 
     ``removals`` counts those already made, when a run is resumed. ``stages`` are planned in all; 0 if the run is not a
-    staged one.
+    staged one. ``costs`` are those of the whole network, ``smallest()`` the shares left when all is gone that may go.
     """
 
     model: str
@@ -22,6 +25,8 @@ class Plan:
     removals: int
     folder: str | None
     stages: int = 0
+    costs: Mapping[str, float] = field(default_factory=dict)
+    smallest: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Stage:
     """One stage of a staged run, done: ``number`` of the ``stages`` that are planned.
 
     ``units`` went in it. ``shares`` are what is left of each cost, ``values`` what ``evaluate`` said of the network
-    (empty where it was not asked), ``seconds`` the time since the run began.
+    (empty where it was not asked), ``seconds`` the time since the run began, ``samples`` of how many an accuracy is.
+    ``network`` is that of a budget on the way to the last one, where the stage has reached it.
     """
 
     number: int
@@ -63,6 +69,8 @@ class Stage:
     shares: Mapping[str, float]
     values: Mapping[str, float]
     seconds: float
+    samples: int | None = None
+    network: Network | None = None
 
 
 class Listener(Protocol):

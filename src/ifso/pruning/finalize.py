@@ -5,18 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
 from ifso.common.batches import not_finite, on_device
 from ifso.common.distributed import copy_from_first_, together
 from ifso.common.module_state import named_tensors
+from ifso.common.serialization import read_tensor_file
+from ifso.common.text import one_line
 from ifso.costs.cost import count, recount
-from ifso.errors import DataError, IfsoError
+from ifso.errors import DataError, IfsoError, RunError, VerificationError
+from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.latency_budget import keep_latency, measured_latency
-from ifso.pruning.measures import evaluated, loss_of, measure, recalibrate, reconstruct, record_measure
+from ifso.pruning.measures import evaluated, loss_of, measure, recalibrate, reconstruct, record_measure, samples_of
 from ifso.pruning.recovery import Undo, distil_, is_better, norms_of, update_weights_
 from ifso.pruning.result import UNDONE, Measure, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
 from ifso.pruning.selection import TOLERANCE, Target
 from ifso.pruning.verify import Check, refuse_failed, worst
+from ifso.runs.files import SCORES, SUMMARY, read_summary, refuse_other_files
+from ifso.runs.folder import RunFolder
+from ifso.runs.values import whole
+from ifso.surgery.compact import compact_
+from ifso.surgery.recipe import Round, remember
+from ifso.surgery.store import WEIGHTS, read_recipe
 
 MOST_SHOWN = 4
 """Costs that were counted otherwise, in the detail of a check."""
@@ -42,7 +55,7 @@ def finish(run: Run) -> PruneResult:
         notes=tuple(run.progress.notes), latency=measured_latency(run),
         scores=network.by_group(run.scores, network.original), metrics=tuple(run.metrics), config=dict(run.config),
         folder=None if run.folder is None else run.folder.path, networks=_networks(run, measures),
-        stages=tuple(run.progress.stages), floors=run.moves.at_floor(network.kept),
+        stages=tuple(run.progress.stages), floors=run.moves.at_floor(network.kept), samples=samples_of(run),
     )  # fmt: skip
     if run.folder is not None:
         run.folder.write_scores(result.scores)
@@ -147,3 +160,49 @@ def _distil(run: Run) -> None:
     if not good:
         undo()
         run.say(f"{steps} steps of distillation were undone: they did harm")
+
+
+def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
+    """The result that was written, with the smaller network in ``model``; a check that failed then fails again."""
+    summary, (scores, _) = read_summary(folder.path), read_tensor_file(folder.path / SCORES)
+    refuse_other_files(folder.path, folder.config)
+    recipe = read_recipe(folder.path)
+    if not recipe.rounds:
+        raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
+    keep = _keep(graph, recipe.rounds[-1])
+    compact_(model, graph, keep)
+    _fill_(model, folder)
+    remember(model, recipe)
+    measures = tuple(Measure(one.pop("stage"), one) for one in map(dict, summary["measures"]))
+    result = PruneResult(
+        model=model, graph=graph, keep=keep, recipe=recipe, before=count(graph, graph.kept(None)),
+        after=count(graph, graph.kept(keep)), targets=summary["targets"], shares=summary["shares"],
+        removals=summary["removals"], seconds=summary["seconds"], timings=summary["timings"],
+        checks=tuple(Check(**check) for check in summary["checks"]),
+        measures=measures,
+        networks=networks_of(summary.get("stages", ()), folder.path, measures, summary["shares"]),
+        notes=(*summary["notes"], "the run had already come to its end"), latency=summary["latency"],
+        scores=scores, metrics=tuple(folder.metrics()[0]), config=folder.config, folder=folder.path,
+        stages=tuple(summary.get("stages", ())), floors=tuple(summary.get("floors", ())),
+        samples=whole(summary.get("samples")),
+    )  # fmt: skip
+    try:
+        refuse_failed(result.checks)
+    except VerificationError as error:
+        raise VerificationError(f"{folder.path / SUMMARY}: {one_line(error)}") from None
+    return result
+
+
+def _keep(graph: ChannelGraph, last: Round) -> dict[str, Tensor]:
+    """What the last round has left; those before it were made before the run."""
+    keep = {name: torch.zeros_like(choice) for name, choice in graph.keep_all().items()}
+    for group in last.groups:
+        keep[group.name][list(group.kept)] = True
+    return keep
+
+
+@torch.no_grad()
+def _fill_(model: nn.Module, folder: RunFolder) -> None:
+    stored = load_file(folder.path / WEIGHTS)
+    for name, tensor in named_tensors(model).items():
+        tensor.copy_(stored[name])

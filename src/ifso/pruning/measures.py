@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ifso.common.distributed import sum_over_ranks
+from ifso.common.text import measured
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
 from ifso.pruning.budget import Budget
@@ -56,7 +57,14 @@ def measure(run: Run, stage: str) -> None:
 def record_measure(run: Run, stage: str, values: dict[str, float]) -> None:
     """Put a measure on record."""
     run.progress.measures.append({"stage": stage, "values": values})
-    run.listener.said(f"{stage}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    words = (f"{name} {measured(name, value, samples_of(run))}" for name, value in values.items())
+    run.listener.said(f"{stage}: {', '.join(words)}")
+
+
+def samples_of(run: Run) -> int | None:
+    """How many samples an accuracy is of, if ``evaluate`` says so."""
+    samples = getattr(run.evaluate, "samples", None)
+    return samples if isinstance(samples, int) and samples > 0 else None
 
 
 def measure_in_place(run: Run) -> dict[str, float]:

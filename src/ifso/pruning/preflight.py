@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ from ifso.surgery.recipe import digest_of, name_of, recipe_of
 
 AS_GOOD_AS_GUESSING = 0.95
 """A trained classifier has a smaller cross entropy than this share of that of a guess."""
+
+PRUNED_HERE: WeakSet[nn.Module] = WeakSet()
+"""Networks that this process has pruned."""
 
 
 class Traced(NamedTuple):
@@ -104,9 +108,18 @@ def checked_batches(
         watched.refuse_infinite()
         return loss
 
-    flops = FLOPS if settings.budget.in_flops else None
-    notes = _untrained(graph, together(first_loss), batches[0]), _pruned_before(model), flops
+    notes = [_untrained(graph, together(first_loss), batches[0]), _pruned_before(model, settings)]
+    notes += [FLOPS if settings.budget.in_flops else None, _counted(settings, batches)]
     return batches, [note for note in notes if note]
+
+
+def _counted(settings: Settings, batches: list[Any]) -> str | None:
+    """A line if a staged run does not look at as many samples as it was asked to."""
+    asked, found = settings.calibration, sum(map(rough_count, batches))
+    if settings.schedule != "staged" or asked is None or found == asked:
+        return None
+    why = "batches are taken whole" if found > asked else "train_batches has no more"
+    return f"calibration: {found:,} samples, not {asked:,} ({why})"
 
 
 def _first_batches(
@@ -154,16 +167,18 @@ def _untrained(graph: ChannelGraph, loss: float, batch: Any) -> str | None:
     )
 
 
-def _pruned_before(model: nn.Module) -> str | None:
+def _pruned_before(model: nn.Module, settings: Settings) -> str | None:
+    """A line about earlier rounds, and what to do where this process made them, as it may not be meant then."""
     earlier = recipe_of(model)
     if earlier is None or not earlier.removed_units:
         return None
     first, last = earlier.cost_before.get("macs", 0), earlier.cost_after.get("macs", 0)
-    left = f" to {last / first:.1%} of its MACs" if first else ""
-    return (
-        f"the network was pruned before{left}; this budget is a share of what was left then. If that is not meant (a "
-        "cell of a notebook that ran twice), make the network anew"
-    )
+    share, asked = last / first if first else None, settings.budget.targets.get("macs")
+    left = f" to {share:.1%} of its MACs" if share else ""
+    total = f", {share * asked:.1%} of the original network" if share and asked else ""
+    twice = ". If that is not meant (a cell of a notebook that ran twice), make the network anew"
+    line = f"the network was pruned before{left}; this budget is a share of what was left then{total}"
+    return f"{line}{twice if model in PRUNED_HERE else ''}"
 
 
 def trace_widest(

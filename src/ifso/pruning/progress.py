@@ -20,7 +20,7 @@ from ifso.common.progress import (
     shows_bars,
     stderr_console,
 )
-from ifso.common.text import duration, loss_words, roughly
+from ifso.common.text import duration, loss_words, measured, roughly
 from ifso.errors import BudgetError
 from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
 
@@ -67,7 +67,8 @@ class PlainProgress(PlainDisplay):
         """Print what is left, what went and what was measured."""
         now, self._pending = self._clock(), None
         self._course.staged(stage, now)
-        values = [f"{name}={value:.4g}" for name, value in stage.values.items()]
+        values = [f"{name}={measured(name, value, stage.samples)}" for name, value in stage.values.items()]
+        values = [words.replace(" ± ", "±") for words in values]
         number = f"stage={stage.number}/{stage.stages}"
         self._print(number, *self._costs(stage.shares), f"units={stage.units}", *values, *self._times(now))
         left = self._course.left(now)
@@ -110,7 +111,7 @@ class RichProgress(BarDisplay):
 
         self._targets, self._shares = plan.targets, plan.shares
         self._loss, self._unit = math.nan, ""
-        self._values: Mapping[str, float] = {}
+        self._values: list[str] = []
         self._layers = Layers.of(plan)
         self._course = Course(plan, self._clock())
         progress = self._create(self._words, self._layers)
@@ -129,7 +130,8 @@ class RichProgress(BarDisplay):
     def staged(self, stage: Stage) -> None:
         """Move the bar, and show what was measured."""
         self._course.staged(stage, self._clock())
-        self._shares, self._values = stage.shares, stage.values or self._values
+        values = [f"{name} {measured(name, value, stage.samples)}" for name, value in stage.values.items()]
+        self._shares, self._values = stage.shares, values or self._values
         self._move()
 
     def _move(self) -> None:
@@ -147,8 +149,7 @@ class RichProgress(BarDisplay):
         ]
         left, elapsed = f"left {duration(course.left(now))}", f"so far {duration(course.elapsed(now))}"
         if course.in_stages:
-            values = [f"{name} {value:.4g}" for name, value in self._values.items()]
-            words = [course.stage_words, *costs, left, *values, elapsed]
+            words = [course.stage_words, *costs, left, *self._values, elapsed]
         else:
             words = [*costs, left, f"loss {loss_words(self._loss)}", elapsed, self._unit]
         return " ".join([f"{course.percent:3}%", *filter(None, words)])

@@ -25,12 +25,19 @@ from ifso.graph.tracing import check_model
 from ifso.pruning.budget import Budget, Schedule
 from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.events import Listener
-from ifso.pruning.finalize import finish
+from ifso.pruning.finalize import finish, finished_result
 from ifso.pruning.measures import LOSS_BATCHES, measure
-from ifso.pruning.preflight import Traced, agreed_config, check_budget, checked_batches, trace_and_moves
+from ifso.pruning.preflight import (
+    PRUNED_HERE,
+    Traced,
+    agreed_config,
+    check_budget,
+    checked_batches,
+    trace_and_moves,
+)
 from ifso.pruning.progress import listener_for
 from ifso.pruning.recovery import Evaluate
-from ifso.pruning.result import PruneResult, finished_result
+from ifso.pruning.result import PruneResult
 from ifso.pruning.run import Progress, Run
 from ifso.pruning.scoring_loop import MakeOptimizer, ScoringLoop
 from ifso.pruning.settings import Settings, settings_of, sgd
@@ -199,6 +206,7 @@ def prune(
                 run.say(note)
             if folder is not None and rank() == 0:
                 _write_into(folder, run, remembered=remembers(train_batches))
+            PRUNED_HERE.add(model)
             return _complete(run)
 
 

@@ -9,23 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ifso.common.module_state import named_tensors
-from ifso.common.serialization import read_tensor_file
-from ifso.common.text import one_line
-from ifso.costs.cost import Cost, count
-from ifso.errors import RunError, VerificationError
+from ifso.common.text import measured
+from ifso.costs.cost import Cost
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.verify import Check, refuse_failed
-from ifso.runs.files import NETWORKS, SCORES, STRUCTURE, SUMMARY, read_summary, refuse_other_files
+from ifso.pruning.verify import Check
+from ifso.runs.files import NETWORKS, STRUCTURE
 from ifso.runs.folder import RunFolder
 from ifso.runs.structure import structure_of
-from ifso.surgery.compact import compact_
-from ifso.surgery.recipe import Recipe, Round, remember
-from ifso.surgery.store import WEIGHTS, read_recipe
+from ifso.surgery.recipe import Recipe
 
 UNDONE = " (undone)"
 """How the name of a measure ends that was taken of a network which is no more."""
@@ -104,12 +97,13 @@ class PruneResult:
         config: what stands in ``config.json``.
         folder: the folder of the run, if there is one.
         networks: the networks at several budgets.
+        samples: of how many an accuracy in ``measures`` is, if ``evaluate`` has it as its attribute ``samples``.
         stages: of a staged run, for each stage its number ``stage``, the ``units`` that went in it, the ``shares``
             left of every cost, the ``values`` measured after it and the ``seconds`` since the run began.
         floors: groups that kept no more units than they must.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     graph: ChannelGraph = field(repr=False)
     keep: Mapping[str, Tensor] = field(repr=False)
     recipe: Recipe = field(repr=False)
@@ -129,6 +123,7 @@ class PruneResult:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     folder: Path | None = None
     networks: tuple[Network, ...] = field(default=(), repr=False)
+    samples: int | None = None
     stages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     floors: tuple[str, ...] = field(default=(), repr=False)
 
@@ -181,6 +176,7 @@ class PruneResult:
             "removals": self.removals,
             "kept": {name: [int(kept.sum()), kept.numel()] for name, kept in self.keep.items()},
             "measures": [{"stage": measure.stage, **measure.values} for measure in self.measures],
+            **({"samples": self.samples} if self.samples else {}),
             "stages": [
                 {**stage, "shares": dict(stage["shares"]), "values": dict(stage["values"])} for stage in self.stages
             ],
@@ -294,7 +290,7 @@ def _budgets(result: PruneResult) -> list[str]:
 
 def _measures(result: PruneResult) -> list[Row]:
     names = list(dict.fromkeys(name for measure in result.measures for name in measure.values))
-    stages = [(one.stage, *(_number(one.values.get(name)) for name in names)) for one in result.measures]
+    stages = [(one.stage, *(_value(result, name, one.values) for name in names)) for one in result.measures]
     return [("stage", *names), *stages]
 
 
@@ -307,9 +303,9 @@ def _stages(result: PruneResult) -> tuple[list[Row], list[str]]:
     rows = [
         (
             f"{stage['stage']}",
-            *(_number(stage["shares"].get(kind), ".2%") for kind in kinds),
+            *(f"{stage['shares'][kind]:.2%}" if kind in stage["shares"] else "" for kind in kinds),
             f"{stage['units']}",
-            *(_number(stage["values"].get(name)) for name in names),
+            *(_value(result, name, stage["values"]) for name in names),
             f"{stage['seconds']:.1f}",
         )
         for stage in shown
@@ -339,8 +335,8 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" (and {more} more)" if more > 0 else "")
 
 
-def _number(value: float | None, digits: str = ".4g") -> str:
-    return "" if value is None else f"{value:{digits}}"
+def _value(result: PruneResult, name: str, values: Mapping[str, float]) -> str:
+    return measured(name, values[name], result.samples) if values.get(name) is not None else ""
 
 
 def _aligned(rows: list[Row]) -> list[str]:
@@ -355,48 +351,3 @@ def _aligned(rows: list[Row]) -> list[str]:
                   for place, (cell, width) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]  # fmt: skip
-
-
-def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
-    """The result that was written, with the smaller network in ``model``; a check that failed then fails again."""
-    summary, (scores, _) = read_summary(folder.path), read_tensor_file(folder.path / SCORES)
-    refuse_other_files(folder.path, folder.config)
-    recipe = read_recipe(folder.path)
-    if not recipe.rounds:
-        raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
-    keep = _keep(graph, recipe.rounds[-1])
-    compact_(model, graph, keep)
-    _fill_(model, folder)
-    remember(model, recipe)
-    measures = tuple(Measure(one.pop("stage"), one) for one in map(dict, summary["measures"]))
-    result = PruneResult(
-        model=model, graph=graph, keep=keep, recipe=recipe, before=count(graph, graph.kept(None)),
-        after=count(graph, graph.kept(keep)), targets=summary["targets"], shares=summary["shares"],
-        removals=summary["removals"], seconds=summary["seconds"], timings=summary["timings"],
-        checks=tuple(Check(**check) for check in summary["checks"]),
-        measures=measures,
-        networks=networks_of(summary.get("stages", ()), folder.path, measures, summary["shares"]),
-        notes=(*summary["notes"], "the run had already come to its end"), latency=summary["latency"],
-        scores=scores, metrics=tuple(folder.metrics()[0]), config=folder.config, folder=folder.path,
-        stages=tuple(summary.get("stages", ())), floors=tuple(summary.get("floors", ())),
-    )  # fmt: skip
-    try:
-        refuse_failed(result.checks)
-    except VerificationError as error:
-        raise VerificationError(f"{folder.path / SUMMARY}: {one_line(error)}") from None
-    return result
-
-
-def _keep(graph: ChannelGraph, last: Round) -> dict[str, Tensor]:
-    """What the last round has left; those before it were made before the run."""
-    keep = {name: torch.zeros_like(choice) for name, choice in graph.keep_all().items()}
-    for group in last.groups:
-        keep[group.name][list(group.kept)] = True
-    return keep
-
-
-@torch.no_grad()
-def _fill_(model: nn.Module, folder: RunFolder) -> None:
-    stored = load_file(folder.path / WEIGHTS)
-    for name, tensor in named_tensors(model).items():
-        tensor.copy_(stored[name])

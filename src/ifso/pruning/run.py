@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -29,7 +29,7 @@ from ifso.pruning.moves import Move, Moves
 from ifso.pruning.recovery import Evaluate, Snapshot, norms_of
 from ifso.pruning.result import Network
 from ifso.pruning.scoring_loop import ScoringLoop
-from ifso.pruning.selection import Target, normalized, select
+from ifso.pruning.selection import Target, normalized, select, smallest_shares
 from ifso.pruning.settings import Settings
 from ifso.pruning.shrinking_network import ShrinkingNetwork, plain_state_of
 from ifso.pruning.staged import run_stage
@@ -183,14 +183,15 @@ class Run:
 
     def go(self) -> None:
         """Remove units until the budget is met."""
-        targets = self.settings.budget.targets
+        targets, whole = self.settings.budget.targets, self.network.original
         course = phases(self.settings.schedule, self.settings.budget, self.settings.units_per_step)
         self.calibration = self.calibration[: min(gathered(len(self.calibration)))]
         self.listener.started(
             Plan(
-                type(self.network.model).__name__, self.network.original.num_units, targets,
+                type(self.network.model).__name__, whole.num_units, targets,
                 self.ledger.shares(), self.progress.removals, None if self.folder is None else str(self.folder.path),
-                max(phase.stage for phase in course),
+                max(phase.stage for phase in course), count(whole, whole.kept(None)).as_dict(),
+                partial(smallest_shares, self.ledger, self.moves, Target(self.settings.budget)),
             )
         )  # fmt: skip
         if self.progress.removals == 0:

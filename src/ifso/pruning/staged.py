@@ -19,7 +19,7 @@ from ifso.common.torch_state import undisturbed
 from ifso.curvature.weight_space import Reader, readers
 from ifso.pruning.events import Stage
 from ifso.pruning.least_squares import least_squares
-from ifso.pruning.measures import keep_network, measure_in_place
+from ifso.pruning.measures import keep_network, measure_in_place, samples_of
 from ifso.pruning.recovery import is_loss
 from ifso.pruning.selection import Target
 
@@ -48,11 +48,13 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
         return
     run.record(made, ranked, math.nan)
     shares, seconds = run.ledger.shares(), round(run.seconds, 3)
+    kept = len(run.networks)
     reached = keep_network(run, phase.ends_at, values) if phase.ends_at is not None else {}
+    network = run.networks[-1] if len(run.networks) > kept else None
     values = reached.get("values", values)
     done = {"stage": phase.stage, "units": len(units), "shares": shares, "values": values, "seconds": seconds}
     run.progress.stages.append({**done, **reached})
-    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds))
+    run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds, samples_of(run), network))
     if run.shrink and phase.stage < stages:
         run.shrink_if_it_pays()
     run.keep_state()
@@ -104,7 +106,7 @@ def _warn_of_few(run: Run, losing: Sequence[Reader]) -> None:
         if tensors[reader.parameter].dim() == 2 and samples * FEW < channels:
             run.say(
                 f"{reader.parameter} reads {channels} channels, and the calibration has only {samples} samples: scores "
-                "and weights are unsure; give more"
+                "and weights are unsure; give more, or smaller batches if the last, smaller one is left out"
             )
 
 

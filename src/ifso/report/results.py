@@ -81,8 +81,15 @@ def quality(run: RunRecord) -> Quality:
         if recorded:
             split = f", {run.tuning.split} set" if run.tuning is not None and tuned else ""
             is_percent = tuned or max(map(abs, recorded.values())) > 1
-            return Quality(name, recorded, f"measured during the run{split}", key, is_percent=is_percent)
+            counts = {stage: count for stage in recorded if (count := _samples(run, stage))}
+            return Quality(name, recorded, f"measured during the run{split}", key, counts, is_percent=is_percent)
     return Quality(None)
+
+
+def _samples(run: RunRecord, stage: str) -> int | None:
+    """Of how many an accuracy is that pruning or fine-tuning measured."""
+    source = run.summary if stage != "fine-tuned" else run.tuning and run.tuning.summary
+    return whole(mapping(source).get("samples"))
 
 
 def _recorded(run: RunRecord, keys: tuple[str, ...]) -> dict[str, float]:
@@ -247,6 +254,8 @@ def warnings(run: RunRecord) -> Iterator[str]:
     single = [layer.name for layer in run.structure.layers if layer.kept == 1 < layer.channels]
     if single:
         yield f"{'1 layer has' if len(single) == 1 else f'{len(single)} layers have'} one channel left: {few(single)}."
+    tuned = listing(mapping(run.tuning and run.tuning.summary).get("notes"))
+    yield from (f"Fine-tuning: {note}." for note in tuned if isinstance(note, str))
     measured, target = number(at(mapping(run.summary), "latency", "share")), run.targets.get("latency")
     if measured is not None and target is not None and measured > target:
         yield (

@@ -343,6 +343,7 @@ def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
     """What to do with a folder that holds a training and no pruning."""
     if isinstance(run, str):
         return f"{folder} is the fine-tuning of a run; give the run itself, {run}"
-    given = {**arguments, "weights": folder / "model.safetensors"}
-    options = " ".join(f"--{name} {given[name]}" for name in ("model", "weights", "data") if name in given)
-    return f"{folder} holds a training and no pruning; ifso prune and ifso eval take it as {options}"
+    words = f"{folder} holds a training and no pruning"
+    if "model" in arguments:
+        return f"{words}; ifso eval --model {folder} measures it, ifso prune {folder} prunes it"
+    return f"{words}; ifso prune and ifso eval take it as --weights {folder / 'model.safetensors'}"

@@ -53,6 +53,8 @@ def batches_and_loss(
     if settings.batch % ranks:
         raise TrainingError(f"a batch of {settings.batch} cannot be shared by {ranks} processes; give a multiple")
     _check_options(data, settings, teacher)
+    if ranks > 1 and say is not None:
+        say(f"batches: {settings.batch} samples are shared by {ranks} ranks, {settings.batch // ranks} on each")
     batches = data.train_batches(settings.batch // ranks)
     if settings.mixes:
         batches = _mixed_batches(data, batches, settings)

@@ -6,6 +6,7 @@ end ``recipe.json`` and ``model.safetensors`` for :func:`ifso.load`, and ``summa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ from ifso.common.devices import out_of_memory
 from ifso.common.distributed import is_distributed, rank, together
 from ifso.common.loss_fn import LossFn
 from ifso.common.serialization import located
-from ifso.data.base import Data, headline
+from ifso.data.base import Data, detects, has_own_loss, headline
 from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
 from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, read_object, refuse_other_files
@@ -34,7 +35,7 @@ from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import Padding, padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings
-from ifso.training.trainer import SAVE_EVERY, Epoch, RoundRobin, Trainer, TrainerHooks, seeded_rng
+from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
 
 
 class TrainingListener(Protocol):
@@ -209,6 +210,7 @@ class RunningTraining(Trainer):
         self._evaluate = self._evaluator()
         self._length = len(batches) if hasattr(batches, "__len__") else 0
         self._steps_done, self._before = 0, dict(training.before)
+        self._began: Measures | None = None
         self.summary: dict[str, Any] = {}
         hooks = TrainerHooks(
             self._evaluate, training.every, on_epoch=self._ended, folder=training.folder, save_every=SAVE_EVERY
@@ -240,8 +242,9 @@ class RunningTraining(Trainer):
     def run(self) -> Generator[bool]:
         """As a trainer's, but the network is evaluated before and saved afterwards."""
         if self._training.start is not None and self._evaluate is not None:
-            measures = self._evaluate(self.model)
-            self._before |= {self._training.start: measures[self._headline]} if self._headline in measures else {}
+            self._began = self._evaluate(self.model)
+            if self._headline in self._began:
+                self._before[self._training.start] = self._began[self._headline]
         try:
             for stepped in super().run():
                 if stepped:
@@ -291,6 +294,11 @@ class RunningTraining(Trainer):
             self.folder.finish(self.summary)
             remove_checkpoint(self.folder.path)
 
+    def _harm(self) -> list[str]:
+        data = self._training.data
+        guessed = not (has_own_loss(data) or detects(data))
+        return harm(self._began, self.done[-1], data.num_classes if guessed else None, self.settings.lr)
+
     def _summary(self) -> dict[str, Any]:
         training, name, last = self._training, self._headline, self.done[-1]
         values = [epoch.measures[name] for epoch in self.done if name in epoch.measures]
@@ -304,6 +312,7 @@ class RunningTraining(Trainer):
             "last": last.measures,
             **({"samples": self._evaluate.samples} if self._evaluate is not None and self._evaluate.samples else {}),
             **({"losses": last.losses} if last.losses else {}),
+            **({"notes": notes} if (notes := self._harm()) else {}),
             "epochs": len(self.done),
             "loss": last.loss,
             "seconds": sum(epoch.seconds for epoch in self.done),
@@ -314,6 +323,34 @@ class RunningTraining(Trainer):
             "torch": str(torch.__version__),
             "ifso": __version__,
         }
+
+
+def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) -> list[str]:
+    """What is to be said of a training that left a network worse than it was: ``began`` are its measures before.
+
+    The loss must end twice as high as it began and as that of guessing among the ``classes`` (None where the loss is no
+    cross entropy), and have been above guessing in training, too (twice as high if it began with random weights), while
+    the accuracy has not risen, to half as much again as that of guessing at least.
+
+    >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 8.0, 0.1, 1.0, {"top1": 9.0, "eval_loss": 300.0}), 10, lr=0.1)
+    ['the training diverged: the loss went from 0.3 to 300, where guessing has 2.3; give a lower --lr than 0.1']
+    >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 0.1, 0.1, 1.0, {"top1": 89.5, "eval_loss": 3.0}), 10, lr=0.1)
+    ['top1 ends lower than it began: 89.5 after 90; a lower --lr than 0.1 or more epochs may help']
+    """
+    guess = math.log(classes) if classes and classes > 1 else math.inf
+    ended = last.measures.get("eval_loss", last.loss if began is None else math.inf)
+    before = 0.0 if began is None else began.get("eval_loss", 0.0)
+    name = "top1" if "top1" in last.measures else "map"
+    first, now = (began or {}).get(name, -math.inf), last.measures.get(name, math.inf)
+    learned = bool(began) and now > max(first, 150 * math.exp(-guess))
+    if last.loss > (guess if began else 2 * guess) and ended > 2 * max(guess, before) and not learned:
+        came = f"went from {before:.3g} to" if began else "is"
+        words = f"the loss {came} {ended:.3g}, where guessing has {guess:.3g}"
+        return [f"the training diverged: {words}; give a lower --lr than {lr:g}"]
+    if now >= first:
+        return []
+    words = f"{name} ends lower than it began: {now:.4g} after {first:.4g}"
+    return [f"{words}; a lower --lr than {lr:g} or more epochs may help"]
 
 
 def remove_checkpoint(folder: Path) -> None:
