@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -74,62 +73,6 @@ def products_of(model: nn.Module, x: Tensor, graph: ifso.ChannelGraph | None = N
     found = products.mixed(x), products.hessian(x, u), products.sensitivity(x, u)
     assert products.note == ""
     return found
-
-
-class Activated(nn.Module):
-    """Two layers and a residual sum, each followed by an activation."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.one, self.norm, self.two, self.head = (
-            nn.Conv2d(3, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.Conv2d(6, 6, 1),
-            nn.Linear(6, 2),
-        )
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.norm(self.one(x)))
-        y = self.two(x)
-        y += x
-        return self.head(self.act(y).mean((2, 3)))
-
-
-def written_over(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function on a new tensor that it writes over; what it returns is thrown away."""
-
-    def act(x: Tensor) -> Tensor:
-        y = x * 1
-        function(y)
-        return y
-
-    return act
-
-
-ACTIVATIONS = {
-    "relu": F.relu, "relu6": F.relu6, "silu": F.silu, "gelu": F.gelu, "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
-    "relu, in place": nn.ReLU(inplace=True), "relu_": Tensor.relu_, "relu6, in place": nn.ReLU6(inplace=True),
-    "hardtanh, in place": nn.Hardtanh(-0.3, 0.4, inplace=True), "silu, in place": nn.SiLU(inplace=True),
-    "relu, thrown away": written_over(torch.relu_), "silu, thrown away": written_over(nn.SiLU(inplace=True)),
-    "relu of a view": lambda x: F.relu(x[:, :], inplace=True),
-    "silu of a view": lambda x: F.silu(x[:, :], inplace=True),
-    "relu6, written into": lambda x: F.relu6(x).mul_(2), "silu, written into": lambda x: F.silu(x).mul_(2),
-    "relu of a part": written_over(lambda x: F.relu(x[:, :3], inplace=True)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_and_those_that_write_over_their_input(name):
-    """By formulas of ours, and by PyTorch's forward mode over its backward pass."""
-    model, x = build(lambda: Activated(ACTIVATIONS[name])).train(), images(3, 3, 6, 6)
-    graph = ifso.trace(model, x)
-    found = products_of(model, x, graph)
-    plain = Products(model, graph, squares, fused=False)
-    u = direction(plain.space.size).to(x.dtype)
-    assert max(map(error, found, (plain.mixed(x), plain.hessian(x, u), plain.sensitivity(x, u)))) < 1e-12
-    loss = squares(model, x)
-    assert torch.equal(loss, squares(model, x))  # nothing was left behind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

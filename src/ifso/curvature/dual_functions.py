@@ -14,15 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
-from torch.autograd.graph import increment_version
 
 from ifso.common.tensors import placed
 from ifso.curvature.dual_layers import DualFunction, fits_kernels, give_tangent, laid_out_as, load_kernels
 
 aten = torch.ops.aten
-
-RELU = (0, math.inf)
-"""The bounds of a ReLU."""
 
 
 def _gelu_bend(x: Tensor) -> Tensor:
@@ -66,8 +62,7 @@ class DualActivation(DualFunction):
         ctx.name, ctx.quick = name, fits_kernels(x, x_dot)
         ctx.save_for_backward(x, x_dot)
         if ctx.quick:
-            y, y_dot = torch.empty_like(x), torch.empty_like(x)
-            load_kernels().activation_forward(name, x, x_dot, y, y_dot)
+            y, y_dot = load_kernels().activation_forward(name, x, x_dot)
         else:
             function, slope, _ = ACTIVATIONS[name]
             y, y_dot = function(x), slope(x_dot, x)
@@ -90,94 +85,6 @@ class DualActivation(DualFunction):
                 if lam_dot is not None:
                     back_dot += slope(lam_dot, x)
         return None, make_dual(back, back_dot), None, None
-
-
-class _InPlace(DualFunction):
-    """A function that writes over its input ``x`` and, in its forward pass, over the tangent that comes behind it."""
-
-    @staticmethod
-    def jvp(ctx: Any, *dots: Any) -> Tensor:
-        """The tangent, which torch shall know to be another."""
-        dot: Tensor = next(dot for dot in dots if dot is not None)
-        increment_version(dot)
-        return dot
-
-
-class DualActivationInPlace(_InPlace):
-    """The same, written over ``x`` and its tangent, of which copies are kept."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor) -> Tensor:
-        """``y`` in the memory of ``x``, with the tangent in that of ``x_dot``."""
-        ctx.name, ctx.quick = name, fits_kernels(x, x_dot)
-        before, before_dot = x.clone(), x_dot.clone()
-        if ctx.quick:
-            load_kernels().activation_forward(name, before, before_dot, x, x_dot)
-        else:
-            function, slope, _ = ACTIVATIONS[name]
-            x.copy_(function(before))
-            x_dot.copy_(slope(before_dot, before))
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(before, before_dot)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """``x̄`` and its tangent."""
-        return DualActivation.backward(ctx, grad)[:3]
-
-
-class DualClamp(DualFunction):
-    """``x`` between two bounds and the nearer bound elsewhere, as of a ReLU: the slope is 1 or 0."""
-
-    @staticmethod
-    def forward(ctx: Any, low: float, high: float, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
-        """``y`` with its tangent."""
-        y = torch.relu(x) if (low, high) == RELU else aten.hardtanh(x, low, high)
-        ctx.bounds = low, high
-        ctx.save_for_backward(y if ctx.bounds == RELU else x)  # as torch does: a model may write into the other
-        give_tangent(ctx, _inside(x_dot, y, ctx.bounds))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """``x̄`` and its tangent."""
-        place, _ = unpack_dual(ctx.saved_tensors[0])
-        lam, lam_dot = unpack_dual(grad)
-        with torch.no_grad():
-            back = _inside(lam, place, ctx.bounds)
-            if lam_dot is not None:
-                back = make_dual(back, _inside(lam_dot, place, ctx.bounds))
-        return None, None, back, None, None
-
-
-class DualClampInPlace(_InPlace):
-    """The same, written over ``x`` and its tangent."""
-
-    @staticmethod
-    def forward(ctx: Any, low: float, high: float, x: Tensor, x_dot: Tensor) -> Tensor:
-        """``y`` in the memory of ``x``, with the tangent in that of ``x_dot``."""
-        _ = torch.relu_(x) if (low, high) == RELU else aten.hardtanh_(x, low, high)
-        ctx.bounds = low, high
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x)
-        _inside(x_dot, x, ctx.bounds, out=x_dot)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """``x̄`` and its tangent."""
-        return DualClamp.backward(ctx, grad)[:4]
-
-
-def _inside(t: Tensor, place: Tensor, bounds: tuple[float, float], out: Tensor | None = None) -> Tensor:
-    """``t`` where ``place``, ``x`` or ``y``, lies between the bounds, 0 elsewhere."""
-    out = torch.empty_like(t) if out is None else out
-    if bounds == RELU:
-        return aten.threshold_backward.grad_input(t, place, 0, grad_input=out)
-    return aten.hardtanh_backward.grad_input(t, place, *bounds, grad_input=out)
 
 
 class DualBatchNorm(DualFunction):

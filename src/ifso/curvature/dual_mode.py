@@ -25,16 +25,7 @@ from torch.utils._pytree import tree_map
 from ifso.common.tensors import placed
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.curvature.decompositions import DECOMPOSITIONS, call_linear, is_linear_in_input
-from ifso.curvature.dual_functions import (
-    RELU,
-    DualActivation,
-    DualActivationInPlace,
-    DualAttention,
-    DualBatchNorm,
-    DualClamp,
-    DualClampInPlace,
-    DualLayerNorm,
-)
+from ifso.curvature.dual_functions import DualActivation, DualAttention, DualBatchNorm, DualLayerNorm
 from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, dual_zero
 from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
 
@@ -262,44 +253,15 @@ def _gelu(mode: DualMode, input: Tensor, approximate: str = "none") -> Any:
 
 
 def _silu(mode: DualMode, input: Tensor, inplace: bool = False) -> Any:
-    return _activation(mode, "silu", input, inplace=inplace)
+    if not inplace:
+        return _activation(mode, "silu", input)
+    y = _activation(mode, "silu", input.clone())
+    return y if y is NotImplemented else input.copy_(y)
 
 
-def _activation(mode: DualMode, name: str, input: Tensor, *, inplace: bool = False) -> Any:
+def _activation(mode: DualMode, name: str, input: Tensor) -> Any:
     x, x_dot = _primal_and_dot(input)
-    if x_dot is None or (inplace and not _can_be_written(input)):
-        return NotImplemented
-    if inplace:
-        return DualActivationInPlace.apply(name, input, x_dot)
-    return DualActivation.apply(name, x, x_dot, mode.dual_zero)
-
-
-def _clamp(low: float, high: float) -> Callable[..., Any]:
-    def clamp(mode: DualMode, input: Tensor, inplace: bool = False) -> Any:
-        x, x_dot = _primal_and_dot(input)
-        if x_dot is None or (inplace and not _can_be_written(input)):
-            return NotImplemented
-        if inplace:
-            return DualClampInPlace.apply(low, high, input, x_dot)
-        return DualClamp.apply(low, high, x, x_dot, mode.dual_zero)
-
-    return clamp
-
-
-def _hardtanh(mode: DualMode, input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
-    return _clamp(min_val, max_val)(mode, input, inplace)
-
-
-def _relu_(mode: DualMode, input: Tensor) -> Any:
-    return _RELU(mode, input, inplace=True)
-
-
-_RELU = _clamp(*RELU)
-
-
-def _can_be_written(input: Tensor) -> bool:
-    """Whether a function of ours may write over it and its tangent: what another function gave, and no part of it."""
-    return not input.is_leaf and not input._is_view()
+    return NotImplemented if x_dot is None else DualActivation.apply(name, x, x_dot, mode.dual_zero)
 
 
 def _attention(
@@ -338,9 +300,5 @@ _DUAL_LAYERS: dict[Any, Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
     F.gelu: _gelu,
     F.silu: _silu,
-    F.hardtanh: _hardtanh,
-    F.relu6: _clamp(0, 6),
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _RELU),
-    **dict.fromkeys((torch.relu_, Tensor.relu_), _relu_),
     F.scaled_dot_product_attention: _attention,
 }

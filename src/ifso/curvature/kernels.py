@@ -249,10 +249,12 @@ def _activation_backward(
     tl.store(back_dot + at, dot.to(back_dot.dtype.element_ty), mask=ok)
 
 
-def activation_forward(name: str, x: Tensor, x_dot: Tensor, y: Tensor, y_dot: Tensor) -> None:
-    """Write ``y`` and ``ẏ``; all tensors lie in memory as ``x`` does."""
+def activation_forward(name: str, x: Tensor, x_dot: Tensor) -> tuple[Tensor, Tensor]:
+    """``y`` and ``ẏ``; all tensors lie in memory as ``x`` does."""
+    y, y_dot = torch.empty_like(x), torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), BLOCK),)
     _activation_forward[grid](x, x_dot, y, y_dot, x.numel(), KIND=name, BLOCK=BLOCK)
+    return y, y_dot
 
 
 def activation_backward(
