@@ -15,7 +15,9 @@ from small_runs import SmallResNet, listed
 from torch import Tensor, nn
 
 import ifso
-from ifso.pruning import reconstruction
+from ifso.pruning import judging, reconstruction
+from ifso.pruning.fitted_layers import layers_of, outputs_left
+from ifso.pruning.judging import Aim
 from ifso.pruning.reconstruction import GRID, LEAST_GAIN, reconstruct_, towards
 from ifso.pruning.recovery import norms_of, recalibrate_
 
@@ -172,10 +174,10 @@ def test_no_network_gets_further_from_the_unpruned_one_on_samples_that_are_held_
 def test_outputs_are_those_that_are_left(case):
     whole, graph, keep = case.model(), case.graph(), random_keep(case.graph(), seed=2, share=0.3)
     small, batch, seen = pruned(whole, graph, keep), batches_of(case, 1)[0], 0
-    layers = reconstruction._layers(whole, square, batch)
-    here = reconstruction._layers(small, square, batch)
+    layers = layers_of(whole, square, batch)
+    here = layers_of(small, square, batch)
     for name in layers.keys() & here.keys():
-        left = reconstruction._outputs_left(graph, graph.kept(keep), name, whole.get_parameter(name), layers[name])
+        left = outputs_left(graph, graph.kept(keep), name, whole.get_parameter(name), layers[name])
         assert left is not None
         assert len(left) == here[name].outputs
         if layers[name].bias:
@@ -261,7 +263,7 @@ def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
     case = CASES[name]
     whole, graph, keep = case.model(), case.graph(), random_keep(case.graph(), seed=2, share=0.3)
     one, batches, alone = pruned(whole, graph, keep), batches_of(case, 4), []
-    other, kept = copy.deepcopy(one), graph.kept(keep)
+    other, third, kept = copy.deepcopy(one), copy.deepcopy(one), graph.kept(keep)
     by_itself = reconstruction._Fit.by_itself_
     monkeypatch.setattr(reconstruction._Fit, "by_itself_", lambda *args: alone.append(1) or by_itself(*args))
     better = reconstruct_(one, whole, graph, kept, square, lambda: batches)
@@ -270,6 +272,41 @@ def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
     assert reconstruct_(other, whole, graph, kept, square, lambda: batches) == better
     for key, tensor in other.state_dict().items():
         torch.testing.assert_close(one.state_dict()[key], tensor, rtol=1e-6, atol=1e-8, msg=lambda t, n=key: n + t)
+    monkeypatch.setattr(reconstruction, "LIVE", 2**30)
+    monkeypatch.setattr(reconstruction, "TARGETS", 1)
+    monkeypatch.setattr(reconstruction, "_all_samples", lambda *_: None)
+    assert reconstruct_(third, whole, graph, kept, square, lambda: batches) == better
+    assert all(torch.equal(third.state_dict()[key], tensor) for key, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize("room", [2**20, 24 * 4 * 8, 0])
+def test_what_the_aim_gives_is_held_while_there_is_room(room, monkeypatch):
+    monkeypatch.setattr(judging, "REMEMBERED", room)
+    whole, batches, runs = CHAIN.model(), batches_of(CHAIN, 5), []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        runs.append(model is whole)
+        return square(model, batch)
+
+    small, aim = copy.deepcopy(whole), Aim(whole, loss, lambda: batches, lambda total: total)
+    with torch.no_grad():
+        small.fc.weight.mul_(0.5)
+    first, again = aim.judged(small), aim.judged(small)
+    assert first == again
+    assert first is not None
+    assert first.distance > 0
+    assert first.loss < first.unpruned
+    assert sum(runs) == {2**20: 2, 24 * 4 * 8: 3, 0: 4}[room]
+
+
+def test_a_network_without_outputs_is_not_calibrated_anew(monkeypatch):
+    monkeypatch.setattr(judging, "recalibrate_", lambda *_: pytest.fail("calibrated"))
+    whole, batches = CHAIN.model(), batches_of(CHAIN, 4)
+    assert Aim(whole, square, lambda: batches[:1], lambda total: total).better_calibrated().network is whole
+    whole.forward = lambda x: Chain.forward(whole, x).sum()
+    aim = Aim(whole, lambda model, batch: model(batch), lambda: batches, lambda total: total)
+    assert aim.better_calibrated() is aim
+    assert aim.judged(copy.deepcopy(whole)) is None
 
 
 def test_a_network_that_takes_no_larger_batch_has_a_pass_for_each_layer(monkeypatch):

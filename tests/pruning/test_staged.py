@@ -17,9 +17,9 @@ import ifso
 from ifso.common.module_state import named_tensors
 from ifso.criteria.base import Criterion, Task
 from ifso.errors import BudgetError, IfsoError, UnreachableBudget
-from ifso.pruning import reconstruction
 from ifso.pruning import run as running
 from ifso.pruning.events import Silent, Stage
+from ifso.pruning.judging import Aim
 from ifso.pruning.recovery import recalibrate_
 from ifso.pruning.result import PruneResult
 
@@ -193,7 +193,7 @@ def test_stopped_at_once_the_network_is_whole():
 
 
 def test_distillation_brings_the_outputs_nearer(monkeypatch):
-    monkeypatch.setattr(reconstruction, "_better_calibrated", lambda teacher, *_: teacher)
+    monkeypatch.setattr(Aim, "better_calibrated", lambda aim: aim)
     near = lambda model: {"loss": distance(model, copy.deepcopy(trained()))}  # noqa: E731
     result = prune(budget=ifso.Budget(macs=0.5), recover=300, evaluate=near, calibration=40)
     *_, before, after = (measure.values["loss"] for measure in result.measures)

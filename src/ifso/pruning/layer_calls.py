@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,11 @@ class LayerCall:
         grouped = patches.unflatten(1, (self.groups, -1)).movedim(3, 2).movedim(1, 0)
         return grouped.reshape(self.groups, -1, math.prod(grouped.shape[3:]))
 
+    def rows(self, most: int) -> int:
+        """How many rows :meth:`columns` has."""
+        one = replace(self, x=self.x[: len(self.x) // max(self.samples, 1)])
+        return self.samples * one.columns(most, torch.Generator(device="cpu")).shape[1]
+
     def _padded(self, x: Tensor) -> tuple[Tensor, Sequence[int]]:
         """The input with its border, and the stride of the windows; zeros between its values if transposed."""
         kernel = self.weight.shape[2:]
@@ -94,7 +99,7 @@ class LayerCall:
             borders = (
                 [(0, 0)] * len(kernel) if self.padding == "valid" else [(int(pad), int(pad)) for pad in self.padding]
             )
-        return F.pad(x, _flat(borders)), self.stride
+        return F.pad(x, _flat(borders)) if any(map(any, borders)) else x, self.stride
 
 
 def as_matrix(weight: Tensor, transposed: bool, groups: int) -> Tensor:

@@ -12,7 +12,7 @@ outputs of the whole network are not nearer there in the end, or the loss is hig
 undone.
 
 Where all samples go through the network as one batch, a single pass does it: each layer is fitted when it is about to
-run. Else every layer takes a pass of its own, up to where it runs.
+run. Else every layer takes a pass of its own, from the layer before (:mod:`~ifso.pruning.partial_passes`).
 
 Both networks are in eval mode. The batch norms of the unpruned one have new statistics where its loss is lower with
 them: those of a training that was broken off lag behind its weights. A batch norm behind a layer gets the mean and the
@@ -21,11 +21,10 @@ variance with which it does to V x what that of the unpruned network does to z.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +32,17 @@ from torch.utils._pytree import tree_leaves
 
 from ifso.common.batches import joined, num_samples
 from ifso.common.distributed import is_distributed
-from ifso.common.loss_fn import LossFn, output_tensors, outputs_of, scalar, steady_
+from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.module_state import named_tensors
-from ifso.common.torch_state import same_modes, undisturbed
+from ifso.common.torch_state import same_modes
 from ifso.criteria.moments import Halves, mean_size
-from ifso.criteria.reader_hooks import TRANSPOSED
-from ifso.errors import KeepError
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.layouts import compact
+from ifso.pruning.fitted_layers import Layer, layers_of, outputs_left
+from ifso.pruning.judging import Aim
 from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
 from ifso.pruning.least_squares import PIECE, POSITIONS
-from ifso.pruning.recovery import Undo, distance, norms_of, recalibrate_
+from ifso.pruning.partial_passes import Asked, Enough, PartialPasses, See, run
+from ifso.pruning.recovery import Undo, norms_of
 
 GRID = (0.01, 0.1, 1.0, 10.0)
 """λ, in shares of the mean of A's diagonal."""
@@ -55,7 +54,8 @@ TARGETS = 2**29
 """Bytes of the unpruned network's outputs that are held at a time; layers beyond that wait for another pass."""
 
 LIVE = 2**32
-"""Bytes that all samples may take on their way through the network, estimated as four times the widest input."""
+"""Bytes that all samples may take on their way through the network, estimated as four times the widest input; or what
+may be held of them, half for either network, where passes go on from layer to layer."""
 
 GPU_SHARE = 4
 """One part in so many of a GPU's memory may be taken instead of :data:`LIVE`, and a quarter of that for targets."""
@@ -63,31 +63,8 @@ GPU_SHARE = 4
 Batches = Callable[[], Iterable[Any]]
 
 
-class _Enough(BaseException):
-    """The layers that are looked at have run; past every handler of errors on the way."""
-
-
 class _Apart(Exception):
     """What a layer reads of all samples cannot be told apart by batch."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer as a first pass finds it: ``calls`` in a forward pass, ``size`` of what it gives in one, in bytes.
-
-    ``reads`` is the size of its input. ``means`` are the running means of the batch norms behind it, if nothing else is
-    there.
-    """
-
-    calls: int
-    size: int
-    reads: int
-    groups: int
-    outputs: int
-    transposed: bool
-    bias: str
-    normed: bool
-    means: tuple[str, ...]
 
 
 def reconstruct_(
@@ -120,25 +97,30 @@ def reconstruct_(
             steady_(network, loss_fn, first)
             for norm in norms_of(network):
                 norm.eval()
-        teacher = _better_calibrated(teacher, loss_fn, batches, reduce)
-        networks = (model, teacher)
-        before = _judged(networks, loss_fn, batches, reduce)
+        aim = Aim(teacher, loss_fn, batches, reduce).better_calibrated()
+        teacher, before = aim.network, aim.judged(model)
         if before is None:
             return False
         undo = Undo(model)
-        layers, whole = (_layers(network, loss_fn, first) for network in networks)
+        layers, whole = (layers_of(network, loss_fn, first) for network in (model, teacher))
         counts = [num_samples(batch) for batch in batches()]
         samples = _all_samples(layers, counts, batches)
-        held = _room(next(iter(named_tensors(model).values())).device, TARGETS, 4 * GPU_SHARE)
-        for names in _together(layers.keys() & whole.keys(), whole, len(counts), held):
-            targets = _targets(teacher, {name: whole[name] for name in names}, loss_fn, batches)
-            rows = {name: _outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name]) for name in names}
+        device = next(iter(named_tensors(model).values())).device
+        room = _room(device, LIVE, GPU_SHARE) // 2
+        together = list(
+            _together(layers.keys() & whole.keys(), whole, len(counts), _room(device, TARGETS, 4 * GPU_SHARE))
+        )
+        passes = PartialPasses(model, loss_fn, batches, room)
+        aims = PartialPasses(teacher, loss_fn, batches, room if len(together) > 1 else 0)
+        for names in together:
+            targets = _targets(aims, named_tensors(teacher), {name: whole[name] for name in names})
+            rows = {name: outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name]) for name in names}
             fit = _Fit(model, teacher, layers, targets, rows, loss_fn, reduce)
             if samples is None or not fit.in_one_pass_(names, samples, counts):
                 samples = None
                 for name in names:
-                    fit.by_itself_(name, batches)
-        after = _judged(networks, loss_fn, batches, reduce)
+                    fit.by_itself_(name, passes)
+        after = aim.judged(model)
         if after is not None and after.distance < before.distance and not after.loss > before.loss > before.unpruned:
             return True
         undo()
@@ -184,39 +166,7 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     return best
 
 
-def _layers(network: nn.Module, loss_fn: LossFn, batch: Any) -> dict[str, _Layer]:
-    """Conv and linear layers whose weights may change, in the order in which they first run."""
-    tensors = named_tensors(network)
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    seen: dict[str, list[LayerCall]] = {}
-    sizes: dict[str, int] = {}
-    reads: dict[str, int] = {}
-
-    def see(name: str, call: LayerCall) -> None:
-        seen.setdefault(name, []).append(call)
-        rows = call.columns(POSITIONS, _generator(name, 0, 0)).shape[1]
-        sizes[name] = sizes.get(name, 0) + 4 * rows * _outputs(call)
-        reads[name] = reads.get(name, 0) + call.x.nbytes
-
-    weights = {
-        name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.dim() > 1
-    }
-    calls = LayerCalls({name: tensor for name, tensor in weights.items() if tensor.requires_grad}, see)
-    _run(network, loss_fn, batch, calls)
-    found = {}
-    for name, (call, *others) in seen.items():
-        if name in calls.other_uses or any(other.function is not call.function for other in others):
-            continue
-        normed = name in calls.normed
-        behind = {names.get(id(one), "") for one in calls.norms.get(name, [])} if normed else set()
-        found[name] = _Layer(
-            1 + len(others), sizes[name], reads[name], call.groups, _outputs(call), call.function in TRANSPOSED,
-            names.get(id(call.bias), ""), normed, tuple(sorted(one for one in behind if one.endswith("running_mean"))),
-        )  # fmt: skip
-    return found
-
-
-def _all_samples(layers: Mapping[str, _Layer], counts: Sequence[int], batches: Batches) -> Any | None:
+def _all_samples(layers: Mapping[str, Layer], counts: Sequence[int], batches: Batches) -> Any | None:
     """All samples as one batch; None if that takes too much memory, several processes, or batches go apart."""
     if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
         return None
@@ -231,7 +181,7 @@ def _room(device: torch.device, usual: int, share: int) -> int:
     return torch.cuda.get_device_properties(device).total_memory // share if device.type == "cuda" else usual
 
 
-def _together(chosen: Set[str], layers: Mapping[str, _Layer], batches: int, held: int) -> Iterator[list[str]]:
+def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held: int) -> Iterator[list[str]]:
     """Layers, in order, whose targets can be held at the same time."""
     names: list[str] = []
     total = 0
@@ -247,28 +197,27 @@ def _together(chosen: Set[str], layers: Mapping[str, _Layer], batches: int, held
 
 
 def _targets(
-    teacher: nn.Module, layers: Mapping[str, _Layer], loss_fn: LossFn, batches: Batches
+    passes: PartialPasses, tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]
 ) -> dict[str, list[list[Tensor]]]:
     """The outputs [rows, outputs] of layers in the unpruned network by batch, at the positions that are looked at."""
     found: dict[str, list[list[Tensor]]] = {name: [] for name in layers}
-    weights = {name: tensor for name, tensor in named_tensors(teacher).items() if name in layers}
-    for number, batch in enumerate(batches()):
-        left = sum(layer.calls for layer in layers.values())
 
-        def see(name: str, call: LayerCall, number: int = number) -> None:
-            nonlocal left
+    def begin(number: int) -> See:
+        for some in found.values():
+            some[number:] = [[]]
+
+        def see(name: str, call: LayerCall) -> None:
             here = found[name][number]
             columns = call.columns(POSITIONS, _generator(name, number, len(here)))
             outputs = columns @ as_matrix(call.weight, layers[name].transposed, call.groups).mT
             outputs = outputs.transpose(0, 1).flatten(1)
             here.append(outputs if call.bias is None else outputs + call.bias.detach())
-            left -= 1
-            if not left:
-                raise _Enough
 
-        for some in found.values():
-            some.append([])
-        _run(teacher, loss_fn, batch, LayerCalls(weights, see))
+        return see
+
+    calls = sum(layer.calls for layer in layers.values())
+    for _ in passes.over(Asked({name: tensors[name] for name in layers}, calls, list(layers)[-1]), begin):
+        pass
     return found
 
 
@@ -278,7 +227,7 @@ class _Fit:
 
     model: nn.Module
     teacher: nn.Module
-    layers: Mapping[str, _Layer]
+    layers: Mapping[str, Layer]
     targets: Mapping[str, Sequence[Sequence[Tensor]]]
     rows: Mapping[str, Tensor | None]
     loss_fn: LossFn
@@ -301,10 +250,10 @@ class _Fit:
             places = [*means, *(f"{mean.removesuffix('mean')}var" for mean in means)]
             fitted[name] = [(place, tensors[place].clone()) for place in places]
             if len(fitted) == len(names):
-                raise _Enough
+                raise Enough
 
         try:
-            _run(self.model, self.loss_fn, samples, LayerCalls({name: tensors[name] for name in names}, see))
+            run(self.model, self.loss_fn, samples, LayerCalls({name: tensors[name] for name in names}, see))
         except Exception:  # a network that takes no such batch, or no memory for it
             undo()
             return False
@@ -313,23 +262,16 @@ class _Fit:
                 tensors[place].copy_(tensor)
         return True
 
-    def by_itself_(self, name: str, batches: Batches) -> None:
-        """Fit a layer in a pass of its own."""
-        weight = named_tensors(self.model)[name]
+    def by_itself_(self, name: str, passes: PartialPasses) -> None:
+        """Fit a layer in a pass of its own, which begins where the one before ended."""
+        seen: list[LayerCall] = []
 
-        def calls() -> Iterator[list[LayerCall]]:
-            for batch in batches():
-                seen: list[LayerCall] = []
+        def begin(_: int) -> See:
+            seen.clear()
+            return lambda _, call: seen.append(call)
 
-                def see(_: str, call: LayerCall, seen: list[LayerCall] = seen) -> None:
-                    seen.append(call)
-                    if len(seen) == self.layers[name].calls:
-                        raise _Enough
-
-                _run(self.model, self.loss_fn, batch, LayerCalls({name: weight}, see))
-                yield seen
-
-        self._move_(name, self._halves(name, calls()))
+        asked = Asked({name: named_tensors(self.model)[name]}, self.layers[name].calls, name)
+        self._move_(name, self._halves(name, (seen for _ in passes.over(asked, begin))))
 
     def _halves(self, name: str, calls: Iterable[Sequence[LayerCall]]) -> Halves | None:
         """Moments of what a layer reads and should give; None if these do not go together, or are too many."""
@@ -359,7 +301,7 @@ class _Fit:
 
 
 @torch.no_grad()
-def _move_(model: nn.Module, teacher: nn.Module, name: str, layer: _Layer, halves: Halves, rows: Tensor | None) -> None:
+def _move_(model: nn.Module, teacher: nn.Module, name: str, layer: Layer, halves: Halves, rows: Tensor | None) -> None:
     """The new weights of a layer; its bias, or the batch norm behind it, makes the means right."""
     tensors, given = named_tensors(model), named_tensors(teacher)
     weight, bias = tensors[name], tensors.get(layer.bias)
@@ -385,82 +327,6 @@ def _move_(model: nn.Module, teacher: nn.Module, name: str, layer: _Layer, halve
         tensors[var].copy_(given[var][here] * ratio)
 
 
-def _outputs_left(graph: ChannelGraph, kept: Tensor, name: str, weight: Tensor, layer: _Layer) -> Tensor | None:
-    """The numbers, in the unpruned network, of the outputs that a layer still has; None if they cannot be told."""
-    numbers = torch.arange(layer.outputs, device="cpu").view(layer.groups, -1, 1)
-    columns = weight.numel() // layer.outputs
-    places = as_kernel(numbers.expand(-1, -1, columns), weight.shape, layer.transposed)
-    try:
-        left = compact(places, graph.layouts[name], kept, name) if name in graph.layouts else places
-    except KeepError:
-        return None
-    return left.flatten(1)[:, 0] if not layer.transposed else _in_order(left)
-
-
-def _in_order(numbers: Tensor) -> Tensor:
-    """Each number once, as they come."""
-    return torch.tensor(list(dict.fromkeys(numbers.flatten(2)[:, :, 0].flatten().tolist())), device="cpu")
-
-
-def _outputs(call: LayerCall) -> int:
-    return call.weight.shape[1] * call.groups if call.function in TRANSPOSED else len(call.weight)
-
-
 def _generator(name: str, number: int, call: int) -> torch.Generator:
     """The same positions in both networks."""
     return torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{name} {number} {call}".encode()))
-
-
-def _run(network: nn.Module, loss_fn: LossFn, batch: Any, calls: LayerCalls) -> None:
-    with torch.no_grad(), undisturbed(network):
-        torch.manual_seed(0)
-        try:
-            with calls:
-                loss_fn(network, batch)
-        except _Enough:
-            pass
-
-
-def _better_calibrated(
-    teacher: nn.Module, loss_fn: LossFn, batches: Batches, reduce: Callable[[Tensor], Tensor]
-) -> nn.Module:
-    """The unpruned network, or a copy with new statistics in its batch norms if its loss is lower with them."""
-    if not norms_of(teacher):
-        return teacher
-    other = copy.deepcopy(teacher)
-    recalibrate_(other, loss_fn, batches())
-    judged = _judged((other, teacher), loss_fn, batches, reduce)
-    return other if judged is not None and judged.loss < judged.unpruned else teacher
-
-
-class _Judged(NamedTuple):
-    """How far outputs are from those of the unpruned network, and the loss of either, added up over batches."""
-
-    distance: float
-    loss: float
-    unpruned: float
-
-
-def _judged(
-    networks: tuple[nn.Module, nn.Module], loss_fn: LossFn, batches: Batches, reduce: Callable[[Tensor], Tensor]
-) -> _Judged | None:
-    """What the batches say that nothing is fitted to.
-
-    None if there are no such batches, no outputs beside the loss, or others in number (boxes that were found).
-    """
-    total: list[Tensor] = []
-    for number, batch in enumerate(batches()):
-        if number % 2 == 0:
-            continue
-        both, losses = [], []
-        for network in networks:
-            with torch.no_grad(), undisturbed(network), outputs_of(network) as caught:
-                torch.manual_seed(0)
-                losses.append(scalar(loss_fn(network, batch)).double())
-            both.append(output_tensors(caught))
-        shapes = [[output.shape for output in some] for some in both]
-        if shapes[0] != shapes[1] or not shapes[0]:
-            return None
-        apart = [distance(one, other).double() for one, other in zip(*both, strict=True)]
-        total.append(torch.stack([torch.stack(apart).sum(), *losses]))
-    return _Judged(*reduce(torch.stack(total).sum(0)).tolist()) if total else None
