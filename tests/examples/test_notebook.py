@@ -23,7 +23,7 @@ def run_cell(source: str, names: dict[str, Any]) -> Any:
     return None
 
 
-def test_every_cell_runs(tmp_path: Path, monkeypatch):
+def test_every_cell_runs(tmp_path: Path, monkeypatch, few_samples):
     monkeypatch.chdir(tmp_path)
     book = json.loads(NOTEBOOK.read_text())
     assert book["nbformat"] == 4
