@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,30 @@ def _seed():
     torch.default_generator.manual_seed(0)  # torch.manual_seed also looks for every kind of device, 10,000 times
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+@contextmanager
+def _third_of_the_digits():
+    from ifso.data.digits import Digits, digits
+
+    third = Digits(*(part[: len(part) // 3] for part in digits()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ifso.data.registry.digits", lambda: third)
+        yield
+
+
+@pytest.fixture
+def few_digits():
+    """A third of the digits."""
+    with _third_of_the_digits():
+        yield
+
+
+@pytest.fixture(scope="module")
+def few_digits_throughout():
+    """A third of the digits for all tests of a module."""
+    with _third_of_the_digits():
+        yield
 
 
 @pytest.fixture

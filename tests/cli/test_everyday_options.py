@@ -60,7 +60,8 @@ class TestDryRun:
         assert 0 < document["first"] < document["seconds"]
 
     @pytest.mark.parametrize(
-        "more", ["", "--min-units 4", "--min-units 4 conv1=16", "--round-to 8", "--preset paper --batch 8"]
+        "more",
+        ["", "--min-units 4", "--min-units 4 conv1=16", "--round-to 8", "--preset paper --accumulate 1 --batch 8"],
     )
     def test_the_smallest_budget_can_be_met_and_no_smaller_one(self, more, capsys):
         assert ifso_(f"prune {TASK} --macs 0.9 --dry-run --json {more}") == 0

@@ -20,7 +20,7 @@ def macs(model) -> int:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, few_digits_throughout):
     """A training, a pruning of it that was fine-tuned, and a second pruning."""
     project = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,6 @@ from documents import DOCS, blocks, run_page
 from small_detectors import boxes, write_coco
 
 import ifso
-from ifso.data.digits import Digits, digits
 from ifso.graph.rules import RULES
 
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
@@ -24,11 +23,9 @@ FEWER = {"train": ["--epochs", "2"], "prune": ["--calibration", "128"], "finetun
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch, few_samples):
+def alone(tmp_path, monkeypatch, few_digits, few_samples):
     """A folder of its own, one thread, a third of the digits, and no rules for operators left behind."""
     monkeypatch.chdir(tmp_path)
-    fewer = Digits(*(part[: len(part) // 3] for part in digits()))
-    monkeypatch.setattr("ifso.data.registry.digits", lambda: fewer)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield tmp_path
