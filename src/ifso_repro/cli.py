@@ -102,7 +102,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--weights", type=Path, metavar="DIR", help="folder of weights that are given, not trained")
     what.add_argument("--seeds", type=int, metavar="N", help="runs of each kind (as the study says; 1 with --smoke)")
     what.add_argument("--criteria", nargs="+", metavar="NAME", help="only these")
-    what.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: paper, ours, patient, taught")
+    what.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: short, paper, patient, taught")
     what.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning (as the recipe says)")
     what.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (as the row says)")
     what.add_argument("--prune", action="append", metavar="KEY=VALUE", help="another setting of all prunings; repeat")

@@ -39,7 +39,7 @@ NUMBERED, NAMED = 32, 80
 
 
 @dataclass(frozen=True)
-class Bar:
+class LayerBar:
     """Output channels of a layer before and after; ``coupled`` if other layers must keep the same ones."""
 
     name: str
@@ -49,24 +49,24 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkBars:
     """A pruned network, or only ``title`` and the words of what is ``missing``."""
 
     title: str
-    bars: tuple[Bar, ...] = ()
+    bars: tuple[LayerBar, ...] = ()
     missing: str = ""
 
 
-def network_of(folder: Path, title: str | None = None) -> Network:
+def network_of(folder: Path, title: str | None = None) -> NetworkBars:
     """The layers of the run in ``folder``, with what is left of the MACs."""
     run = read_run(folder)
     several = set(run.structure.coupled)
     bars = tuple(
-        Bar(layer.name, layer.channels, layer.kept, bool(several.intersection(layer.groups)))
+        LayerBar(layer.name, layer.channels, layer.kept, bool(several.intersection(layer.groups)))
         for layer in run.structure.layers
     )
     name = title or ", ".join(filter(None, (run.model, _short(run.data))))
-    return Network(f"{name}: {_costs(run)}", bars, "" if bars else "the run says nothing about its layers")
+    return NetworkBars(f"{name}: {_costs(run)}", bars, "" if bars else "the run says nothing about its layers")
 
 
 def _short(data: str | None) -> str | None:
@@ -88,13 +88,14 @@ def _costs(run: RunRecord) -> str:
     return ("kept " if costs else "") + ", ".join(costs) + ("" if run.finished else " (run not finished)")
 
 
-def shared(networks: Sequence[Network]) -> tuple[list[Network], str]:
+def shared(networks: Sequence[NetworkBars]) -> tuple[list[NetworkBars], str]:
     """Only the layers that all of them have, if they have any in common; with words about those left out.
 
     The backbone of a detector counts as the network it was made of.
 
-    >>> bars = Bar("conv1", 64, 32, False), Bar("fc", 10, 10, False)
-    >>> found, words = shared([Network("a", bars), Network("b", (Bar("backbone.body.conv1", 64, 64, False),))])
+    >>> bars = LayerBar("conv1", 64, 32, False), LayerBar("fc", 10, 10, False)
+    >>> other = LayerBar("backbone.body.conv1", 64, 64, False)
+    >>> found, words = shared([NetworkBars("a", bars), NetworkBars("b", (other,))])
     >>> [bar.name for network in found for bar in network.bars], words
     (['conv1', 'conv1'], 'Layers that only one of them has are left out: 1 of a.')
     """
@@ -112,7 +113,7 @@ def shared(networks: Sequence[Network]) -> tuple[list[Network], str]:
     return reduced, f"Layers that only one of them has are left out: {words}." if words else ""
 
 
-def draw_layers(networks: Sequence[Network], stem: Path, title: str) -> tuple[Path, Path]:
+def draw_layers(networks: Sequence[NetworkBars], stem: Path, title: str) -> tuple[Path, Path]:
     """A panel for each network, one below the other; a bar is a layer, its solid part what is left of it."""
     common, note = shared(networks)
     most = max(len(network.bars) for network in common)
@@ -120,7 +121,7 @@ def draw_layers(networks: Sequence[Network], stem: Path, title: str) -> tuple[Pa
     return draw(stem, title, size, lambda figure: _fill(figure, common, note))
 
 
-def _fill(figure: Figure, networks: Sequence[Network], note: str) -> None:
+def _fill(figure: Figure, networks: Sequence[NetworkBars], note: str) -> None:
     from matplotlib.patches import Patch
 
     grid = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
@@ -139,7 +140,7 @@ def _fill(figure: Figure, networks: Sequence[Network], note: str) -> None:
     key(figure, handles, [note] if note else [])
 
 
-def _bars(axes: Axes, bars: Sequence[Bar], *, named: bool) -> None:
+def _bars(axes: Axes, bars: Sequence[LayerBar], *, named: bool) -> None:
     """In channels if there is room for numbers, else in per cent of each layer."""
     positions, numbers = range(len(bars)), len(bars) <= NUMBERED
     scale = [1.0 if numbers else 100 / bar.channels for bar in bars]
@@ -280,7 +281,8 @@ def _structure(name: str, source: Source) -> Drawn:
             networks.append(network_of(folder, row + smoke))
         else:
             missing.append(f"{row}: not run")
-            networks.append(Network(row, missing=f"not run: {command(row, source)}" if row in rows() else "not run"))
+            why = f"not run: {command(row, source)}" if row in rows() else "not run"
+            networks.append(NetworkBars(row, missing=why))
     if len(missing) == len(networks):
         row = STRUCTURES[name][0]
         raise NothingToDraw(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
-from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, TAUGHT, Row, Variant
+from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, SCRATCH, TAUGHT, UNPRUNED, Row, Variant
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
@@ -78,13 +78,20 @@ class Job:
 
     @property
     def _usual_prune(self) -> dict[str, Any]:
-        if self.criterion == DEFAULT_RUN:
+        if self.criterion == UNPRUNED:
+            return {}
+        if self.criterion in (DEFAULT_RUN, SCRATCH):
             return {key: self.row.prune[key] for key in OF_THE_NETWORK if key in self.row.prune}
         return {**self.row.prune, "normalize": self.row.normalize[self.criterion]}
 
     @property
     def _usual_criterion(self) -> Mapping[str, Any]:
         return self.row.criterion.get(self.criterion, {})
+
+    @property
+    def prunes(self) -> bool:
+        """Whether anything is removed."""
+        return self.criterion != UNPRUNED
 
     def missing(self) -> tuple[str, ...]:
         """Options that ``ifso.prune`` does not have (yet), so that the job cannot be run."""

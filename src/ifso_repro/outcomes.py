@@ -34,7 +34,7 @@ def result_of(
     space: Workspace, job: Job, lane: Trainer, base: Mapping[str, float], teacher: Mapping[str, float] | None
 ) -> AnyResult:
     """The result of a classifier, with the top-1 of its unpruned network and, if that is another, of its teacher."""
-    pruned = space.prune_facts(job)["measures"][-1]["accuracy"]
+    pruned = space.prune_facts(job)["measures"][-1]["accuracy"] if job.prunes else base["top1"]
     taught = {} if teacher is None else {**teacher_of(job), "top1": teacher["top1"]}
     return Result(base_top1=base["top1"], pruned_top1=pruned, teacher=taught, **_common(space, job, lane, "top1"))
 

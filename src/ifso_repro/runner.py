@@ -217,11 +217,13 @@ class Runner:
 
     def _finetune(self, job: Job) -> None:
         """Begin to fine-tune a pruned network, if everything was made as it would be now."""
-        refuse_other_pruning(self._space, job)
-        self._space.prune_facts(job)
+        if job.prunes:
+            refuse_other_pruning(self._space, job)
+            self._space.prune_facts(job)
         settings, data = self._space.settings(job), self._space.open(job.row, job.seed)
         unpruned, _ = self._base(job.row, data)
-        refuse_other_start(self._space, job, unpruned)
+        if job.prunes:
+            refuse_other_start(self._space, job, unpruned)
         teacher, _ = self._base(job.teacher or job.row, data)
         pruned = self._space.pruned(job, data)
         digests = {START: digest_of(pruned), DATA: identity(data)}

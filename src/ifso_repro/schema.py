@@ -14,11 +14,19 @@ if TYPE_CHECKING:
 DEFAULT_RUN = "true-loss"
 """The criterion of the staged run."""
 
+UNPRUNED = "unpruned"
+"""In place of a criterion: the unpruned network, fine-tuned by the same recipe and teacher."""
+
+SCRATCH = "scratch"
+"""In place of a criterion: the network of the default run with new random weights, trained by the same recipe."""
+
 TAUGHT = "taught"
 """The recipe with another teacher than the unpruned network of the row."""
 
-Criterion = Literal["true-loss", "ifso", "group-fisher", "magnitude", "magnitude-average", "random"]
-Recipe = Literal["paper", "brief", "quick", "ours", "patient", "taught", "detection", "distilled"]
+Criterion = Literal[
+    "true-loss", "ifso", "group-fisher", "magnitude", "magnitude-average", "random", "unpruned", "scratch"
+]
+Recipe = Literal["paper", "brief", "short", "quick", "ours", "patient", "taught", "detection", "distilled"]
 DataName = Literal["cifar10", "cifar100", "imagenet", "coco", "bccd"]
 Table = Literal["table1", "table2", "table3", "table4", "table5", "table6", "table7"]
 CRITERIA: tuple[str, ...] = get_args(Criterion)
@@ -56,7 +64,7 @@ TRAIN_OPTIONS: Mapping[str, type] = {
 }  # fmt: skip
 """Settings of training, beside epochs and batch, that a row may change in a recipe."""
 
-NORMALIZE = {name: Required[str] for name in CRITERIA if name != DEFAULT_RUN}
+NORMALIZE = {name: Required[str] for name in CRITERIA if name not in (DEFAULT_RUN, UNPRUNED, SCRATCH)}
 """By what the scores of a criterion are divided: every row says it of all of them."""
 
 FINETUNE = {"epochs": Required[Count], "batch": Count, **TRAIN_OPTIONS}

@@ -23,6 +23,8 @@ NAMES = {
     "magnitude-average": "magnitude-A",
     "true-loss": "the default run",
     "random": "random",
+    "unpruned": "the unpruned network",
+    "scratch": "the default run's network, trained from scratch",
 }
 PAPER_NAMES = {"ifso": "IFSO", "group-fisher": "GFP"}
 HEADINGS = ("from", "Method", "MACs removed", "base", "pruned", "drop", "best epoch", "runs")

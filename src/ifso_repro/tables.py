@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ifso_repro.config import find_row, find_study, studies, study
 from ifso_repro.jobs import Job
 from ifso_repro.results import AnyResult, keep_text
-from ifso_repro.schema import TAUGHT, Study
+from ifso_repro.schema import DEFAULT_RUN, TAUGHT, Study
 from ifso_repro.statistics import Difference, Runs, Spread, last_top1, of_other_networks, otherwise
 from ifso_repro.table_lines import (
     NAMES,
@@ -49,7 +49,7 @@ MASKS = {
 """What ``coupled`` says of a criterion, in words."""
 
 COMPARED = (
-    "IFSO less the other criterion, last epoch, same budget and recipe. Spread is √(s₁² + s₂²) of the two standard "
+    "The first less the other, last epoch, same budget and recipe. Spread is √(s₁² + s₂²) of the two standard "
     "deviations over seeds; where it is not below the difference, or not known, nothing is claimed."
 )
 
@@ -115,8 +115,10 @@ def grids(name: str, runs: Runs) -> list[Grid]:
         structure = structure_table(f"{title}, neck and head", own, runs) if own[0].row.detects else None
         tables += [structure] if structure else []
     every = [job for task in jobs for job in jobs[task]]
-    if chosen.layout == "lines" and {"ifso"} < {job.criterion for job in every}:
-        tables.append(_comparison(_title(chosen, "IFSO against the others"), every, runs))
+    criteria = {job.criterion for job in every}
+    first = DEFAULT_RUN if DEFAULT_RUN in criteria else "ifso"
+    if chosen.layout == "lines" and {first} < criteria:
+        tables.append(_comparison(_title(chosen, f"{NAMES[first]} against the others"), first, every, runs))
     return tables
 
 
@@ -182,20 +184,20 @@ def _option(key: str, value: Any) -> str:
     return f"{MASKS[value]} ({named})" if key == "coupled" and value in MASKS else named
 
 
-def _comparison(title: str, jobs: list[Job], runs: Runs) -> Grid:
-    """IFSO against each other criterion, budget by budget; recipes that tell nothing share a line."""
-    base = {(job.row.name, job.recipe): job for job in jobs if job.criterion == "ifso"}
+def _comparison(title: str, first: str, jobs: list[Job], runs: Runs) -> Grid:
+    """One criterion against each other one, budget by budget; recipes that tell nothing share a line."""
+    base = {(job.row.name, job.recipe): job for job in jobs if job.criterion == first}
     recipes: dict[str, dict[Line, list[str]]] = {job.row.name: {} for job in base.values()}
-    for (row, recipe), ifso in base.items():
+    for (row, recipe), one in base.items():
         for job in jobs:
-            if (job.row.name, job.recipe) == (row, recipe) and job is not ifso:
-                compared = _compared(ifso, job, runs)
+            if (job.row.name, job.recipe) == (row, recipe) and job is not one:
+                compared = _compared(one, job, runs)
                 alike = "" if NOT_RUN in compared else recipe
                 recipes[row].setdefault((alike, NAMES[job.criterion], *compared), []).append(recipe)
     sections = tuple(
         tuple((row, ", ".join(names), *line[1:]) for line, names in lines.items()) for row, lines in recipes.items()
     )
-    names = ("row", "recipe", "IFSO against", "difference", "spread", "seeds", "claim")
+    names = ("row", "recipe", f"{NAMES[first]} against", "difference", "spread", "seeds", "claim")
     return Grid(title, names, sections, (COMPARED,), words=3)
 
 

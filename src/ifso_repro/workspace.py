@@ -25,13 +25,18 @@ from ifso.training.settings import TrainSettings, training_recipe
 from ifso_repro.jobs import Job, method_name
 from ifso_repro.outcomes import detector_measure
 from ifso_repro.provenance import BASE, DATA, facts_of, identity, refuse_other_base, refuse_other_pruning
-from ifso_repro.schema import BOXES, Row
+from ifso_repro.schema import BOXES, DEFAULT_RUN, SCRATCH, Row
 
 SMOKE: Mapping[str, Any] = {"epochs": 1, "batch": 16}
 SMOKE_BOXES: Mapping[str, Any] = {"epochs": 1, "batch": 4, "lr": 0.001, "warm_up_steps": 0}
 """How a classifier and how a detector is trained."""
 
 SMOKE_PRUNE: Mapping[str, Any] = {"accumulate": 1, "batches_per_score": 1, "batch": 8, "recalibrate": 2}
+UNTOUCHED: dict[str, Any] = {
+    "shares": {"macs": 1.0}, "before": {"params": 1}, "after": {"params": 1}, "seconds": 0.0, "measures": [{}]
+}  # fmt: skip
+"""What a pruning would say that removed nothing."""
+
 SMOKE_REMOVALS = 2
 SMOKE_IMAGES = {"cifar10": 96, "cifar100": 96, "imagenet": 32}
 BOX_IMAGES: Mapping[str, Any] = {"train": 8, "test": 4, "size": (64, 96)}
@@ -113,7 +118,8 @@ class Workspace:
     def check(self, job: Job) -> None:
         """Refuse what would fail later: settings of training or pruning, weights or data that are not there."""
         self.settings(job)
-        self.prune_as(job).recorded_settings()
+        if job.prunes:
+            self.prune_as(job).recorded_settings()
         for row in (job.row, *([job.teacher] if job.teacher else ())):
             refuse_other_base(self, row)
         self.open(job.row, 0)
@@ -183,8 +189,9 @@ class Workspace:
 
     def pruning_of(self, job: Job) -> Job:
         """The job whose pruning this one takes: several recipes share one, and all seeds if ``one_pruning`` says so."""
-        chance = job.criterion == "random"
-        return replace(job, recipe="paper", seed=0) if self.one_pruning and not chance else replace(job, recipe="paper")
+        seed = 0 if self.one_pruning and job.criterion != "random" else job.seed
+        criterion = DEFAULT_RUN if job.criterion == SCRATCH else job.criterion
+        return replace(job, recipe="paper", seed=seed, criterion=criterion)
 
     def pruned_folder(self, job: Job) -> Path:
         """The folder of the pruning of a job."""
@@ -206,15 +213,20 @@ class Workspace:
         return self.trainings / job.name
 
     def pruned(self, job: Job, data: Data) -> nn.Module:
-        """The pruned network of a job, as pruning left it."""
-        return self.placed(ifso.load(self.pruned_folder(job), self.fresh(job.row, data.num_classes)))
+        """The network that a job fine-tunes, as pruning left it."""
+        if not job.prunes:
+            return self.base(job.row, data)
+        model = ifso.load(self.pruned_folder(job), self.fresh(job.row, data.num_classes))
+        if job.criterion == SCRATCH:
+            reset_(model, job.seed)
+        return self.placed(model)
 
     def trainable(self, job: Job, pruned: nn.Module, data: Data) -> nn.Module:
         """The ``pruned`` network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
 
         Detectors are large enough for a GPU as they are, and shall take less memory.
         """
-        if not self.device.startswith("cuda") or job.row.detects:
+        if not self.device.startswith("cuda") or job.row.detects or not job.prunes:
             return pruned
         wide = self.placed(self.fresh(job.row, data.num_classes))
         try:
@@ -240,12 +252,24 @@ class Workspace:
         return {"batch": self.prune_as(job).prune.get("batch", BATCH), "precision": self.prune_precision}
 
     def is_pruned(self, job: Job) -> bool:
-        """Whether the pruning of a job is finished."""
-        return (self.pruned_folder(job) / "summary.json").is_file()
+        """Whether the pruning of a job is finished, if it has one."""
+        return not job.prunes or (self.pruned_folder(job) / "summary.json").is_file()
 
     def prune_facts(self, job: Job) -> dict[str, Any]:
         """Shares kept, seconds and accuracies of the pruning of a job; empty if that has not been done."""
+        if not job.prunes:
+            return UNTOUCHED
         return facts_of(self.pruned_folder(job) / "summary.json")
+
+
+def reset_(model: nn.Module, seed: int) -> None:
+    """Give all layers of ``model`` new random weights, as torch would."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
 
 @cache

@@ -59,7 +59,7 @@ def made_up(**changes):
         ("table2 --recipes theirs", "table2 has no recipe 'theirs'; it has paper, ours"),
         ("table2 --prune steps=3", "--prune steps=3: write KEY=VALUE, with a key among schedule"),
         ("table2 --prune accumulate=few", "--prune accumulate=few: 'few' is no number"),
-        ("figure8 --prune accumulate=3", "accumulate is what resnet32-cifar10-50.ifso+accumulate=1.paper.0 is about"),
+        ("figure8 --prune accumulate=3", "accumulate is what resnet32-cifar10-50.ifso+accumulate=1.brief.0 is about"),
         ("figure6 --prune batches-per-score=3", "batches_per_score is what"),
         ("table2 --precision half", "precision 'half' is unknown"),
         ("table2 --prune-precision fp16", "scores cannot be computed in fp16"),
@@ -132,13 +132,13 @@ def test_what_is_lacking_is_told_once_for_all_runs(tmp_path, capsys):
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()
     first, *told = err.splitlines()
-    assert first == "· runs: 0 to do, 28 that cannot be done"
+    assert first == "· runs: 0 to do, 20 that cannot be done"
     assert told[0].startswith(f"ifso: error: {ROW}.ifso.paper.0 and 15 more: ")
     assert "begins with the weights resnet32_cifar10_authors.safetensors, which are not here; give their f" in told[0]
     lacking = "vgg16-cifar100-40 needs cifar100; give --data cifar100:PATH, or --smoke"
-    assert told[1:] == [f"ifso: error: vgg16-cifar100-40.ifso.paper.0 and 11 more: {lacking}"]
+    assert told[1:] == [f"ifso: error: vgg16-cifar100-40.true-loss.short.0 and 3 more: {lacking}"]
     document = json.loads(out)
-    assert (document["runs"], document["status"], len(document["failures"])) == ([], 2, 28)
+    assert (document["runs"], document["status"], len(document["failures"])) == ([], 2, 20)
     assert document["failures"][0]["run"] == f"{ROW}.ifso.paper.0"
 
 
@@ -227,19 +227,20 @@ def test_tables_take_no_torch_and_other_studies_show_up_when_run(tmp_path):
 
 
 def test_a_result_is_shown_in_every_study_it_belongs_to(tmp_path, capsys):
-    write(made_up(row="resnet32-cifar10-40", variant={"schedule": "one-shot"}), tmp_path / "results")
+    made = made_up(row="resnet32-cifar10-40", variant={"schedule": "one-shot"}, recipe="brief", epochs=30)
+    write(made, tmp_path / "results")
     page = tmp_path / "tables.md"
     assert main(["repro", "--table", "--out", str(tmp_path), "--markdown", str(page)]) == 0
     shown = capsys.readouterr().out
     assert "Fig. 7" in shown
     assert "Fig. 8" not in shown
     assert (
-        "| ours | one-shot, recipe “paper” | 50.1 % | 20.00 | 12.50 | 7.50 | 12.75 | 1 seed | 18 |" in page.read_text()
+        "| ours | one-shot, recipe “brief” | 50.1 % | 20.00 | 12.50 | 7.50 | 12.75 | 1 seed | 18 |" in page.read_text()
     )
     assert main(["repro", "--table", "figure7", "--json", "--out", str(tmp_path)]) == 0
     (table,) = json.loads(capsys.readouterr().out)["tables"]
     assert table["title"] == "From one-shot to incremental (Fig. 7)"
-    assert ["ours", "one-shot, recipe “paper”", "50.1 %"] in [line[:3] for line in table["sections"][0]]
+    assert ["ours", "one-shot, recipe “brief”", "50.1 %"] in [line[:3] for line in table["sections"][0]]
 
 
 def test_tables_say_what_was_pruned_otherwise(tmp_path, capsys):
@@ -355,11 +356,11 @@ def test_ranks_share_the_runs_and_the_first_tells_what_failed(tmp_path):
     (out, err), (silent, own) = (process.communicate(timeout=120) for process in processes)
     assert [process.returncode for process in processes] == [2, 0]
     assert silent == ""
-    assert "ifso: error: vgg16-cifar10-50.ifso.paper.0 and 11 more: vgg16-cifar10-50 needs cifar10" in err
+    assert "ifso: error: vgg16-cifar10-50.true-loss.short.0 and 2 more: vgg16-cifar10-50 needs cifar10" in err
     assert {failure["run"] for failure in json.loads(out)["failures"]} == {
         job.name for job in study("vgg16-cifar10-50", seeds=1)
     }
-    assert own == "· [1] runs: 0 to do, 6 that cannot be done\n"
+    assert own == "· [1] runs: 0 to do, 2 that cannot be done\n"
 
 
 def test_smoke_and_choices_have_folders_of_their_own(tmp_path, monkeypatch):

@@ -165,20 +165,20 @@ def test_bars_are_the_layers_of_the_smaller_network(pruned):
 
 
 def test_many_layers_are_shown_in_per_cent_with_fewer_names(tmp_path):
-    bars = tuple(drawing.Bar(f"l{number}", 64, 16 + number % 3, False) for number in range(300))
+    bars = tuple(drawing.LayerBar(f"l{number}", 64, 16 + number % 3, False) for number in range(300))
     figure = sheet()
     drawing._bars(figure.subplots(), bars, named=True)
     heights = [bar.get_height() for bar in figure.axes[0].containers[1]]
     assert heights[:3] == pytest.approx([25.0, 100 * 17 / 64, 100 * 18 / 64])
     assert len(heights) == 300
     assert len(figure.axes[0].get_xticklabels()) <= drawing.NAMED
-    svg, _ = drawing.draw_layers([drawing.Network("deep", bars)], tmp_path / "deep", "deep")
+    svg, _ = drawing.draw_layers([drawing.NetworkBars("deep", bars)], tmp_path / "deep", "deep")
     assert svg.stat().st_size < 500_000
 
 
 def test_names_from_a_model_are_neither_markup_nor_formulas(tmp_path):
     names = ("a$\\frac$", "<script>x</script>")
-    network = drawing.Network("$net$ & co", tuple(drawing.Bar(each, 4, 2, False) for each in names))
+    network = drawing.NetworkBars("$net$ & co", tuple(drawing.LayerBar(each, 4, 2, False) for each in names))
     svg, _ = drawing.draw_layers([network], tmp_path / "odd", "odd")
     assert {*names, "$net$ & co"} <= set(words(svg))
 

@@ -60,6 +60,35 @@ def test_a_row_from_nothing_to_its_results(shop, tmp_path, at_once):
     assert again == ["runs: 0 to do, 2 done already"]
 
 
+def test_the_networks_that_ours_is_held_against(shop, tmp_path, at_once):
+    """The unpruned one starts as it is; the one from scratch has the shape of the default run, and other weights."""
+    row = tiny_row(tmp_path)
+    ours, scratch, unpruned = (Job(row, criterion, "ours") for criterion in ("true-loss", "scratch", "unpruned"))
+    assert ran(shop, [ours, scratch, unpruned]).failures == []
+    assert at_once == ["tiny-cifar10-40.true-loss.0"]  # one pruning for both
+    results = {result.criterion: result for result in read(shop.results)}
+    assert results["scratch"].macs_kept == results["true-loss"].macs_kept < 0.61
+    assert (results["unpruned"].macs_kept, results["unpruned"].params_kept, results["unpruned"].prune_seconds) == (
+        1,
+        1,
+        0,
+    )
+    assert results["unpruned"].pruned_top1 == results["unpruned"].base_top1
+    data = shop.open(row, 0)
+    start, own, new = (shop.pruned(job, data).state_dict() for job in (ours, unpruned, scratch))
+    assert {name: tensor.shape for name, tensor in new.items()} == {
+        name: tensor.shape for name, tensor in start.items()
+    }
+    assert not any(torch.equal(new[name], start[name]) for name in new if name.endswith("conv1.weight"))
+    base = shop.base(row, data).state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in base.items())
+    again = shop.pruned(scratch, data).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in new.items())
+    said = []
+    assert ran(shop, [ours, scratch, unpruned], said).failures == []
+    assert said == ["runs: 0 to do, 3 done already"]
+
+
 def test_what_was_made_with_other_settings_is_not_taken_for_the_same(shop, tmp_path, at_once):
     jobs = [Job(tiny_row(tmp_path), "ifso", "paper")]
     ran(shop, jobs)

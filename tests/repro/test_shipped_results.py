@@ -51,11 +51,12 @@ def test_they_count_as_done(results):
     """The command that made them finds nothing to do."""
     jobs, said = {job.name: job for name in studies() for job in study(name)}, []
     made_with = {"precision": "bf16", "channels_last": True}
-    shop = Workspace(ROOT / "repro" / "work", ROOT / "repro" / "results", train=made_with, one_pruning=True)
     rows_now = [result for result in results if result.name not in OF_FORMER_NETWORKS]
-    found = Runner(shop, [jobs[result.name] for result in rows_now], lanes=1, workers=1, say=said.append)
-    assert found.failures == []
-    assert said == [f"runs: 0 to do, {len(rows_now)} done already"]
+    own = [result for result in rows_now if result.row.startswith("vgg16")]
+    for one_pruning, made in ((False, own), (True, [result for result in rows_now if result not in own])):
+        shop = Workspace(ROOT / "repro/work", ROOT / "repro/results", train=made_with, one_pruning=one_pruning)
+        found = Runner(shop, [jobs[result.name] for result in made], lanes=1, workers=1, say=said.append)
+        assert (found.failures, said.pop()) == ([], f"runs: 0 to do, {len(made)} done already")
 
 
 def test_those_of_an_unpruned_network_that_is_trained_otherwise_now_are_marked_and_not_taken(results):

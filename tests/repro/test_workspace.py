@@ -39,9 +39,9 @@ def test_a_smoke_run_leaves_a_variant_its_own_options(shop):
     usual = smoke.prune_options(plain)
     assert usual.items() >= SMOKE_PRUNE.items()
     variants = {job.name: smoke.prune_as(job) for job in (*study("figure6", seeds=1), *study("figure7", seeds=1))}
-    many = variants["resnet32-cifar10-40.ifso+batches_per_score=15.paper.0"].prune
+    many = variants["resnet32-cifar10-40.ifso+batches_per_score=15.brief.0"].prune
     assert (many["batches_per_score"], many["accumulate"], many["batch"]) == (15, 1, SMOKE_PRUNE["batch"])
-    mixed = variants["resnet32-cifar10-40.ifso+schedule=mixed-0.75.paper.0"].prune_keywords()
+    mixed = variants["resnet32-cifar10-40.ifso+schedule=mixed-0.75.brief.0"].prune_keywords()
     assert (mixed["schedule"], mixed["batches_per_score"]) == (Mixed(0.75), 1)
     neumann = next(job for job in study("inverse", seeds=1) if "neumann" in job.name)
     assert smoke.prune_as(neumann).prune_keywords()["criterion"].inverse == "neumann"

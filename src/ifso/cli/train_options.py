@@ -28,7 +28,7 @@ RECIPE, BOXES = "paper", "detection"
 
 RECIPE_NAMES = (
     "paper; ours: one cycle, and a teacher; quick: shorter; brief: 30 epochs, no teacher; "
-    "patient: longer, on mixed images; scratch: from random weights; "
+    "patient: longer, on mixed images; short: a third of that; scratch: from random weights; "
     f"detection: the paper's for RetinaNet ({RECIPE}; {BOXES} on coco:)"
 )
 DECAYS = ", ".join(f"{RECIPES[name].weight_decay:g} in {name}" for name in ("ours", "quick"))

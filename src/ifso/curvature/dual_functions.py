@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from ifso.common.tensors import placed
-from ifso.curvature.dual_layers import DualFunction, dense_format, fits_kernels, give_tangent, load_kernels
+from ifso.curvature.dual_layers import DualFunction, fits_kernels, give_tangent, laid_out_as, load_kernels
 
 aten = torch.ops.aten
 
@@ -59,23 +59,31 @@ class DualActivation(DualFunction):
     @staticmethod
     def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
         """``y`` with the tangent ``ẏ``."""
-        function, slope, _ = ACTIVATIONS[name]
-        ctx.name = name
+        ctx.name, ctx.quick = name, fits_kernels(x, x_dot)
         ctx.save_for_backward(x, x_dot)
-        give_tangent(ctx, slope(x_dot, x))
-        return function(x)
+        if ctx.quick:
+            y, y_dot = load_kernels().activation_forward(name, x, x_dot)
+        else:
+            function, slope, _ = ACTIVATIONS[name]
+            y, y_dot = function(x), slope(x_dot, x)
+        give_tangent(ctx, y_dot)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """``x̄`` and its tangent."""
         x, x_dot = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
-        _, slope, bend = ACTIVATIONS[ctx.name]
         with torch.no_grad():
-            wide = torch.promote_types(x.dtype, torch.float32)
-            back, back_dot = slope(lam, x), (bend(x.to(wide)) * x_dot).mul_(lam).to(x.dtype)
-            if lam_dot is not None:
-                back_dot += slope(lam_dot, x)
+            if ctx.quick:
+                moved = None if lam_dot is None else laid_out_as(lam_dot, x)
+                back, back_dot = load_kernels().activation_backward(ctx.name, laid_out_as(lam, x), moved, x, x_dot)
+            else:
+                _, slope, bend = ACTIVATIONS[ctx.name]
+                wide = torch.promote_types(x.dtype, torch.float32)
+                back, back_dot = slope(lam, x), (bend(x.to(wide)) * x_dot).mul_(lam).to(x.dtype)
+                if lam_dot is not None:
+                    back_dot += slope(lam_dot, x)
         return None, make_dual(back, back_dot), None, None
 
 
@@ -112,10 +120,8 @@ class DualBatchNorm(DualFunction):
         lam, lam_dot = unpack_dual(grad)
         with torch.no_grad():
             if ctx.quick:
-                lam = lam.contiguous(memory_format=dense_format(x))
-                lam_dot = (
-                    torch.zeros_like(lam) if lam_dot is None else lam_dot.contiguous(memory_format=dense_format(x))
-                )
+                lam = laid_out_as(lam, x)
+                lam_dot = torch.zeros_like(lam) if lam_dot is None else laid_out_as(lam_dot, x)
                 back, back_dot = load_kernels().batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats[0])
             else:
                 back, back_dot = _batch_norm_backward(lam, lam_dot, x, x_dot, gain, stats, ctx.eps)

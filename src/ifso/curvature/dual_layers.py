@@ -270,6 +270,15 @@ def dense_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
+def laid_out_as(tensor: Tensor, x: Tensor) -> Tensor:
+    """The tensor, in memory as ``x`` is.
+
+    >>> laid_out_as(torch.zeros(2, 3, 4), torch.zeros(2, 4, 3).mT).stride()
+    (12, 1, 3)
+    """
+    return tensor if tensor.stride() == x.stride() else torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
+
+
 def fits_kernels(*tensors: Tensor) -> bool:
     """Return whether :mod:`ifso.curvature.kernels` takes these: [N, C, …] on the current GPU, dense, no float64."""
     first = tensors[0]

@@ -1,6 +1,6 @@
-"""Batch norm on dual numbers in two GPU kernels a pass: one adds up, one applies. Written in Triton.
+"""Batch norm on dual numbers in two GPU kernels a pass, one adds up, one applies; activations in one. In Triton.
 
-The formulas are those of :class:`ifso.curvature.dual_functions.DualBatchNorm`, of which this is the quick version.
+The formulas are those of :mod:`ifso.curvature.dual_functions`, of which this is the quick version.
 Tensors are [N, C, …] in channels-first or channels-last order. Sums are taken in float32 in a fixed order, so that
 results repeat bit for bit.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 WARPS = 8
 SUM_PROGRAMS = 128
 APPLY_PROGRAMS = 264
+BLOCK = 1024
 """Tile sizes and numbers of programs were chosen by measuring on an H200 (132 multiprocessors)."""
 
 
@@ -192,6 +193,81 @@ def _dot_sums(
             value += third * tl.load(d + at, mask=ok, other=0.0).to(tl.float32)
         total += value
     tl.store(partial + split * channels + cols, tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def _slopes(v, KIND: tl.constexpr):
+    """An activation at ``v`` with its first and its second derivative."""
+    if KIND == "silu":
+        s = 1.0 / (1.0 + tl.exp(-v))
+        value = v * s
+        slope = s * (1.0 + v * (1.0 - s))
+        bend = s * (1.0 - s) * (2.0 + v * (1.0 - 2.0 * s))
+    elif KIND == "gelu":
+        below = 0.5 * (1.0 + tl.erf(v * 0.7071067811865476))
+        density = 0.3989422804014327 * tl.exp(-0.5 * v * v)
+        value = v * below
+        slope = below + v * density
+        bend = density * (2.0 - v * v)
+    else:  # gelu_tanh
+        inner = 0.7978845608028654 * (v + 0.044715 * v * v * v)
+        first = 0.7978845608028654 * (1.0 + 0.134145 * v * v)
+        second = 0.7978845608028654 * 0.26829 * v
+        half = 1.0 / (1.0 + tl.exp(-2.0 * inner))
+        t = 2.0 * half - 1.0
+        flat = 4.0 * half * (1.0 - half)
+        value = v * half
+        slope = half + 0.5 * v * flat * first
+        bend = flat * (first + 0.5 * v * (second - 2.0 * t * first * first))
+    return value, slope, bend
+
+
+@triton.jit
+def _activation_forward(x, x_dot, y, y_dot, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """``y = f(x)`` and ``f'(x) ẋ``."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    value, slope, _ = _slopes(tl.load(x + at, mask=ok, other=0.0).to(tl.float32), KIND)
+    dot = slope * tl.load(x_dot + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
+    tl.store(y_dot + at, dot.to(y_dot.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _activation_backward(
+    lam, lam_dot, x, x_dot, back, back_dot, size, MOVES: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``f'(x) λ`` and its tangent ``f'(x) λ̇ + f''(x) ẋ λ``, where λ has one."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    _, slope, bend = _slopes(tl.load(x + at, mask=ok, other=0.0).to(tl.float32), KIND)
+    grad = tl.load(lam + at, mask=ok, other=0.0).to(tl.float32)
+    dot = bend * tl.load(x_dot + at, mask=ok, other=0.0).to(tl.float32) * grad
+    if MOVES:
+        dot += slope * tl.load(lam_dot + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(back + at, (slope * grad).to(back.dtype.element_ty), mask=ok)
+    tl.store(back_dot + at, dot.to(back_dot.dtype.element_ty), mask=ok)
+
+
+def activation_forward(name: str, x: Tensor, x_dot: Tensor) -> tuple[Tensor, Tensor]:
+    """``y`` and ``ẏ``; all tensors lie in memory as ``x`` does."""
+    y, y_dot = torch.empty_like(x), torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), BLOCK),)
+    _activation_forward[grid](x, x_dot, y, y_dot, x.numel(), KIND=name, BLOCK=BLOCK)
+    return y, y_dot
+
+
+def activation_backward(
+    name: str, lam: Tensor, lam_dot: Tensor | None, x: Tensor, x_dot: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``x̄`` and its tangent."""
+    back, back_dot = torch.empty_like(x), torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), BLOCK),)
+    _activation_backward[grid](
+        lam, lam if lam_dot is None else lam_dot, x, x_dot, back, back_dot, x.numel(),
+        MOVES=lam_dot is not None, KIND=name, BLOCK=BLOCK,
+    )  # fmt: skip
+    return back, back_dot
 
 
 def batch_norm_forward(
