@@ -37,7 +37,7 @@ def one_line(capsys):
         ("figure3 --draw --runs none", "none: there is no such folder; give one that ifso prune --out made"),
         ("figure3", "figure3 is a study of another kind; give its command: ifso repro draw figure3"),
         ("figure5 --runs a", "unrecognized arguments: --runs a"),
-        ("figure5 --draw", "make them with: ifso repro figure5 --data cifar10:PATH --data cifar100:PATH --weights DIR"),
+        ("figure5 --draw", "make them with: ifso repro figure5 --data cifar10:PATH --weights DIR"),
         ("figure7 --draw --smoke", "make them with: ifso repro figure7 --smoke --out OUT"),
         ("figure3 --draw", "has no pruned vgg16-cifar10-70; make it with: ifso repro vgg16-cifar10-70 --data cifar10"),
         ("figure4 --draw", "has no pruned resnet50-imagenet-50; make it with: ifso repro resnet50-imagenet-50"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.common.files import write_text
-from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, PURPLE, SKY, VERMILION, Look, draw, key, name, plain
+from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, PURPLE, VERMILION, Look, draw, key, name, plain
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 
@@ -23,7 +23,6 @@ MAX_BYTES = 2**22
 BENCH = "choose"
 
 MORE = (
-    Look(SKY, "P", "-"),
     Look(INK, "X", (0, (5, 1.5))),
     Look(VERMILION, "<", (0, (1, 1))),
     Look(PURPLE, ">", "-"),

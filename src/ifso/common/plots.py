@@ -62,6 +62,7 @@ LOOKS = (
     Look(GREEN, "^", (0, (5, 1.5, 1, 1.5))),
     Look(PURPLE, "D", (0, (1, 1))),
     Look(MUTED, "v", (0, (3, 1, 1, 1, 1, 1))),
+    Look(SKY, "P", (0, (8, 2))),
 )
 
 
