@@ -116,7 +116,7 @@ class TestOtherCommands:
         assert document["model"] == "runs/second"
         assert document["cost"]["macs"] == macs(loaded("runs/second"))
 
-    def test_is_exported(self, project, capsys):
+    def test_is_exported(self, project, programs_run_here, capsys):
         assert ifso_("export runs/second --to torch --json") == 0
         networks = json.loads(capsys.readouterr().out)["networks"]
         assert [each["macs"] for each in networks.values()] == [
