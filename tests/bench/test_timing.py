@@ -56,7 +56,7 @@ def test_middle_of_one():
 
 class TestBenchScore:
     def test_json_has_every_method_as_a_multiple_of_the_gradient(self, capsys):
-        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
+        argv = ["bench", "score", "--models", "ifso:resnet8-digits", "--batch", "2", "--size", "8", "--repeats", "1"]
         assert main([*argv, "--json"]) == 0
         (result,) = json.loads(capsys.readouterr().out)["results"]
         methods = result["methods"]
@@ -71,7 +71,7 @@ class TestBenchScore:
         assert methods["ifso"]["peak_bytes"] > methods["gradient"]["peak_bytes"]
 
     def test_table_names_what_was_asked_for(self, capsys):
-        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
+        argv = ["bench", "score", "--models", "ifso:resnet8-digits", "--batch", "2", "--size", "8", "--repeats", "1"]
         assert main([*argv, "--methods", "ifso"]) == 0
         out = capsys.readouterr().out
         assert "gradient" in out
@@ -83,7 +83,7 @@ class TestBenchScore:
             raise NotImplementedError("forward AD with\nnative_dropout_backward")
 
         monkeypatch.setattr("ifso.bench.score.ScoreBench._double_backward", fail)
-        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "2", "--size", "8", "--repeats", "1"]
+        argv = ["bench", "score", "--models", "ifso:resnet8-digits", "--batch", "2", "--size", "8", "--repeats", "1"]
         argv += ["--methods", "ifso", "double backward", "taylor"]
         assert main([*argv, "--json"]) == 0
         (result,) = json.loads(capsys.readouterr().out)["results"]
@@ -98,7 +98,7 @@ class TestBenchScore:
     def test_a_model_that_fails_leaves_the_others_and_their_files(self, capsys, tmp_path):
         models = ["ifso:resnet8-digits", "ifso:resnet21", "ifso:resnet20"]
         out = tmp_path / "new" / "folder"
-        argv = ["bench", "score", "--models", *models, "--batch", "2", "--repeats", "1", "--no-ranks"]
+        argv = ["bench", "score", "--models", *models, "--batch", "2", "--size", "8", "--repeats", "1", "--no-ranks"]
         assert main([*argv, "--methods", "ifso", "--out", str(out), "--json"]) == 2
         shown = capsys.readouterr()
         assert [result["model"] for result in json.loads(shown.out)["results"]] == [models[0], models[2]]
@@ -112,7 +112,7 @@ class TestBenchScore:
         assert "file cannot be made: File exists; give another --out" in capsys.readouterr().err
 
     def test_ranks_are_of_few_samples_or_left_out(self, capsys, monkeypatch):
-        argv = ["bench", "score", "--models", "ifso:resnet20", "--batch", "3", "--size", "8", "--repeats", "1"]
+        argv = ["bench", "score", "--models", "ifso:resnet8-digits", "--batch", "3", "--size", "8", "--repeats", "1"]
         argv += ["--methods", "ifso", "--json"]
         monkeypatch.setattr("ifso.bench.score.RANK_MACS", 1.0)
         assert main(argv) == 0

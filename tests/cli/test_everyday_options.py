@@ -63,6 +63,7 @@ class TestDevice:
         assert "device: cpu\n" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_samples")
 class TestDryRun:
     def test_of_the_staged_run(self, capsys):
         assert ifso_(f"prune {TASK} --macs 0.8 --dry-run --json") == 0
@@ -74,7 +75,10 @@ class TestDryRun:
         assert (document["before"], document["units"]) == (run["before"], run["units"])
         assert 0 < document["first"] < document["seconds"]
 
-    @pytest.mark.parametrize("more", ["", "--min-units 4", "--min-units 4 conv1=16", "--round-to 8", "--preset paper"])
+    @pytest.mark.parametrize(
+        "more",
+        ["", "--min-units 4", "--min-units 4 conv1=16", "--round-to 8", "--preset paper --accumulate 1 --batch 8"],
+    )
     def test_the_smallest_budget_can_be_met_and_no_smaller_one(self, more, capsys):
         assert ifso_(f"prune {TASK} --macs 0.9 --dry-run --json {more}") == 0
         smallest = json.loads(capsys.readouterr().out)["smallest"]["macs"]

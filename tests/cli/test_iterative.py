@@ -21,7 +21,7 @@ def macs(model) -> int:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, few_digits_throughout):
     """A training, a pruning of it that was fine-tuned, and a second pruning."""
     project = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ class TestOtherCommands:
         assert document["model"] == "runs/second"
         assert document["cost"]["macs"] == macs(loaded("runs/second"))
 
-    def test_is_exported(self, project, capsys):
+    def test_is_exported(self, project, programs_run_here, capsys):
         assert ifso_("export runs/second --to torch --json") == 0
         networks = json.loads(capsys.readouterr().out)["networks"]
         assert [each["macs"] for each in networks.values()] == [

@@ -36,7 +36,7 @@ def accuracy(folder) -> float:
 
 
 @pytest.mark.parametrize("where", ["own", "run/finetune"])
-def test_evaluated_reported_and_exported(project, capsys, where):
+def test_evaluated_reported_and_exported(project, programs_run_here, capsys, where):
     if where != "own":
         shutil.copytree("own", where)
     option = "" if where != "own" else "--finetuned own"
@@ -99,7 +99,7 @@ class TestPython:
 
         return begin
 
-    def test_needs_to_be_told_only_once(self, begun, capsys):
+    def test_needs_to_be_told_only_once(self, begun, programs_run_here, capsys):
         begun(model="ifso:resnet8-digits", weights="whole", data="digits")
         assert ifso_("eval python --repeats 1 --json") == 0
         assert list(json.loads(capsys.readouterr().out)["networks"]) == ["unpruned", "pruned"]

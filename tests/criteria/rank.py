@@ -1,10 +1,9 @@
-"""One of two processes that score together; see test_ranks.py. Arguments: rank, folder."""
+"""One of two processes that score together; see test_ranks.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -70,8 +69,8 @@ def other_graphs(rank: int) -> dict[str, list[float]] | str:
     return {}
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+def main(rank: int, folder: Path) -> None:
+    """Leaves what it has found in the folder."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -83,7 +82,3 @@ def main() -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     os._exit(0)  # threads of gloo may abort a process while Python shuts down
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import rank as worker
 import torch
+from processes import ranks_of
 
 import ifso
 from ifso.criteria.scorer import score
@@ -20,18 +17,7 @@ from ifso.criteria.scorer import score
 def results(tmp_path_factory):
     """What each of two ranks has found, by scenario."""
     folder = tmp_path_factory.mktemp("ranks")
-    source = str(Path(ifso.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    script = str(Path(worker.__file__))
-    processes = [
-        subprocess.Popen([sys.executable, script, str(rank), str(folder)], env=environment)
-        for rank in range(worker.WORLD)
-    ]
-    try:
-        assert [process.wait(timeout=150) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    ranks_of(worker.main, worker.WORLD, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(worker.WORLD)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, image, random_keep, run, tensors
+from cases import CASES, FEW, Case, image, random_keep, run, tensors
 from reference.criteria import Truth, samples_of
 from torch import Tensor, nn
 
@@ -61,7 +61,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], values, rtol=1e-7, atol=1e-9 * float(values.max()))
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in NETS])
 def test_of_a_loss_it_is_half_the_mean_square_of_what_residuals_change(name):
     case = CASES[name]
     model, batches = case.model(), batches_of(case)

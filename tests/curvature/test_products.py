@@ -214,7 +214,7 @@ def test_cases_in_other_ways(case, training, fused):
     compare(case.model().train(training), case.inputs(), graph=case.graph(), fused=fused)
 
 
-@every_case()
+@every_case(few=FEW)
 def test_cases_over_all_parameters(case):
     compare(case.model(), case.inputs(), graph=case.graph(), weights="all")
 

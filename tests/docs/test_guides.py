@@ -23,8 +23,8 @@ FEWER = {"train": ["--epochs", "2"], "prune": ["--calibration", "128"], "finetun
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """A folder of its own, one thread, and no rules for operators left behind."""
+def alone(tmp_path, monkeypatch, few_digits, few_samples):
+    """A folder of its own, one thread, a third of the digits, and no rules for operators left behind."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -56,7 +56,7 @@ def test_keras_resnet50_strides_and_normalises_as_keras_does():
         assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
 
-def test_plain_loop(tmp_path, capsys):
+def test_plain_loop(tmp_path, capsys, few_samples):
     accuracy = example("plain_loop").main(tmp_path / "run", epochs=1)
     assert accuracy > 0.8
     assert "budget met" in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_other_architectures_of_hugging_face(name):
     torch.testing.assert_close(soft, hard, rtol=1e-4, atol=1e-5)
 
 
-def test_lightning(tmp_path):
+def test_lightning(tmp_path, few_samples):
     pytest.importorskip("pytorch_lightning", reason=EXTRA)
     module = example("lightning_module")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}

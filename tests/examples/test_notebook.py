@@ -42,7 +42,7 @@ def test_a_kernel_shows_one_bar_and_the_tables(tmp_path: Path):
     assert len(result["text/plain"]) < 2000
 
 
-def test_every_cell_runs(tmp_path: Path, monkeypatch):
+def test_every_cell_runs(tmp_path: Path, monkeypatch, few_samples):
     monkeypatch.chdir(tmp_path)
     book = json.loads(NOTEBOOK.read_text())
     assert book["nbformat"] == 4

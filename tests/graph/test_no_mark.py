@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import FEW as FEW_CASES
 from cases import every_case, outputs, random_keep, run
 from nets import keeping
 from torch import Tensor, nn
@@ -133,7 +134,7 @@ def _attributes(model: nn.Module) -> list[tuple[str, list[str], list[int]]]:
     return [(name, sorted(vars(module)), inside(vars(module), 4)[1:]) for name, module in model.named_modules()]
 
 
-@every_case()
+@every_case(few=FEW_CASES)
 def test_weights_and_outputs_are_the_same_bits_afterwards(case):
     model, inputs = case.model(), case.inputs()
     before, wanted = weights(model), outputs(model, inputs)

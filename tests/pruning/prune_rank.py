@@ -1,10 +1,10 @@
-"""One of two processes that prune together; see test_prune_ranks.py. Arguments: rank, folder."""
+"""One of two processes that prune together; see test_prune_ranks.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -109,8 +109,9 @@ def attempt(scenario: Callable[[], PruneResult]) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+def main(rank: int, folder: Path) -> None:
+    """Leaves what it has found in the folder."""
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -120,7 +121,3 @@ def main() -> None:
         results[name] = attempt(scenario)
         (folder / f"{rank}.json").write_text(json.dumps(results))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-"""Small pruning runs that are stopped and go on; see test_resume.py. Arguments: case, folder, checkpoint_every."""
+"""Small pruning runs that are stopped and go on; see test_resume.py."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -151,14 +150,3 @@ def contents(folder: Path) -> dict[str, Any]:
     files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "recipe.json")}
     scores = {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "scores.safetensors").items()}
     return {**files, "scores.safetensors": scores, "metrics.jsonl": lines(folder)}
-
-
-def main() -> None:
-    """One process of a run that may be killed at any moment."""
-    case, folder, every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-    torch.set_num_threads(1)
-    prune(case, folder, checkpoint_every=every)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
+from processes import APART
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -572,19 +574,18 @@ def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "without locks" in run.notes[0]
 
 
-KILLED = """
-import sys, torch
-from ifso.runs.folder import RunFolder
-with RunFolder.resume(sys.argv[1], {"settings": {}}) as run:
-    newest = run.newest_checkpoint()
-    number = newest[0] if newest else 0
-    run.rewind(number)
-    print("ready", flush=True)
-    while True:
-        number += 1
-        run.append({"removal": number})
-        run.write_checkpoint(number, {"a": torch.full((20000,), float(number))}, {"number": number})
-"""
+def write_on_and_on(folder: Path, ready: Event) -> None:
+    """Until the process is killed."""
+    torch.set_num_threads(1)
+    with RunFolder.resume(folder, {"settings": {}}) as run:
+        newest = run.newest_checkpoint()
+        number = newest[0] if newest else 0
+        run.rewind(number)
+        ready.set()
+        while True:
+            number += 1
+            run.append({"removal": number})
+            run.write_checkpoint(number, {"a": torch.full((20000,), float(number))}, {"number": number})
 
 
 def test_kill_at_any_moment(tmp_path: Path):
@@ -592,12 +593,13 @@ def test_kill_at_any_moment(tmp_path: Path):
     RunFolder.create(tmp_path, {"settings": {}}).close()
     chance, reached = random.Random(0), 0
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ready\n"
+        ready = APART.Event()
+        process = APART.Process(target=write_on_and_on, args=(tmp_path, ready))
+        process.start()
+        assert ready.wait(60)
         time.sleep(0.05 + chance.random() / 5)
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
         with RunFolder.resume(tmp_path, {"settings": {}}) as run:
             number, tensors, state = run.newest_checkpoint()
             run.rewind(number)

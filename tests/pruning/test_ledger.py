@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, every_case
+from cases import CASES, FEW, every_case
 from torch import Tensor
 
 import ifso
@@ -36,7 +36,7 @@ def weights(graph: ChannelGraph) -> Tensor:
     return values
 
 
-@every_case()
+@every_case(few=FEW)
 def test_costs_and_savings_after_every_removal(case):
     graph, model = case.graph(), case.model()
     extra = weights(graph)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import prune_rank
 import pytest
 import torch
+from processes import ranks_of
 from small_runs import SmallResNet, contents, listed, prune
 
 import ifso
@@ -25,17 +23,7 @@ Results = list[dict[str, Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks have been."""
     folder = tmp_path_factory.mktemp("ranks")
-    source = str(Path(ifso.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", prune_rank.__file__]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(prune_rank.WORLD)
-    ]
-    try:
-        assert [process.wait(timeout=150) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    ranks_of(prune_rank.main, prune_rank.WORLD, folder)
     return folder
 
 

@@ -8,10 +8,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,10 +20,12 @@ from typing import Any
 import pytest
 import small_runs
 import torch
+from processes import APART
 from safetensors.torch import load_file
 from small_runs import CASES, SmallResNet, Stop, StopAt, contents, prune
 
 import ifso
+from ifso.cli.main import main
 from ifso.common import files
 from ifso.common.module_state import named_tensors
 from ifso.common.serialization import read_tensor_file, write_tensor_file
@@ -143,28 +144,28 @@ def test_damaged_newest_checkpoint(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ killed
 
 
-def command(case: str, folder: Path, every: float) -> list[str]:
-    """The run as a process of its own."""
-    return ["-c", "import small_runs; small_runs.main()", case, str(folder), str(every)]
+def small_run(case: str, folder: Path, every: float) -> None:
+    """A run as a process of its own."""
+    torch.set_num_threads(1)
+    prune(case, folder, checkpoint_every=every)
 
 
-def killed(arguments: list[str], moment: Callable[[float], bool]) -> bool:
+def command_line(*arguments: str) -> None:
+    """``ifso`` as a process of its own."""
+    sys.exit(main([*arguments]))
+
+
+def killed(work: Callable[..., None], arguments: Sequence[Any], moment: Callable[[float], bool]) -> bool:
     """Run in a process that is killed with SIGKILL once ``moment(seconds since it began)``. False: it was too late."""
-    sources = [str(Path(module.__file__).parents[levels]) for module, levels in ((ifso, 1), (small_runs, 0))]
-    running_ = subprocess.Popen(
-        [sys.executable, "-W", "ignore", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    process = APART.Process(target=work, args=tuple(arguments))
     began = time.monotonic()
-    while running_.poll() is None and not moment(time.monotonic() - began):
+    process.start()
+    while process.exitcode is None and not moment(time.monotonic() - began):
         time.sleep(0.001)
-    with suppress(ProcessLookupError):
-        running_.send_signal(signal.SIGKILL)
-    _, words = running_.communicate()
-    assert running_.returncode in {0, -signal.SIGKILL}, words.decode()
-    return running_.returncode != 0
+    process.kill()
+    process.join()
+    assert process.exitcode in {0, -signal.SIGKILL}
+    return process.exitcode != 0
 
 
 def newest_number(folder: Path) -> int:
@@ -193,7 +194,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 )
 def test_killed_and_resumed(moment: str, tmp_path: Path) -> None:
     folder, case = tmp_path / "run", "augmented"
-    killed(command(case, folder, 0.0), lambda _: MOMENTS[moment](folder))
+    killed(small_run, (case, folder, 0.0), lambda _: MOMENTS[moment](folder))
     prune(case, folder)
     assert contents(folder) == uninterrupted(case)
     assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
@@ -215,18 +216,18 @@ class Later:
 def test_killed_at_twenty_random_moments(every: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random_, case, deaths = random.Random(int(10 * every)), "augmented", []
     begun, ended = (Later(tmp_path / "whole" / name, 1e9) for name in ("", "summary.json"))
-    assert not killed(command(case, tmp_path / "whole", every), lambda now: begun(now) or ended(now))
+    assert not killed(small_run, (case, tmp_path / "whole", every), lambda now: begun(now) or ended(now))
     length = ended.seen - begun.seen
     for number in range(60):
         folder, seconds = tmp_path / f"run{number}", random_.uniform(0, length)
-        arguments = command(case, folder, every)
-        killed(arguments, Later(folder, seconds))
+        arguments = (case, folder, every)
+        killed(small_run, arguments, Later(folder, seconds))
         if (folder / "summary.json").exists():
             length *= 0.9
             continue
         deaths.append(lines_in(folder))
-        killed(arguments, Later(folder, random_.uniform(begun.seen, begun.seen + length)))
-        assert not killed(arguments, lambda _: False)
+        killed(small_run, arguments, Later(folder, random_.uniform(begun.seen, begun.seen + length)))
+        assert not killed(small_run, arguments, lambda _: False)
         assert contents(folder) == uninterrupted(case), f"killed after {seconds:.3f} s"
         if len(deaths) == 20:
             break
@@ -242,7 +243,6 @@ def lines_in(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else -1
 
 
-MAIN = "import sys; from ifso.cli.main import main; sys.exit(main())"
 NET = """
 import torch
 from torch import nn
@@ -261,15 +261,15 @@ def make():
 def test_killed_on_the_command_line(removals: int, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     begin = [
-        "-c", MAIN, "prune", "--model", f"{tmp_path / 'net.py'}:make", "--data", "digits", "--macs", "0.3",
+        "prune", "--model", f"{tmp_path / 'net.py'}:make", "--data", "digits", "--macs", "0.3",
         "--accumulate", "2", "--batch", "64", "--out",
     ]  # fmt: skip
-    assert not killed([*begin, str(tmp_path / "whole")], lambda _: False)
+    assert not killed(command_line, [*begin, str(tmp_path / "whole")], lambda _: False)
     folder = tmp_path / "run"
     lines = folder / "metrics.jsonl"
     enough = lambda _: lines.is_file() and lines.read_bytes().count(b"\n") >= removals  # noqa: E731
-    assert killed([*begin, str(folder)], enough)
-    assert not killed(["-c", MAIN, "prune", "--resume", "--out", str(folder)], lambda _: False)
+    assert killed(command_line, [*begin, str(folder)], enough)
+    assert not killed(command_line, ["prune", "--resume", "--out", str(folder)], lambda _: False)
     assert contents(folder) == contents(tmp_path / "whole")
 
 
@@ -429,12 +429,13 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
     return at
 
 
-def test_a_full_disk(full_at: Callable[[int], list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_a_full_disk(first: int, full_at: Callable[[int], list[str]], tmp_path: Path) -> None:
     calls = full_at(0)
     prune("one-shot", tmp_path / "whole")
     number_of_calls = len(calls)
     assert number_of_calls > 25
-    for number in range(1, number_of_calls + 1, 8):
+    for number in range(first, number_of_calls + 1, 16):
         folder = tmp_path / str(number)
         full_at(number)
         with pytest.raises(RunError, match="No space left on device; make room, then resume") as caught:

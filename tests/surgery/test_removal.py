@@ -70,7 +70,7 @@ def test_every_group_alone(case):
         assert difference(soft, outputs(model, case.inputs())) <= EXACT, group.name
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_down_to_the_last_units(case):
     """One unit of each group, or as few as balances allow."""
     model, graph = case.model(), case.graph()
@@ -80,7 +80,7 @@ def test_down_to_the_last_units(case):
     assert difference(soft, outputs(model, case.inputs())) <= EXACT
 
 
-@prunable_cases()
+@prunable_cases(few=FEW)
 def test_gradients_of_the_compacted_network_are_those_of_the_masked_one(case):
     model, graph = case.model(), case.graph()
     keep = random_keep(graph, seed=5)

@@ -3,17 +3,14 @@
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import ap_rank
 import pytest
 import torch
+from processes import ranks_of
 from torch import nn
 
-import ifso
 from ifso.data.coco_batches import Annotations
 from ifso.data.generated import generated_boxes
 from ifso.errors import DataError, DivergedError, IfsoError
@@ -262,17 +259,7 @@ class TestBadInput:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    source = str(Path(ifso.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    processes = [
-        subprocess.Popen([sys.executable, ap_rank.__file__, str(rank), str(folder)], env=environment)
-        for rank in range(ap_rank.WORLD)
-    ]
-    try:
-        assert [process.wait(timeout=150) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    ranks_of(ap_rank.main, ap_rank.WORLD, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ap_rank.WORLD)]
 
 

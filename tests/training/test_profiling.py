@@ -3,11 +3,11 @@
 import copy
 import json
 import queue
-import subprocess
-import sys
 
+import evaluation_rank
 import pytest
 import torch
+from processes import ranks_of
 from torch import nn
 
 from ifso.costs.latency import Latency
@@ -189,47 +189,9 @@ class TestLabels:
         )
 
 
-RANK = """
-import json, sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch import nn
-from ifso.errors import IfsoError
-from ifso.training.evaluation import evaluate
-
-rank, place = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + place, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-random = torch.Generator().manual_seed(0)
-x, y = torch.randn(31, 7, generator=random), torch.randint(7, (31,), generator=random)
-cut = {0: slice(0, 20), 1: slice(20, 31)}[rank]
-parts = {
-    "uneven": [(x[cut], y[cut])],
-    "empty": [(x, y)] if rank else [],
-    "failing": [(x[cut], y[cut] + 9 * rank)],
-    "nothing": [],
-}
-found = {}
-for name, batches in parts.items():
-    try:
-        found[name] = vars(evaluate(nn.Identity(), batches, over_ranks=True))
-    except IfsoError as error:
-        found[name] = str(error)
-found["own"] = evaluate(nn.Identity(), [(x[cut], y[cut])]).samples
-print(json.dumps([found, vars(evaluate(nn.Identity(), [(x, y)]))]), flush=True)
-dist.barrier()
-"""
-
-
 def test_ranks_find_together_what_one_finds(tmp_path):
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    printed = [json.loads(process.communicate(timeout=60)[0]) for process in started]
+    ranks_of(evaluation_rank.main, 2, tmp_path)
+    printed = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for rank, (found, alone) in enumerate(printed):
         for name in ("uneven", "empty"):
             assert found[name] == pytest.approx(alone)

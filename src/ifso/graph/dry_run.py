@@ -88,11 +88,15 @@ def _run_smaller(
 ) -> list[tuple[int, ...]]:
     """Shapes of the smaller model's outputs."""
     tensors = named_tensors(model)
-    set_tensors(model, {name: tensors[name].new_empty(shape) for name, shape in removal.shapes.items()})
+    set_tensors(model, {name: _empty_like(tensors[name], shape) for name, shape in removal.shapes.items()})
     fakes = map_tensors(removal.inputs, stage.from_tensor)
     with watch, _BelowFunctions():
         output = call_model(model, fakes)
     return [tuple(tensor.shape) for tensor in tensors_in(output)]
+
+
+def _empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, layout=tensor.layout, device=tensor.device)
 
 
 def _rehearse_real(model: nn.Module, removal: UnitRemoval) -> tuple[list[Problem], str | None]:

@@ -30,6 +30,8 @@ from ifso.graph.tape import Recorder, Tape
 
 T = TypeVar("T")
 
+_REAL = (Tensor, nn.Parameter)
+
 ROUNDS = 6
 """Holders of holders that are looked for: a tensor in a tuple in a dict in an object …"""
 
@@ -172,19 +174,38 @@ class FakeStage(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         self.writes.before(func, args, kwargs)
         if listen is None:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = self._run(func, types, args, kwargs)
         else:
             self.listen = None
             try:
                 with torch._C.DisableTorchFunction():
                     listen(func, args, kwargs)
-                    result = super().__torch_dispatch__(func, types, args, kwargs)
+                    result = self._run(func, types, args, kwargs)
             finally:
                 self.listen = listen
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, FakeTensor):
                 self._made.append(weakref.ref(item))
         return result
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The call on fake tensors alone, whose result PyTorch remembers from call to call."""
+        if self._mixed(func, args):
+            args = map_tensors(args, self._made_fake)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _mixed(self, func: Any, args: Any) -> bool:
+        """Whether there are fake tensors and weights among the arguments of a call that changes no shape in place."""
+        kinds = {type(item) for item in args}
+        return (
+            FakeTensor in kinds
+            and not kinds.isdisjoint(_REAL)
+            and func not in self.lift_fns
+            and torch.Tag.inplace_view not in func.tags
+        )
+
+    def _made_fake(self, tensor: Tensor) -> Tensor:
+        return self.fake_tensor_converter.from_real_tensor(self, tensor) if type(tensor) in _REAL else tensor
 
     def alive(self) -> list[Tensor]:
         """Fake tensors that somebody still holds."""
