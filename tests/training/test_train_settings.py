@@ -95,7 +95,7 @@ def test_the_papers_recipe():
 def test_recipes_with_changes():
     assert training_recipe("paper") == TrainSettings()
     assert training_recipe("ours", epochs=3, distill=0.0) == dataclasses.replace(RECIPES["ours"], epochs=3, distill=0.0)
-    known = "paper, brief, quick, ours, patient, scratch, detection"
+    known = "paper, brief, short, quick, ours, patient, scratch, detection"
     with pytest.raises(TrainingError, match=f"recipe 'best' is unknown; choose one of {known}"):
         training_recipe("best")
     with pytest.raises(TrainingError, match="training has no setting learning_rate, wd; it has accumulate, batch"):
