@@ -155,14 +155,18 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     if float(least.sum()) >= 0:
         return None
     least = least - LEAST_GAIN * judge.diagonal(dim1=1, dim2=2)[:, columns:].sum(1)
+    gap, before = (cross - weight @ inner).mT, None
     for share in GRID:
         damped = inner.clone()
         damped.diagonal(dim1=1, dim2=2).add_(share * sizes[:, None])
         factor, failed = torch.linalg.cholesky_ex(damped)
-        tried = weight + torch.cholesky_solve((cross - weight @ inner).mT, factor).mT
+        tried = weight + torch.cholesky_solve(gap, factor).mT
         found = error(tried)
         better = (failed == 0) & (found < least)
         best, least = torch.where(better[:, None, None], tried, best), torch.where(better, found, least)
+        if before is not None and bool((found > before).all()):
+            break  # from here on V only comes back to W
+        before = found
     return best
 
 
