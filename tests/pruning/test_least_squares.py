@@ -373,3 +373,11 @@ def test_half_precision_stays_half_precision(dtype):
     for name, tensor in found.tensors.items():
         assert tensor.dtype == dtype
         assert float((tensor - wanted.tensors[name]).norm() / wanted.tensors[name].norm()) < 0.05
+
+
+def test_a_layer_of_few_wide_groups_takes_the_memory_of_those_groups():
+    """As in a ResNeSt or a large RegNet: by the number of its outputs it would be far too large."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 1), nn.ReLU(), nn.Conv2d(64, 96, 3, groups=2), nn.Conv2d(96, 2, 1))
+    graph = ifso.trace(model, torch.zeros(1, 3, 4, 4))
+    (reader,) = (reader for reader in readers(graph) if reader.parameter == "2.weight")
+    assert fitting._size(model[2].weight, reader) == (288, 2 * 4 * 2 * 288**2)

@@ -19,9 +19,11 @@ either half do best on the other one: never worse there than no update at all.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -265,10 +267,21 @@ def _pieces(
 
 
 def _size(weight: Tensor, reader: Reader) -> tuple[int, int]:
-    """How many columns a layer has, and the most bytes of both halves' moments: groups are as many as they can be."""
+    """How many columns a layer has, and the bytes of both halves' moments."""
     columns = weight.numel() // weight.shape[1 - reader.dim]
-    groups = weight.shape[0] if reader.owner.dim() > 1 else 1
+    groups = _groups(reader.owner) if reader.owner.dim() > 1 else 1
     return columns, 2 * max(weight.element_size(), 4) * groups * columns**2
+
+
+def _groups(owner: Tensor) -> int:
+    """The groups of a convolution, whose outputs [O, I / groups] read the same channels.
+
+    >>> _groups(torch.tensor([[0, 1], [0, 1], [2, 3], [2, 3], [-1, -1], [-1, -1], [-1, -1], [-1, -1]]))
+    4
+    """
+    begins = (owner[1:] != owner[:-1]).any(1).nonzero().flatten() + 1
+    places = [0, *begins.tolist(), len(owner)]
+    return len(owner) // math.gcd(*(end - begin for begin, end in pairwise(places)))
 
 
 def _pass(
