@@ -317,7 +317,7 @@ def _state(space: Workspace, job: Job) -> str:
         return state
     if space.training_folder(job).exists():
         return "fine-tuning begun"
-    if space.is_pruned(job):
+    if job.prunes and space.is_pruned(job):
         return "pruned"
     return "pruning begun" if space.pruned_folder(job).exists() else "to do"
 

@@ -14,7 +14,7 @@ from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
 from ifso_repro.reader import decode, wrong
-from ifso_repro.schema import DEFAULT_RUN, SCRATCH, TABLES, TAUGHT, UNPRUNED, Row, Share, Study, row_name
+from ifso_repro.schema import TABLES, TAUGHT, WITHOUT_ALGORITHM_2, Row, Share, Study, row_name
 
 PACKAGED = Path(__file__).with_name("toml")
 """Where an installed package has them."""
@@ -232,6 +232,6 @@ def _jobs(row: Row, chosen: Study, seeds: int | None) -> Iterator[Job]:
         for criterion in chosen.criteria or row.criteria:
             for variant in chosen.variants:
                 for recipe in chosen.recipes or row.recipes:
-                    if criterion in (DEFAULT_RUN, UNPRUNED, SCRATCH) and recipe == "paper":
+                    if criterion in WITHOUT_ALGORITHM_2 and recipe == "paper":
                         continue
                     yield Job(row, criterion, recipe, seed, variant)

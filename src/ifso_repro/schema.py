@@ -20,6 +20,9 @@ UNPRUNED = "unpruned"
 SCRATCH = "scratch"
 """In place of a criterion: the network of the default run with new random weights, trained by the same recipe."""
 
+WITHOUT_ALGORITHM_2 = (DEFAULT_RUN, UNPRUNED, SCRATCH)
+"""What is not chosen by Algorithm 2: no row says what its scores are divided by, and the paper has no recipe for it."""
+
 TAUGHT = "taught"
 """The recipe with another teacher than the unpruned network of the row."""
 
@@ -64,7 +67,7 @@ TRAIN_OPTIONS: Mapping[str, type] = {
 }  # fmt: skip
 """Settings of training, beside epochs and batch, that a row may change in a recipe."""
 
-NORMALIZE = {name: Required[str] for name in CRITERIA if name not in (DEFAULT_RUN, UNPRUNED, SCRATCH)}
+NORMALIZE = {name: Required[str] for name in CRITERIA if name not in WITHOUT_ALGORITHM_2}
 """By what the scores of a criterion are divided: every row says it of all of them."""
 
 FINETUNE = {"epochs": Required[Count], "batch": Count, **TRAIN_OPTIONS}

@@ -32,11 +32,6 @@ SMOKE_BOXES: Mapping[str, Any] = {"epochs": 1, "batch": 4, "lr": 0.001, "warm_up
 """How a classifier and how a detector is trained."""
 
 SMOKE_PRUNE: Mapping[str, Any] = {"accumulate": 1, "batches_per_score": 1, "batch": 8, "recalibrate": 2}
-UNTOUCHED: dict[str, Any] = {
-    "shares": {"macs": 1.0}, "before": {"params": 1}, "after": {"params": 1}, "seconds": 0.0, "measures": [{}]
-}  # fmt: skip
-"""What a pruning would say that removed nothing."""
-
 SMOKE_REMOVALS = 2
 SMOKE_IMAGES = {"cifar10": 96, "cifar100": 96, "imagenet": 32}
 BOX_IMAGES: Mapping[str, Any] = {"train": 8, "test": 4, "size": (64, 96)}
@@ -78,6 +73,11 @@ def _units(network: str, data: str) -> int:
         model = ifso.create_model(DETECTOR if detects else network, num_classes=images.num_classes, **options)
     return ifso.trace(model.eval() if detects else model, images.example_inputs()).num_units
 
+
+UNTOUCHED: dict[str, Any] = {
+    "shares": {"macs": 1.0}, "before": {"params": 1}, "after": {"params": 1}, "seconds": 0.0, "measures": [{}]
+}  # fmt: skip
+"""What a pruning would say that removed nothing."""
 
 BATCH = 128
 NAMES = {"coco": "coco:{},labels=ids", "bccd": "coco:{}"}

@@ -12,7 +12,7 @@ from tiny_rows import AtOnce, few_images, tiny_row
 from ifso.common.files import write_tensors
 from ifso.errors import IfsoError, TrainingError
 from ifso_repro import runner as running
-from ifso_repro.commands import Rank, dealt
+from ifso_repro.commands import Rank, _state, dealt
 from ifso_repro.jobs import Job
 from ifso_repro.results import Result, read, read_file, write
 from ifso_repro.runner import Runner
@@ -63,6 +63,7 @@ def test_a_row_from_nothing_to_its_results(shop, tmp_path, at_once):
 def test_the_networks_that_ours_is_held_against(shop, tmp_path, at_once):
     """The unpruned one starts as it is; the one from scratch has the shape of the default run, and other weights."""
     row = tiny_row(tmp_path)
+    assert _state(shop, Job(row, "unpruned", "ours")) == "to do"
     ours, scratch, unpruned = (Job(row, criterion, "ours") for criterion in ("true-loss", "scratch", "unpruned"))
     assert ran(shop, [ours, scratch, unpruned]).failures == []
     assert at_once == ["tiny-cifar10-40.true-loss.0"]  # one pruning for both

@@ -103,11 +103,11 @@ class _InPlace(DualFunction):
         return dot
 
 
-class DualActivationInPlace(_InPlace):
+class DualActivationInPlace(_InPlace, DualActivation):
     """The same, written over ``x`` and its tangent, of which copies are kept."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor) -> Tensor:
+    def forward(ctx: Any, name: str, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
         """``y`` in the memory of ``x``, with the tangent in that of ``x_dot``."""
         ctx.name, ctx.quick = name, fits_kernels(x, x_dot)
         before, before_dot = x.clone(), x_dot.clone()
@@ -121,11 +121,6 @@ class DualActivationInPlace(_InPlace):
         ctx.save_for_backward(before, before_dot)
         ctx.mark_dirty(x)
         return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """``x̄`` and its tangent."""
-        return DualActivation.backward(ctx, grad)[:3]
 
 
 class DualClamp(DualFunction):
@@ -152,11 +147,11 @@ class DualClamp(DualFunction):
         return None, None, back, None, None
 
 
-class DualClampInPlace(_InPlace):
+class DualClampInPlace(_InPlace, DualClamp):
     """The same, written over ``x`` and its tangent."""
 
     @staticmethod
-    def forward(ctx: Any, low: float, high: float, x: Tensor, x_dot: Tensor) -> Tensor:
+    def forward(ctx: Any, low: float, high: float, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
         """``y`` in the memory of ``x``, with the tangent in that of ``x_dot``."""
         _ = torch.relu_(x) if (low, high) == RELU else aten.hardtanh_(x, low, high)
         ctx.bounds = low, high
@@ -165,11 +160,6 @@ class DualClampInPlace(_InPlace):
         ctx.save_for_backward(x)
         _inside(x_dot, x, ctx.bounds, out=x_dot)
         return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """``x̄`` and its tangent."""
-        return DualClamp.backward(ctx, grad)[:4]
 
 
 class DualAddInPlace(_InPlace):

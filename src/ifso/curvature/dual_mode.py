@@ -259,30 +259,23 @@ def _layer_norm(
 
 
 def _gelu(mode: DualMode, input: Tensor, approximate: str = "none") -> Any:
-    return _activation(mode, "gelu" if approximate == "none" else "gelu_tanh", input)
+    return _elementwise(mode, DualActivation, input, "gelu" if approximate == "none" else "gelu_tanh")
 
 
 def _silu(mode: DualMode, input: Tensor, inplace: bool = False) -> Any:
-    return _activation(mode, "silu", input, inplace=inplace)
+    return _elementwise(mode, DualActivationInPlace if inplace else DualActivation, input, "silu", inplace=inplace)
 
 
-def _activation(mode: DualMode, name: str, input: Tensor, *, inplace: bool = False) -> Any:
+def _elementwise(mode: DualMode, kind: Any, input: Tensor, *settings: Any, inplace: bool = False) -> Any:
     x, x_dot = _primal_and_dot(input)
     if x_dot is None or (inplace and not _can_be_written(input)):
         return NotImplemented
-    if inplace:
-        return DualActivationInPlace.apply(name, input, x_dot)
-    return DualActivation.apply(name, x, x_dot, mode.dual_zero)
+    return kind.apply(*settings, input if inplace else x, x_dot, mode.dual_zero)
 
 
 def _clamp(low: float, high: float) -> Callable[..., Any]:
     def clamp(mode: DualMode, input: Tensor, inplace: bool = False) -> Any:
-        x, x_dot = _primal_and_dot(input)
-        if x_dot is None or (inplace and not _can_be_written(input)):
-            return NotImplemented
-        if inplace:
-            return DualClampInPlace.apply(low, high, input, x_dot)
-        return DualClamp.apply(low, high, x, x_dot, mode.dual_zero)
+        return _elementwise(mode, DualClampInPlace if inplace else DualClamp, input, low, high, inplace=inplace)
 
     return clamp
 

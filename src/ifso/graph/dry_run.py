@@ -127,12 +127,11 @@ def check_removal(
     only asked for its outputs; in the same modes it must take the same way, or the recording is of another model.
     """
     problems, stuck = rehearse(model, removal)
-    if any(problem.by_value for problem in problems):
-        before, _ = rehearse(model, replace(removal, kept=torch.ones_like(removal.kept)))
-        problems = [problem for problem in problems if not _as_whole(problem, before)]
-    if stuck is not None and not removal.on_real_tensors and modes_of(model) == modes:
-        _, whole = rehearse(model, replace(removal, kept=torch.ones_like(removal.kept)))
-        if whole is not None:
+    must_go_on = stuck is not None and not removal.on_real_tensors and modes_of(model) == modes
+    if must_go_on or any(problem.by_value for problem in problems):
+        of_whole, whole = rehearse(model, replace(removal, kept=torch.ones_like(removal.kept)))
+        problems = [problem for problem in problems if not _as_whole(problem, of_whole)]
+        if must_go_on and whole is not None:
             raise StaleGraphError(
                 f"the graph was traced from another model: {whole or 'it'} runs other functions now; "
                 "call ifso.trace again"
