@@ -118,11 +118,14 @@ class ReadingLayers(TorchFunctionMode):
                     same = [reader for reader in readers if _as_long(one, tensor, reader)]
                     setattr(one, _COMPUTED_FROM, same)
 
+    def unseen(self) -> dict[str, str]:
+        """Parameters that read units in a way that was not visited: the function that uses each."""
+        return {parameter: use for parameter, use in self._other_uses.items() if parameter not in self._seen}
+
     def refuse_unseen(self) -> None:
-        """Raise if a parameter reads units in a way that was not visited."""
-        for parameter, use in self._other_uses.items():
-            if parameter not in self._seen:
-                raise _used_otherwise(parameter, use)
+        """Raise if there are any."""
+        for parameter, use in self.unseen().items():
+            raise _used_otherwise(parameter, use)
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Attention has [tokens, samples, features] within: what is visited has the samples first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ifso.common.batches import rough_count
 from ifso.common.loss_fn import checked, output_tensors, outputs_of
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Needs, Task
@@ -57,6 +58,18 @@ class TrueLoss(Criterion):
     damping: float = DAMPING
     seed: int = 0
 
+    def unread(self, task: Task, batch: Any) -> Mapping[str, str]:
+        """Parameters that are no weights of layers, and weights of layers whose inputs are not of the samples."""
+        seen = _RowsSeen()
+        layers = ReadingLayers(task, seen.visit, everywhere=False, in_rows=True)
+        with undisturbed(task.model), torch.no_grad(), layers as seen.layers:
+            task.loss_fn(task.model, batch)
+        taps = [tap for tap in seen.taps if tap.images is None and tap.grid is None]
+        samples = max(rough_count(batch), 1)
+        odd = {tap.name: "a layer whose rows are no samples" for tap in taps if len(tap.mask) % samples}
+        usual = 2 * sum(tap.name not in odd for tap in taps) > len(taps)  # else the batch is counted in another way
+        return {**layers.unseen(), **(odd if usual else {})}
+
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:
         """See what every reading layer reads."""
         task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
@@ -99,6 +112,19 @@ class TrueLoss(Criterion):
             direction = torch.randn(output.shape, generator=generator, device="cpu").to(output)
             total = total + (output * direction).sum() / output.detach().std().clamp_min(1e-12)
         return total
+
+
+@dataclass
+class _RowsSeen:
+    """How many rows each reading layer sees."""
+
+    taps: list[MaskTap] = field(default_factory=list)
+    layers: ReadingLayers | None = None
+
+    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+        """Remember the rows of ``x``."""
+        self.taps.append(MaskTap.at(name, x, dim, owner, self.layers))
+        return x
 
 
 def _units_at_positions(task: Task) -> dict[str, Tensor]:
