@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, say, table
-from ifso.cli.options import name_networks, positive
+from ifso.cli.inputs import compute_threads, name_networks
+from ifso.cli.options import positive
+from ifso.common.text import standard_error
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -36,10 +37,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--weights", metavar="FILE", help="its trained weights")
     parser.add_argument("--data", metavar="DATA", help="as for ifso prune, such as jpegs:FILE.npz")
     parser.add_argument("--macs", nargs="+", type=float, default=MACS, metavar="SHARE", help="kept (0.8 0.7 0.6 0.5)")
-    parser.add_argument(
-        "--methods", nargs="+", default=METHODS, metavar="NAME",
-        help=f"({' '.join(METHODS)}); also a criterion's name, with all else as ifso.prune has it",
-    )  # fmt: skip
+    words = f"({' '.join(METHODS)}); also a criterion's name, with all else as ifso.prune has it"
+    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=words)
     parser.add_argument("--calibration", type=int, default=1000, metavar="N", help="training images (%(default)s)")
     parser.add_argument("--measured", type=int, default=1000, metavar="N", help="test images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=50, metavar="N", help="images in a batch (%(default)s)")
@@ -77,22 +76,15 @@ def _measured(args: argparse.Namespace) -> Record:
     missing = [f"--{name}" for name in ("model", "data") if getattr(args, name) is None]
     if missing:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
-    import torch
-
     from ifso.bench.choose import ChooseSetup, about, check, measure
     from ifso.bench.choose_record import opened
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     check(args.methods, args.macs)
-    setup = ChooseSetup(
-        model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
-        batch=args.batch, device=args.device, seed=args.seed,
-    )  # fmt: skip
+    setup = ChooseSetup(**{field.name: getattr(args, field.name) for field in fields(ChooseSetup)})
     for line in said:
         say(line)
     record = opened(args.json, asdict(setup), about(setup.device))
-    with chatter_to_stderr():
+    with chatter_to_stderr(), compute_threads(args.threads):
         measure(setup, args.methods, args.macs, record, say)
     return record
 
@@ -134,7 +126,10 @@ def _bold(value: float | None, best: float | None) -> str:
 
 def _title(record: Record) -> str:
     settings, about = record.settings, record.about
-    top1 = "not measured" if record.unpruned is None else f"top-1 {_with_error(record)}"
+    top1 = "not measured"
+    if record.unpruned is not None:
+        value = record.unpruned["top1"]
+        top1 = f"top-1 {value:.2f} (standard error {standard_error(value, max(settings['measured'], 1)):.1f})"
     versions = [f"torch {about['torch']}", f"ifso {about['ifso']}"]
     if about.get("torch_pruning"):
         versions.append(f"Torch-Pruning {about['torch_pruning']}")
@@ -142,14 +137,6 @@ def _title(record: Record) -> str:
         f"{settings['model']}, unpruned {top1}; {settings['calibration']} images to calibrate, {settings['measured']} "
         f"to measure; {about['device_name']}, {', '.join(versions)}"
     )
-
-
-def _with_error(record: Record) -> str:
-    """The unpruned network's top-1 and its standard error, for so many images."""
-    assert record.unpruned is not None
-    share = record.unpruned["top1"] / 100
-    error = 100 * math.sqrt(max(share * (1 - share), 0.0) / max(record.settings["measured"], 1))
-    return f"{100 * share:.2f} (standard error {error:.1f})"
 
 
 def _reasons(record: Record) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
-from ifso.cli.options import add_json, seed
+from ifso.cli.options import add_option, add_shared, seed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,11 +28,10 @@ SAME = (
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("demo", help="train, prune, fine-tune and compare on real data, in about a minute")
-    parser.add_argument(
-        "--out", type=Path, default=Path("ifso-demo"), metavar="DIR", help="where to save; if taken, DIR-2, DIR-3, …"
-    )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights and data (default: 0)")
-    add_json(parser)
+    where = "where to save; if taken, DIR-2, DIR-3, …"
+    add_option(parser, "out", Path, "DIR", where, default=Path("ifso-demo"))
+    add_option(parser, "seed", seed, "N", "of weights and data (default: 0)", default=0)
+    add_shared(parser, "json")
     parser.set_defaults(run=run)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ifso.cli.console import write_json
-from ifso.cli.options import compute_threads
+from ifso.cli.inputs import compute_threads
 from ifso.criteria.registry import create
 from ifso.data import open_data
 from ifso.errors import IfsoError, RunError

@@ -38,11 +38,6 @@ AUTO = "auto"
 """The device that is taken if none is named: a GPU, where PyTorch has one that it can use."""
 
 
-def add_device(group: Any) -> None:
-    """Declare ``--device``."""
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda or auto: cuda where there is a GPU (auto)")
-
-
 def device_of(name: str | None, said: list[str]) -> str:
     """The device of that name; of ``auto`` or None what there is, of which a line is added to what is ``said``."""
     if name not in (None, AUTO):

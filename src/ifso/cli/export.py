@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
 from ifso.cli.evaluation_report import NOT_THERE, STAGES
-from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, name_networks, shape, shapes_of
+from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
+from ifso.cli.options import add_option, add_shared, shape
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, add_finetuned, add_unverified, open_tuned
+from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,20 +34,18 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("export", help="write a network as ONNX or torch.export", description=DESCRIPTION)
     what = parser.add_argument_group("what is exported")
     what.add_argument("folder", type=Path, metavar="RUN", help="a folder that ifso prune or ifso finetune made")
-    what.add_argument("--original", action="store_true", help="the network before pruning in place of the smaller one")
-    what.add_argument("--model", metavar="MODEL", help="of the run, if its file has moved")
-    what.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
-    add_pretrained(what)
-    add_finetuned(what)
-    add_unverified(what)
-    what.add_argument("--data", metavar="DATA", help="of the run, if it has moved")
+    add_option(what, "original", None, "", "the network before pruning in place of the smaller one")
+    add_option(what, "model", str, "MODEL", "of the run, if its file has moved")
+    add_option(what, "weights", str, "FILE", "of the unpruned network, if they have moved")
+    add_shared(what, "pretrained", "finetuned", "unverified")
+    add_option(what, "data", str, "DATA", "of the run, if it has moved")
     how = parser.add_argument_group("where and how")
     how.add_argument("--to", choices=("onnx", "torch"), help="format (what the name of --out says)")
-    how.add_argument("--out", type=Path, metavar="FILE", help="ends with .onnx or .pt2 (model.onnx, model.pt2 in RUN)")
-    how.add_argument("--opset", type=int, metavar="N", help="of ONNX (PyTorch's choice)")
-    how.add_argument("--input", type=shape, metavar="1,3,32,32", help="shape of the input (the run's, or the data's)")
-    how.add_argument("--static", action="store_true", help="fix the batch, too; it may vary otherwise")
-    add_json(how)
+    add_option(how, "out", Path, "FILE", "ends with .onnx or .pt2 (model.onnx, model.pt2 in RUN)")
+    add_option(how, "opset", int, "N", "of ONNX (PyTorch's choice)")
+    add_option(how, "input", shape, "1,3,32,32", "shape of the input (the run's, or the data's)")
+    add_option(how, "static", None, "", "fix the batch, too; it may vary otherwise")
+    add_shared(how, "json")
     parser.set_defaults(run=run)
 
 

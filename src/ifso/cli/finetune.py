@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING, Any
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import World, joined, leave
 from ifso.cli.evaluation_report import accuracy
-from ifso.cli.options import add_pretrained, name_networks, real, seed
+from ifso.cli.inputs import data_options, name_networks, report_notes
+from ifso.cli.options import add_option, add_shared, real, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
-from ifso.cli.teachers import Teachers, add_teacher, check_teacher_options
+from ifso.cli.teachers import Teachers, check_teacher_options
 from ifso.cli.train_options import (
     TEACHER,
     add_data,
     add_recipe,
     add_running,
     common_option,
-    data_options,
     gather,
     has_boxes,
-    report_notes,
     settings_of,
 )
 from ifso.errors import IfsoError
 from ifso.runs.arguments import FINETUNE
-from ifso.runs.open import OpenedRun, add_unverified, open_run
+from ifso.runs.open import OpenedRun, open_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,31 +56,30 @@ def add_parser(commands: Any) -> None:
     _add_task(parser.add_argument_group("what is fine-tuned"))
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
-    how.add_argument(
-        "--distill", nargs="?", type=_weight, const=True, metavar="WEIGHT",
-        help=f"learn from the unpruned network, too, with this weight ({DISTILL}, or {DISTILL_BOXES} on coco: data; "
-        "0 without --distill, 0.9 in ours)",
-    )  # fmt: skip
-    add_teacher(how)
-    how.add_argument("--temperature", type=real, metavar="T", help="that softens what the teacher says (4)")
-    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (that of the run)")
+    words = (
+        f"learn from the unpruned network, too, with this weight ({DISTILL}, or {DISTILL_BOXES} on coco: data; "
+        "0 without --distill, 0.9 in ours)"
+    )
+    add_option(how, "distill", _weight, "WEIGHT", words, nargs="?", const=True)
+    add_option(how, "teacher", str, "MODEL", "another teacher than the unpruned network, with --distill")
+    add_option(how, "teacher_weights", str, "FILE", "its weights, safetensors or .pth")
+    add_option(how, "temperature", real, "T", "that softens what the teacher says (4)")
+    add_option(how, "seed", seed, "N", "fixes everything that is random (that of the run)")
     where = parser.add_argument_group("where and how it runs")
     add_running(where)
-    where.add_argument(
-        "--padded", action=argparse.BooleanOptionalAction,
-        help="train in the shape before pruning, with zeros, where that is the same: quicker on a GPU (cuda: yes)",
-    )  # fmt: skip
+    words = "train in the shape before pruning, with zeros, where that is the same: quicker on a GPU (cuda: yes)"
+    add_option(where, "padded", bool, "", words)
     parser.set_defaults(run=run)
 
 
 def _add_task(group: Any) -> None:
     group.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
-    group.add_argument("--out", type=Path, metavar="DIR", help="another folder than RUN/finetune, for one run")
-    group.add_argument("--model", metavar="MODEL", help="if its file has moved, or the run does not tell it")
-    group.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
-    add_pretrained(group)
-    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
-    add_unverified(group)
+    add_option(group, "out", Path, "DIR", "another folder than RUN/finetune, for one run")
+    add_option(group, "model", str, "MODEL", "if its file has moved, or the run does not tell it")
+    add_option(group, "weights", str, "FILE", "of the unpruned network, if they have moved")
+    add_shared(group, "pretrained")
+    add_option(group, "data", str, "DATA", "what ifso prune takes as --data (that of the run)")
+    add_shared(group, "unverified")
     add_data(group)
 
 
@@ -234,7 +232,7 @@ class _Preparation:
         return plan.run._network(data, None).to(self._world.device)
 
     def _opened(self, plan: FinetunePlan) -> Data:
-        options = data_options(plan.options, plan.settings, self._world, self._args)
+        options = data_options(self._args, self._world, plan.settings.seed, plan.options.get("validation", 0))
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:

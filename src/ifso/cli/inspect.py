@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
-from ifso.cli.options import (
-    MODEL,
-    add_json,
-    add_pretrained,
-    check_size,
-    detector_images,
-    name_networks,
-    shape,
-    shapes_of,
-)
+from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
+from ifso.cli.options import MODEL, add_option, add_shared, shape
 from ifso.common.text import amount
 from ifso.errors import TraceError
 
@@ -59,20 +51,13 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("inspect", help="show coupled channels, their costs, and what is frozen and why")
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument(
-        "--input",
-        type=shape,
-        action="append",
-        metavar="1,3,224,224",
-        help="shape of the input; repeat it for several inputs (default: what is known of MODEL)",
-    )
-    add_pretrained(parser)
-    parser.add_argument("--data", metavar="DATA", help="of a run, if it has moved; its first input is taken")
-    parser.add_argument(
-        "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
-    )
-    add_json(parser)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the tables into an SVG picture")
+    words = "shape of the input; repeat it for several inputs (default: what is known of MODEL)"
+    add_option(parser, "input", shape, "1,3,224,224", words, action="append")
+    add_shared(parser, "pretrained")
+    add_option(parser, "data", str, "DATA", "of a run, if it has moved; its first input is taken")
+    add_option(parser, "ignore", str, "NAME", "modules to leave alone", nargs="+", action="extend", default=[])
+    add_shared(parser, "json")
+    add_option(parser, "svg", Path, "FILE", "also draw the tables into an SVG picture")
     parser.set_defaults(run=run)
 
 

@@ -13,14 +13,9 @@ from ifso.cli.console import console, path_from, print_json, table
 from ifso.cli.distributed import World, device_of, joined, leave
 from ifso.cli.dry_run import DryRun, dry_run
 from ifso.cli.evaluation_report import accuracy
-from ifso.cli.options import add_help, detector_images, shapes_of, zeros
-from ifso.cli.prune_options import (
-    COSTS,
-    add_options,
-    gather,
-    prune_arguments,
-    takes_default_steps,
-)
+from ifso.cli.inputs import data_options, example_input, report_notes, shapes_of
+from ifso.cli.options import add_help
+from ifso.cli.prune_options import COSTS, add_options, gather, prune_arguments, takes_default_steps
 from ifso.cli.resume import resumable
 from ifso.common.text import measured
 from ifso.errors import DataError, IfsoError
@@ -141,7 +136,6 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     """The arguments of ``ifso.prune``. Every rank has the same model, and its part of the joint batches."""
     import torch
 
-    from ifso.cli.train_options import report_notes
     from ifso.data import open_data
     from ifso.data.base import detects
     from ifso.models.registry import is_program, network_for
@@ -152,15 +146,7 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     arguments = prune_arguments(settings)
     seed, precision = settings.get("seed", 0), settings.get("precision", "float32")
     torch.manual_seed(seed)
-    data = open_data(
-        settings["data"],
-        device=world.device,
-        seed=seed,
-        rank=world.rank,
-        ranks=world.ranks,
-        download=args.download,
-        workers=args.workers,
-    )
+    data = open_data(settings["data"], **data_options(args, world, seed))
     report_notes(data, listener.said)
     if detects(data) and not args.resume and takes_default_steps(settings):
         settings = {**settings, "lr": PRUNING_RATE[data.task]}
@@ -173,7 +159,7 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     if args.flops:
         listener.said(FLOPS)
     model.train(settings.get("train_mode", True))
-    example = _example_inputs(settings, data, world.device)
+    example = example_input(settings.get("input"), data, world.device)
     batch = settings.get("batch", PRUNING_BATCH[data.task])
     if world.ranks > 1:
         listener.said(f"batches: {batch} samples on each of {world.ranks} ranks, {batch * world.ranks} in all")
@@ -200,16 +186,6 @@ def _check_fits(model: nn.Module, data: Data) -> None:
         check_detector_fits(model, data)
     elif data.loss_fn is cross_entropy and is_detector(model):
         raise DataError(f"{data.name} has no boxes, but the network is a detector; give coco:PATH, or a classifier")
-
-
-def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
-    from ifso.data.base import detects
-
-    if "input" not in settings:
-        return data.example_inputs()
-    if detects(data):
-        return detector_images(settings["input"], device=device)
-    return zeros(settings["input"], device)
 
 
 def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:

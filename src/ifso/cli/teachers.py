@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
 
-def add_teacher(group: Any) -> None:
-    """Another teacher."""
-    group.add_argument("--teacher", metavar="MODEL", help="another teacher than the unpruned network, with --distill")
-    group.add_argument("--teacher-weights", metavar="FILE", help="its weights, safetensors or .pth")
-
-
 def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
     """One line where a teacher has no weights, no name, or nothing to say."""
     from ifso.models.registry import is_program

@@ -10,10 +10,11 @@ from typing import Any
 from ifso.cli.console import path_from, print_json
 from ifso.cli.distributed import World, joined, leave
 from ifso.cli.finetune import show_trained
-from ifso.cli.options import DATA, MODEL, WEIGHTS, add_pretrained, name_networks, seed
+from ifso.cli.inputs import data_options, name_networks, report_notes
+from ifso.cli.options import WEIGHTS, add_option, add_shared, seed
 from ifso.cli.progress import training_progress
 from ifso.cli.resume import resumable, without_folders
-from ifso.cli.train_options import add_data, add_recipe, add_running, data_options, gather, report_notes, settings_of
+from ifso.cli.train_options import add_data, add_recipe, add_running, gather, settings_of
 from ifso.errors import IfsoError
 from ifso.runs.arguments import PATHS
 from ifso.runs.open import found_again
@@ -28,15 +29,14 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("train", help="train a network to be pruned", description=DESCRIPTION)
     task = parser.add_argument_group("what is trained")
-    task.add_argument("--model", metavar="MODEL", help=MODEL)
-    task.add_argument("--weights", metavar="FILE", help=f"{WEIGHTS}, to begin with (random ones otherwise)")
-    add_pretrained(task)
-    task.add_argument("--data", metavar="DATA", help=DATA)
-    task.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the training")
+    add_shared(task, "model")
+    add_option(task, "weights", str, "FILE", f"{WEIGHTS}, to begin with (random ones otherwise)")
+    add_shared(task, "pretrained", "data")
+    add_option(task, "out", Path, "DIR", "the folder of the training", required=True)
     add_data(task)
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
-    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (0)")
+    add_option(how, "seed", seed, "N", "fixes everything that is random (0)")
     add_running(parser.add_argument_group("where and how it runs"))
     parser.set_defaults(run=run)
 
@@ -78,7 +78,7 @@ def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> d
             remove_checkpoint(args.out)
         return summary
     with training_progress("train") if world.is_first else nullcontext(SilentTraining()) as listener:
-        data = open_data(options["data"], **data_options(options, settings, world, args))
+        data = open_data(options["data"], **data_options(args, world, settings.seed, options.get("validation", 0)))
         report_notes(data, listener.said)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)

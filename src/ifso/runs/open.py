@@ -273,12 +273,6 @@ def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[st
     return {**arguments, **{name: run.there(name) for name in names}}
 
 
-def add_unverified(group: Any) -> None:
-    """The name by which a network is asked for that failed its check."""
-    words = "take the network even if a check of it failed, or the files of the run do not belong together"
-    group.add_argument("--unverified", action="store_true", help=words)
-
-
 def open_run(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
 
@@ -310,12 +304,6 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     digest = config["settings"].get("weights")
     told = frozenset(given)
     return OpenedRun(folder, {**arguments, **given}, digest, told=told, unverified=unverified, by_python=by_python)
-
-
-def add_finetuned(group: Any) -> None:
-    """Where the fine-tuned network is, if somebody else's program trained it."""
-    words = "its fine-tuned network: a folder that ifso.save(model, DIR) wrote, or ifso finetune (RUN/finetune)"
-    group.add_argument("--finetuned", type=Path, metavar="DIR", help=words)
 
 
 def open_tuned(
