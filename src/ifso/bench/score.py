@@ -224,11 +224,6 @@ class _Scores:
         parts = self.criterion.replayed_parts(self.task)
         return parts is not None and bool(parts.replayed)
 
-    @property
-    def note(self) -> str:
-        """How the scores were computed, if not as usual."""
-        return self.criterion.note(self.task)
-
 
 def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
     """The first training images of an .npz (x_train, y_train), normalised as in the authors' program."""
@@ -291,7 +286,7 @@ class _Trials:
             return
         self.rows[name] = row
         if isinstance(function, _Scores):
-            row["note"] = function.note
+            row["note"] = function.criterion.note(function.task)
             if name.startswith(SCORES):
                 self.scores[name] = function
 

@@ -39,8 +39,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--macs", nargs="+", type=float, default=MACS, metavar="SHARE", help="kept (0.8 0.7 0.6 0.5)")
     words = f"({' '.join(METHODS)}); also a criterion's name, with all else as ifso.prune has it"
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=words)
-    parser.add_argument("--calibration", type=int, default=1000, metavar="N", help="training images (%(default)s)")
-    parser.add_argument("--measured", type=int, default=1000, metavar="N", help="test images (%(default)s)")
+    parser.add_argument("--calibration", type=positive, default=1000, metavar="N", help="training images (%(default)s)")
+    parser.add_argument("--measured", type=positive, default=1000, metavar="N", help="test images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=50, metavar="N", help="images in a batch (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's own choice)")
@@ -91,37 +91,31 @@ def _measured(args: argparse.Namespace) -> Record:
 
 def record_table(record: Record) -> Table:
     """A line for each row."""
-    rows = [(row["method"], f"{row['target']:.0%}", *_cells(row)) for row in record.rows]
+    rows = []
+    for row in record.rows:
+        cells: tuple[str, ...] = ("–", "–", "failed", "–")
+        if "failed" not in row:
+            cells = f"{row['macs']:.1%}", f"{row['params']:.1%}", f"{row['top1']:.2f}", f"{row['seconds']:.1f}"
+        rows.append((row["method"], f"{row['target']:.0%}", *cells))
     headings = ("method", "asked", "MACs", "params", "top-1", "s")
     caption = "\n".join([CAPTION, *_reasons(record)])
     return table(headings, rows, title=f"ifso bench choose: {_title(record)}", caption=caption)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    if "failed" in row:
-        return "–", "–", "failed", "–"
-    return f"{row['macs']:.1%}", f"{row['params']:.1%}", f"{row['top1']:.2f}", f"{row['seconds']:.1f}"
-
-
 def markdown(record: Record) -> str:
     """Methods down, shares of MACs removed across, top-1 in the cells, the best in bold; then what to know."""
     targets = sorted({row["target"] for row in record.rows}, reverse=True)
-    cells = {(row["method"], row["target"]): row["top1"] for row in record.rows if "top1" in row}
-    best = {target: max(value for key, value in cells.items() if key[1] == target) for _, target in cells}
+    values = {(row["method"], row["target"]): row["top1"] for row in record.rows if "top1" in row}
+    best = {target: max(value for key, value in values.items() if key[1] == target) for _, target in values}
+    cells = {key: f"**{top1:.1f}**" if top1 == best[key[1]] else f"{top1:.1f}" for key, top1 in values.items()}
     lines = [
         f"| MACs removed | {' | '.join(f'{100 * (1 - target):g} %' for target in targets)} |",
         f"|---|{'---:|' * len(targets)}",
     ]
-    for method in dict.fromkeys(row["method"] for row in record.rows):
-        pairs = [(cells.get((method, target)), best.get(target)) for target in targets]
-        lines.append(f"| {method} | {' | '.join(_bold(value, top) for value, top in pairs)} |")
+    methods = dict.fromkeys(row["method"] for row in record.rows)
+    rows = {name: " | ".join(cells.get((name, target), "–") for target in targets) for name in methods}
+    lines += [f"| {name} | {row} |" for name, row in rows.items()]
     return "\n".join([*lines, "", f"{_title(record)}.", *_reasons(record)])
-
-
-def _bold(value: float | None, best: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
 
 
 def _title(record: Record) -> str:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.options import add_option, add_shared, seed
+from ifso.errors import VerificationError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ifso.cli.demo_study import Outcome
 
-CHECK_FAILED = 4
 HEADINGS = (
     "criterion", "MACs kept", "parameters kept", "accuracy", "after fine-tuning", "test loss", "seconds", "fine-tuning",
 )  # fmt: skip
@@ -37,7 +37,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; the status is 4 if a check of the result fails."""
-    outcome = _demonstrate(args.out, args.seed)
+    from ifso.cli.demo_study import demonstrate
+    from ifso.pruning.progress import progress
+
+    with progress() as listener:
+        outcome = demonstrate(args.out, args.seed, _say, listener)
     if args.json:
         print_json(outcome.as_json())
     else:
@@ -45,15 +49,7 @@ def run(args: argparse.Namespace) -> int:
     failed = "; ".join(what for what, passed in outcome.checks if not passed)
     if failed:
         complain(f"error: a check of the result failed: {failed}")
-    return CHECK_FAILED if failed else 0
-
-
-def _demonstrate(out: Path, seed: int) -> Outcome:
-    from ifso.cli.demo_study import demonstrate
-    from ifso.pruning.progress import progress
-
-    with progress() as listener:
-        return demonstrate(out, seed, _say, listener)
+    return VerificationError.exit_status if failed else 0
 
 
 def _say(line: str) -> None:

@@ -106,10 +106,13 @@ def _stop(roll_call: RollCall, world: World, error: BaseException) -> NoReturn:
     """Tell the others, or find out which of them is to blame."""
     from ifso.common.distributed import of_another_rank
 
-    _ignore_signals()
+    if threading.current_thread() is threading.main_thread():  # it stops anyway, and has still something to say
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     interrupted = isinstance(error, KeyboardInterrupt)
     if not interrupted and not of_another_rank(error):
-        roll_call.fail(_words(error))
+        kind = "" if isinstance(error, IfsoError) else f"{type(error).__name__}: "
+        roll_call.fail(f"{kind}{' '.join(str(error).split())[:MOST]}")
         raise error
     if interrupted:
         roll_call.leave()
@@ -119,12 +122,6 @@ def _stop(roll_call: RollCall, world: World, error: BaseException) -> NoReturn:
         raise error
     word = word or "another rank cannot be reached any more"
     raise RankError(f"rank {world.rank} stopped, because {word}; {AGAIN}") from error
-
-
-def _words(error: BaseException) -> str:
-    """In one line, and short enough for the line of another rank."""
-    kind = "" if isinstance(error, IfsoError) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())[:MOST]}"
 
 
 def _interrupt_when_terminated() -> None:
@@ -143,35 +140,17 @@ def _interrupt_once(*_: object) -> None:
         raise KeyboardInterrupt
 
 
-def _ignore_signals() -> None:
-    """This process stops anyway, and has still something to say."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-
-
 PERIOD = 0.5
-
 SILENT = 3.0
 """Seconds without an answer after which a rank is gone, once something has gone wrong …"""
-
 HUNG = 180.0
 """… and while nothing has: a rank may be busy with something that lets no other thread run."""
-
 PATIENCE = 10.0
 """Seconds to find out which rank is gone."""
-
 GRACE = 10.0
 """Seconds that a rank has to stop by itself after another has failed."""
-
-STATUS = 2
-
-LEFT = b"left"
-
-FAILED = "failed"
-
+LEFT, FAILED = b"left", "failed"
 AGAIN = "start all ranks again, in any number; --resume goes on with a run"
-
 KILLED = "is gone without a word: it was killed, or its machine ran out of memory"
 
 
@@ -270,4 +249,4 @@ def _key(rank: int) -> str:
 def _leave_at_once(line: str) -> None:
     """The main thread waits for another rank, and nothing can wake it."""
     complain(f"error: {line}")
-    os._exit(STATUS)
+    os._exit(IfsoError.exit_status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ifso.runs.open import OpenedRun, open_tuned
 if TYPE_CHECKING:
     from torch import nn
 
+    from ifso.common.loss_fn import LossFn
     from ifso.data import Data
     from ifso.training.evaluation import Evaluation
     from ifso.training.profiling import Profile
@@ -138,7 +139,9 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
         "counted_on": shapes_of(of_batch(example, 1)),
         "train_batch": size_of(batch),
     }
-    return Report(_measured(args, models, data, qualities, (example, batch)), about, tuple(notes))
+    timed = {"batches": args.latency_batch, "repeats": args.repeats}
+    measured = profiles(models, qualities, example, batch, data.loss_fn, args.precision, **timed)
+    return Report(measured, about, tuple(notes))
 
 
 def _train_batch(data: Data, size: int, given: bool) -> Any:
@@ -194,14 +197,13 @@ def _networks(
     notes = []
     if run is None:
         torch.manual_seed(args.seed or 0)
-        networks[ALONE] = network_for(
-            args.model, data.num_classes, weights=args.weights, pretrained=args.pretrained, device=device
-        )
+        given = {"weights": args.weights, "pretrained": args.pretrained}
+        networks[ALONE] = network_for(args.model, data.num_classes, device=device, **given)
         if not (args.weights or args.pretrained or is_program(args.model)):
             notes.append("The weights are random: none were given with --weights.")
     else:
-        for name, open_network in _stages(args, run, data, device).items():
-            opened, why = open_network()
+        for name in STAGES if not args.only else [name for name in STAGES if name in args.only]:
+            opened, why = _opened(name, args, run, data, device)
             if opened is not None:
                 networks[name] = opened
             elif args.only:
@@ -218,52 +220,45 @@ def _networks(
     return networks, notes
 
 
-def _stages(
-    args: argparse.Namespace, run: OpenedRun, data: Data, device: str
-) -> dict[str, Callable[[], tuple[nn.Module | None, str]]]:
-    """By the names that are asked for: what gives the network, or None and why there is none."""
-
-    def unpruned() -> tuple[nn.Module | None, str]:
-        try:
-            return run.original(device=device, weights=args.weights, pretrained=args.pretrained, data=data), ""
-        except RunError as error:
-            if args.weights or args.only:
-                raise
-            if not run.by_python or "weights" in run.arguments:
-                raise RunError(f"{error}, or measure the rest: --only pruned") from error
-            return None, str(error)
-
-    def finetuned() -> tuple[nn.Module | None, str]:
+def _opened(
+    name: str, args: argparse.Namespace, run: OpenedRun, data: Data, device: str
+) -> tuple[nn.Module | None, str]:
+    """One of the :data:`STAGES`, or None and why it is not there."""
+    if name == "pruned":
+        return run.pruned(device, data=data), ""
+    if name == "fine-tuned":
         why = {"none": "was not run", "unfinished": "is not finished"}.get(run.finetuning, "")
         return run.finetuned(device, data=data), f"the fine-tuning in {run.finetune} {why}"
+    try:
+        return run.original(device=device, weights=args.weights, pretrained=args.pretrained, data=data), ""
+    except RunError as error:
+        if args.weights or args.only:
+            raise
+        if not run.by_python or "weights" in run.arguments:
+            raise RunError(f"{error}, or measure the rest: --only pruned") from error
+        return None, str(error)
 
-    ways = (unpruned, lambda: (run.pruned(device, data=data), ""), finetuned)
-    return {name: way for name, way in zip(STAGES, ways, strict=True) if not args.only or name in args.only}
 
-
-def _measured(
-    args: argparse.Namespace,
+def profiles(
     models: Mapping[str, nn.Module],
-    data: Data,
     qualities: Mapping[str, Evaluation],
-    inputs: tuple[Any, Any],
+    example: Any,
+    train_batch: Any,
+    loss_fn: LossFn,
+    precision: str,
+    *,
+    batches: Sequence[int] = (1,),
+    **repeats: int,
 ) -> dict[str, Profile]:
-    """Costs and times on the first of ``inputs``, an example; memory on the second, a training batch."""
+    """Costs and times of networks on an example, times in ``batches`` of it; memory on a training batch."""
     from ifso.training.profiling import Profile, costs_of, time_forward, training_peak
 
-    example, train_batch = inputs
-    timings = [
-        time_forward(models, example, batch, args.precision, repeats=args.repeats) for batch in args.latency_batch
-    ]
-    return {
-        name: Profile(
-            qualities[name],
-            *costs_of(model, example, args.precision),
-            tuple(timing[name] for timing in timings),
-            training_peak(model, train_batch, data.loss_fn, args.precision),
-        )
-        for name, model in models.items()
-    }
+    timings = [time_forward(models, example, batch, precision, **repeats) for batch in batches]
+    found = {}
+    for name, model in models.items():
+        costs, times = costs_of(model, example, precision), tuple(timing[name] for timing in timings)
+        found[name] = Profile(qualities[name], *costs, times, training_peak(model, train_batch, loss_fn, precision))
+    return found
 
 
 def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, world: World) -> dict[str, Any]:

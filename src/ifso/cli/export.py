@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
@@ -110,14 +110,7 @@ def _data(args: argparse.Namespace, run: OpenedRun) -> Data:
         if args.input is None:
             raise type(error)(f"{error}, or export without it: --input says what the network takes") from error
         say(f"without the data, which is not there: {args.model or 'the network'} is built with the classes it names")
-        return cast("Data", Unknown())
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """In place of data that is not there."""
-
-    num_classes: None = None
+        return cast("Data", SimpleNamespace(num_classes=None))
 
 
 def _example(args: argparse.Namespace, run: OpenedRun, data: Data, model: nn.Module) -> Any:
@@ -158,16 +151,13 @@ def _unpruned(args: argparse.Namespace, run: OpenedRun, data: Data, notes: list[
 
 def _networks_table(document: dict[str, Any]) -> Table:
     """One row for each number, one column for each network."""
-    networks = document["networks"]
-    rows = [(label, *(_cell(each[key], networks, key) for each in networks.values())) for key, label in ROWS.items()]
+    networks, rows = document["networks"], []
+    for key, label in ROWS.items():
+        whole = networks.get(ORIGINAL, {}).get(key) if len(networks) > 1 else None
+        cells = [amount(each[key]) + "B" * (key == "bytes") for each in networks.values()]
+        shares = [f" ({each[key] / whole:.1%})" if whole else "" for each in networks.values()]
+        rows.append((label, *map(str.__add__, cells, shares)))
     return table(("", *networks), rows, title=f"{document['run']}: {document['network']} network")
-
-
-def _cell(number: int, networks: dict[str, Any], key: str) -> str:
-    unit = "B" if key == "bytes" else ""
-    whole = networks.get(ORIGINAL, {}).get(key)
-    share = f" ({number / whole:.1%})" if whole and len(networks) > 1 else ""
-    return f"{amount(number)}{unit}{share}"
 
 
 def _remarks(document: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from ifso.cli.evaluation_report import accuracy
 from ifso.cli.inputs import data_options, name_networks, report_notes
 from ifso.cli.options import add_option, add_shared, real, seed
 from ifso.cli.progress import training_progress
-from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
+from ifso.cli.resume import check_same_options, resumable, stored_options
 from ifso.cli.teachers import Teachers, check_teacher_options
 from ifso.cli.train_options import (
     TEACHER,
@@ -29,7 +29,7 @@ from ifso.cli.train_options import (
     settings_of,
 )
 from ifso.errors import IfsoError
-from ifso.runs.arguments import FINETUNE
+from ifso.runs.arguments import FINETUNE, without_folders
 from ifso.runs.open import OpenedRun, open_run
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
     Outcome = dict[str, Any] | IfsoError
+    Say = Callable[[str], None]
 
 DESCRIPTION = (
     "Fine-tune the pruned network of a run, or those of several side by side, into RUN/finetune. "
@@ -115,19 +116,26 @@ def run(args: argparse.Namespace) -> int:
     options = [plan.options for plan in plans]
     common_option(options, "precision", "float32")
     command = ["finetune", "--resume", *([] if args.out is None else ["--out", str(args.out)]), *map(str, args.runs)]
-    folders = [plan.folder for plan in plans]
-    with (
-        joined(common_option(options, "device", "cpu")) as world,
-        resumable(command, *folders, shown=world.is_first),
-    ):
-        outcomes = _finetune(args, plans, world)
-    failures = {
-        str(plan.folder): each for plan, each in zip(plans, outcomes, strict=True) if isinstance(each, IfsoError)
-    }
+    device, folders = common_option(options, "device", "cpu"), [plan.folder for plan in plans]
+    with joined(device) as world, resumable(command, *folders, shown=world.is_first):
+
+        def prepare(numbers: Sequence[int], say: Say) -> list[Training]:
+            preparation = _Preparation(args, world, say)
+            return [preparation.training(plans[number]) for number in numbers]
+
+        outcomes = train_each("finetune", folders, prepare, args, world)
+    pairs = zip(plans, outcomes, strict=True)
+    failures = {str(plan.folder): each for plan, each in pairs if isinstance(each, IfsoError)}
     if failures and len(outcomes) == 1:
         raise next(iter(failures.values()))
-    if world.is_first:
-        _show(args, [each for each in outcomes if isinstance(each, dict)], failures)
+    summaries = [each for each in outcomes if isinstance(each, dict)]
+    if world.is_first and args.json:
+        words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
+        print_json({"runs": summaries, "failures": words})
+    elif world.is_first and summaries:
+        show_trained(summaries)
+    for folder, failure in failures.items() if world.is_first else ():
+        complain(f"error: {folder}: {failure}")
     return leave(max((failure.exit_status for failure in failures.values()), default=0))
 
 
@@ -144,20 +152,15 @@ def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
     run = open_run(folder, model=args.model, unverified=args.unverified)
     target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
-    options = gather(_weighted(args, known), target, known, "ifso finetune", folder)
+    if args.distill is True:
+        usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
+        args = argparse.Namespace(**{**vars(args), "distill": usual})
+    options = gather(args, target, known, "ifso finetune", folder)
     options["padded"] = _padded(args, target, options)
     settings = settings_of(options)
     check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
     return FinetunePlan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
-
-
-def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Namespace:
-    """The same with the usual weight of the teacher, if it is asked for without one."""
-    if args.distill is not True:
-        return args
-    usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
-    return argparse.Namespace(**{**vars(args), "distill": usual})
 
 
 def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) -> bool:
@@ -173,31 +176,35 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
     return stored.get("padded", default if args.padded is None else args.padded)
 
 
-def _finetune(args: argparse.Namespace, plans: Sequence[FinetunePlan], world: World) -> list[Outcome]:
+def train_each(
+    command: str,
+    folders: Sequence[Path],
+    prepare: Callable[[Sequence[int], Say], list[Training]],
+    args: argparse.Namespace,
+    world: World,
+) -> list[Outcome]:
+    """Train in all ``folders`` side by side what ``prepare`` makes for their numbers; what is finished is only read."""
     from ifso.training.runs import SilentTraining, finished_summary, remove_checkpoint, train_side_by_side
 
-    done: dict[int, Outcome] = {}
-    for number, plan in enumerate(plans):
-        summary = finished_summary(plan.folder) if args.resume else None
-        if summary is not None:
-            done[number] = summary
-            if world.is_first:
-                remove_checkpoint(plan.folder)
-    left = [number for number in range(len(plans)) if number not in done]
-    with training_progress("finetune") if world.is_first else nullcontext(SilentTraining()) as listener:
-        preparation = _Preparation(args, world, listener.said)
-        trainings = [preparation.training(plans[number]) for number in left]
-        for line in dict.fromkeys(args.said):
-            listener.said(line)
-        outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
-    done.update(zip(left, outcomes, strict=True))
-    return [done[number] for number in range(len(plans))]
+    found = {number: finished_summary(folder) if args.resume else None for number, folder in enumerate(folders)}
+    done: dict[int, Outcome] = {number: summary for number, summary in found.items() if summary is not None}
+    for number in done if world.is_first else ():
+        remove_checkpoint(folders[number])
+    left = [number for number in found if number not in done]
+    if left:
+        with training_progress(command) if world.is_first else nullcontext(SilentTraining()) as listener:
+            trainings = prepare(left, listener.said)
+            for line in dict.fromkeys(args.said):
+                listener.said(line)
+            outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
+        done.update(zip(left, outcomes, strict=True))
+    return [done[number] for number in found]
 
 
 class _Preparation:
     """Opens data and teachers once for all runs that share them."""
 
-    def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
+    def __init__(self, args: argparse.Namespace, world: World, say: Say) -> None:
         self._args, self._world, self._say = args, world, say
         self._data: dict[Any, Data] = {}
         self._teachers = Teachers(args, world, say)
@@ -239,16 +246,6 @@ class _Preparation:
             self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
             report_notes(self._data[key], self._say)
         return self._data[key]
-
-
-def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failures: Mapping[str, IfsoError]) -> None:
-    if args.json:
-        words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
-        print_json({"runs": list(summaries), "failures": words})
-    elif summaries:
-        show_trained(summaries)
-    for folder, failure in failures.items():
-        complain(f"error: {folder}: {failure}")
 
 
 def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.costs import Cost
-    from ifso.graph.channel_graph import ChannelGraph, Group
-    from ifso.graph.printing import Column
+    from ifso.graph.channel_graph import ChannelGraph
     from ifso.graph.terms import Term
 
 CAPTION = (
@@ -121,12 +120,10 @@ def _trace(args: argparse.Namespace, model: nn.Module) -> ChannelGraph:
         cause = error.__cause__
         if cause is None or isinstance(cause, TraceError):
             raise
-        given = (
-            " and ".join(f"--input {','.join(map(str, shape))}" for shape in args.input or ()) or "its default input"
-        )
+        given = " and ".join(f"--input {','.join(map(str, shape))}" for shape in args.input or ())
         message = " ".join(str(cause).split())[:300] or "no message"
         raise TraceError(
-            f"{args.model} does not run on {given}: {type(cause).__name__}: {message}; "
+            f"{args.model} does not run on {given or 'its default input'}: {type(cause).__name__}: {message}; "
             "give the shape it takes with --input, once for each input"
         ) from error
 
@@ -176,30 +173,21 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
 
 def _report(inspection: Inspection) -> list[RenderableType]:
     """The tables and lines that are printed."""
-    from ifso.graph.printing import details, groups_table
+    from ifso.graph.printing import Column, details, groups_table
 
-    groups = groups_table(inspection.graph, _columns(inspection), CAPTION) if inspection.graph.groups else NOTHING
-    return [groups, *details(inspection.graph), _totals(inspection)]
-
-
-def _columns(inspection: Inspection) -> list[Column]:
-    from ifso.graph.printing import Column
-
-    macs, params = max(inspection.cost.macs, 1), max(inspection.cost.params, 1)
-    return [
-        Column("MACs", lambda group: f"{inspection.macs[group.name] / macs:.1%}"),
-        Column("params", lambda group: f"{inspection.params[group.name] / params:.1%}"),
-    ]
-
-
-def _totals(inspection: Inspection) -> str:
     cost = inspection.cost
-    return (
+    columns = [
+        Column("MACs", lambda group: f"{inspection.macs[group.name] / max(cost.macs, 1):.1%}"),
+        Column("params", lambda group: f"{inspection.params[group.name] / max(cost.params, 1):.1%}"),
+    ]
+    groups = groups_table(inspection.graph, columns, CAPTION) if inspection.graph.groups else NOTHING
+    totals = (
         f"{inspection.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs, {amount(cost.activations)} "
         f"activations (numbers that convolutions and matrix products write) on an input of {inspection.input}\n"
         f"MACs: {amount(cost.conv_macs)} in convolutions, {amount(cost.linear_macs)} in linear layers, "
         f"{amount(cost.matmul_macs)} in other matrix products; {COUNTED}"
     )
+    return [groups, *details(inspection.graph), totals]
 
 
 def _document(inspection: Inspection) -> dict[str, Any]:
@@ -209,25 +197,24 @@ def _document(inspection: Inspection) -> dict[str, Any]:
         "cost": inspection.cost.as_dict(),
         "counted": COUNTED,
         "units": inspection.graph.num_units,
-        "groups": [_group_entry(group, inspection) for group in inspection.graph.groups],
+        "groups": [
+            {
+                "name": group.name,
+                "units": group.size,
+                "flags": sorted(group.flags),
+                "members": [
+                    {name: getattr(each, name) for name in ("parameter", "dim", "role")} for each in group.members
+                ],
+                "macs": inspection.macs[group.name],
+                "params": inspection.params[group.name],
+                "macs_share": inspection.macs[group.name] / max(inspection.cost.macs, 1),
+                "params_share": inspection.params[group.name] / max(inspection.cost.params, 1),
+            }
+            for group in inspection.graph.groups
+        ],
         "frozen": [
             {"parameter": axis.parameter, "dim": axis.dim, "channels": len(axis.index), "reason": axis.reason}
             for axis in inspection.graph.frozen
         ],
         "notes": list(inspection.graph.notes),
-    }
-
-
-def _group_entry(group: Group, inspection: Inspection) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "units": group.size,
-        "flags": sorted(group.flags),
-        "members": [
-            {"parameter": member.parameter, "dim": member.dim, "role": member.role} for member in group.members
-        ],
-        "macs": inspection.macs[group.name],
-        "params": inspection.params[group.name],
-        "macs_share": inspection.macs[group.name] / max(inspection.cost.macs, 1),
-        "params_share": inspection.params[group.name] / max(inspection.cost.params, 1),
     }

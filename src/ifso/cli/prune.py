@@ -36,8 +36,6 @@ DESCRIPTION = (
     "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
 )
 RANDOM = "the network has random weights; give trained ones with --weights FILE, or --pretrained for published ones"
-NETWORKS = "networks"
-"""Where a run folder has the networks for all budgets but the last, whose network is the run's own."""
 
 
 def add_parser(commands: Any) -> None:
@@ -202,27 +200,24 @@ def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, f
         return None
     if detects(data):
         check_evaluator()
-    return _Evaluation(batches, precision, detects=detects(data))
+    return _Evaluation(data, batches, precision)
 
 
 class _Evaluation:
     """Evaluates networks on ``batches``; ``samples`` is of how many an accuracy is, 0 for detectors."""
 
-    def __init__(self, batches: Iterable[Any], precision: str, *, detects: bool) -> None:
-        self._batches, self._precision, self._detects, self.samples = batches, precision, detects, 0
+    def __init__(self, data: Data, batches: Iterable[Any], precision: str) -> None:
+        self._data, self._batches, self._precision, self.samples = data, batches, precision, 0
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        from ifso.training.average_precision import evaluate_detector
-        from ifso.training.evaluation import evaluate
-        from ifso.training.precision import autocast
+        from ifso.training.evaluation import quality
 
-        with autocast(self._precision, next(model.parameters()).device):
-            if not self._detects:
-                found = evaluate(model, self._batches, over_ranks=True)
-                self.samples = found.samples
-                return {"accuracy": found.top1, "test_loss": found.loss}
-            average = evaluate_detector(model, self._batches, over_ranks=True)
-        values = {name: getattr(average, name) for name in ("map", "map50", "map75")}
+        found = quality(model, self._data, self._batches, self._precision, over_ranks=True)
+        values = {"accuracy": found.top1, "test_loss": found.loss}
+        if found.detection is None:
+            self.samples = found.samples
+        else:
+            values = {name: getattr(found.detection, name) for name in ("map", "map50", "map75")}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -241,6 +236,8 @@ class Step:
 
 def path_of(result: PruneResult) -> tuple[Step, ...]:
     """The unpruned network, one for each budget that was met on the way, and the one at the end."""
+    from ifso.runs.files import NETWORKS
+
     first = Step({}, dict.fromkeys(result.shares, 1.0), dict(result.measures[0].values), None)
     between = [
         Step(stage["budget"], stage["shares"], stage["values"], f"{NETWORKS}/{stage['network']}")

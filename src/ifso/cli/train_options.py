@@ -13,6 +13,7 @@ from ifso.cli.distributed import device_of
 from ifso.cli.options import add_former, add_option, add_settings, add_shared, positive, share
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import IfsoError, TrainingError
+from ifso.runs.arguments import SPELLED
 from ifso.training.settings import ADAM_RATE, OPTIMIZERS, RECIPES, SCHEDULES, TrainSettings, training_recipe
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainSettings))
@@ -50,9 +51,6 @@ SETTINGS = {
     "clip": ("NORM", "largest norm of the gradient ({}: none)"),
     "accumulate": ("N", "micro-batches that make a batch ({})"),
 }
-
-SPELLED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
-"""Settings whose options are called otherwise, as in ``ifso prune`` the same words are other things."""
 
 
 def add_recipe(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ EXECUTED = ("model", "data", "teacher")
 
 PATHS = ("model", "weights", "data")
 """Options whose value may hold a path."""
+
+SPELLED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
+"""Settings of trainings whose options are called otherwise, as in ``ifso prune`` the same words are other things."""
 
 TOLD = ("model", "weights", "data", "input")
 """What may be told of a run that Python begins."""
@@ -153,6 +157,15 @@ def _program(option: str, value: str) -> str | None:
     return path if path.endswith(".py") else None
 
 
+def without_folders(value: Any) -> Any:
+    """A name without the folders of a path in it.
+
+    >>> without_folders("cifar10:sets/cifar.npz"), without_folders("nets/small.py:make"), without_folders(8)
+    ('cifar10:cifar.npz', 'small.py:make', 8)
+    """
+    return re.sub(r"[^:]*/", "", value) if isinstance(value, str) else value
+
+
 def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
     """The arguments that a run was begun with, by name; None if it does not tell them."""
     arguments = at(config, "about", "arguments")
@@ -183,7 +196,6 @@ def _is_budget(value: Any) -> bool:
 
 
 _TEXT, _WHOLE = (is_text, "a text"), (is_whole, "a whole number")
-
 _NUMBER, _TRUTH = (is_number, "a number"), (is_truth, "true or false")
 
 KINDS: Mapping[str, tuple[Kind, str]] = {

@@ -15,23 +15,14 @@ from ifso.runs.values import dict_of, is_number, is_text, is_truth, is_whole, li
 from ifso.surgery.store import RECIPE, RUN_SUMMARY, seal_of
 
 CONFIG = "config.json"
-
 SCORES = "scores.safetensors"
-
 FIRST_SCORES = "first_scores.safetensors"
-
 STRUCTURE = "structure.json"
-
 METRICS = "metrics.jsonl"
-
 SUMMARY = RUN_SUMMARY
-
 CHECKPOINTS = "checkpoints"
-
 NETWORKS = "networks"
-
 LOCK = ".lock"
-
 TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
 
@@ -42,7 +33,6 @@ DIGESTS = "digests"
 """In a summary: the files that it belongs to."""
 
 _BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
-
 HEAD = {"format": "ifso-run", "version": 1}
 
 
