@@ -16,7 +16,7 @@ from ifso.common.serialization import parsed
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso.runs.arguments import without_folders
-from ifso.runs.values import dict_of, is_number, is_text, list_of, optional, with_keys
+from ifso.runs.values import is_kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,23 +86,20 @@ def read_record(path: Path) -> Record:
             document = parsed(file.read(MAX_BYTES + 1))
     except OSError as error:
         raise IfsoError(f"{path}: {error.strerror or error}; give a file of ifso bench choose --json") from None
-    if document is None or not _IS_RECORD(document):
+    if document is None or not is_kind(document, _RECORD):
         raise IfsoError(f"{path}: not a record of ifso bench choose --json; give another file")
     return Record(path=path, **{part: document[part] for part in ("settings", "about", "unpruned", "rows", "left_out")})
 
 
-_HAS_FAILED = with_keys({"method": is_text, "target": is_number, "failed": is_text})
-_IS_DONE = with_keys({"method": is_text, **dict.fromkeys(("target", "macs", "params", "top1", "seconds"), is_number)})
-_IS_RECORD = with_keys(
-    {
-        "bench": lambda value: value == BENCH,
-        "settings": with_keys({"model": is_text, "calibration": is_number, "measured": is_number}),
-        "about": with_keys(dict.fromkeys(("device_name", "torch", "ifso"), is_text)),
-        "unpruned": optional(with_keys({"top1": is_number})),
-        "rows": list_of(lambda row: _HAS_FAILED(row) or _IS_DONE(row)),
-        "left_out": dict_of(is_text),
-    }
-)
+_ROW = {"method": str, "target": float}
+_RECORD = {
+    "bench": BENCH,
+    "settings": {"model": str, "calibration": float, "measured": float},
+    "about": {"device_name": str, "torch": str, "ifso": str},
+    "unpruned": (None, {"top1": float}),
+    "rows": [({**_ROW, "failed": str}, {**_ROW, "macs": float, "params": float, "top1": float, "seconds": float})],
+    "left_out": {str: str},
+}
 """What tables and figures take for granted."""
 
 

@@ -140,7 +140,7 @@ class ScoreBench:
     def methods(self) -> dict[str, Callable[[], Any]]:
         """What is compared, by name."""
         found: dict[str, Callable[[], Any]] = {
-            "gradient": self._gradient,
+            "gradient": lambda: torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters())),
             "training step": self._training_step,
             "ifso": self._criterion(create("ifso")),
             "ifso, all in TF32": self._criterion(create("ifso", careful=False)),
@@ -174,9 +174,6 @@ class ScoreBench:
         exact = {False: signed.sum(0).abs().tolist(), True: signed.abs().sum(0).tolist()}
         found = {name: replace(score, batch=(images, labels))() for name, score in scores.items()}
         return {name: spearman(values.tolist(), exact[name == "authors"]) for name, values in found.items()}
-
-    def _gradient(self) -> Any:
-        return torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters()))
 
     def _training_step(self) -> None:
         """A first step, which makes its momentum; of length zero, so that the network stays as it is."""

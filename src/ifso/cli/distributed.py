@@ -57,7 +57,11 @@ def joined(device: str) -> Iterator[World]:
     in a group already stays in it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        _make_current(device)
+        if device.startswith("cuda:"):  # CUDA graphs and kernels go to the current GPU
+            import torch
+
+            with suppress(RuntimeError, AssertionError, ValueError):  # refused in its place, with a line
+                torch.cuda.set_device(device)
         yield World(0, device)
         return
     import torch
@@ -82,15 +86,6 @@ def joined(device: str) -> Iterator[World]:
     except BaseException as error:
         _stop(roll_call, world, error)
     roll_call.leave()
-
-
-def _make_current(device: str) -> None:
-    """CUDA graphs and kernels go to the current GPU. One that cannot be had is refused in its place, with a line."""
-    if device.startswith("cuda:"):
-        import torch
-
-        with suppress(RuntimeError, AssertionError, ValueError):
-            torch.cuda.set_device(device)
 
 
 def leave(status: int) -> int:
@@ -214,21 +209,17 @@ class RollCall:
 
     def _answer(self) -> None:
         """Say that this rank is there, look after the next one, and stop if another has failed."""
-        number, failed_at = 0, 0.0
+        number, failed_at, following = 0, 0.0, (self._rank + 1) % self._ranks
         with suppress(RuntimeError):
             while not self._over.wait(PERIOD):
                 number += 1
                 self._store.set(_key(self._rank), str(number))
-                word, now = self._look(), time.monotonic()
+                if self._silent([following], HUNG):
+                    self._tell(f"rank {following} has not answered for {HUNG:.0f} seconds")
+                word, now = self._word(), time.monotonic()
                 failed_at = failed_at or (now if word else 0.0)
                 if word and now - failed_at >= GRACE and not self._over.is_set():
                     _leave_at_once(f"rank {self._rank} stopped, because {word}; {AGAIN}")
-
-    def _look(self) -> str | None:
-        following = (self._rank + 1) % self._ranks
-        if self._silent([following], HUNG):
-            self._tell(f"rank {following} has not answered for {HUNG:.0f} seconds")
-        return self._word()
 
 
 def meeting_point() -> Any:
