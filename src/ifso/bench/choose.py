@@ -164,7 +164,7 @@ class ChooseBench:
             start = time.perf_counter()
             if name in RIVALS:
                 found = self.rivals.prune(RIVALS[name], target)
-                model, more = found.model, {"form": found.form, "pruning_ratio": found.ratio}
+                model, more = found.model, {"form": RIVALS[name].form, "pruning_ratio": found.ratio}
             else:
                 model, more = self._ours(name, (target,)).model, {}
             if self.device.type == "cuda":

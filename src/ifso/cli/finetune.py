@@ -216,18 +216,14 @@ class _Preparation:
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
         model = plan.run.pruned(self._world.device, data=data)
-        teaching = self._teachers.of(plan, data, model)
-        fixed = {
-            "weights": digest_of(model),
-            "data": without_folders(data.name),
-            "validation": plan.options.get("validation", 0),
-            **teaching.fixed,
-        }
+        teacher, before, fixed = self._teachers.of(plan, data, model)
+        told = {"data": without_folders(data.name), "validation": plan.options.get("validation", 0)}
         return Training(
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
-            teacher=teaching.network, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
+            teacher=teacher, validation=validation, every=plan.options.get("evaluate_every", 1),
+            fixed={"weights": digest_of(model), **told, **fixed},
             about={"run": str(plan.run.folder), "arguments": dict(plan.options)}, start="pruned",
-            before=teaching.before, wide=self._wide(plan, data),
+            before=before, wide=self._wide(plan, data),
         )  # fmt: skip
 
     def _wide(self, plan: FinetunePlan, data: Data) -> nn.Module | None:
@@ -259,7 +255,8 @@ def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:
 def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each network that was trained: accuracies, mAP, or losses where the data has a loss of its own."""
     splits = sorted({summary["split"] for summary in summaries})
-    kind = _kind(summaries)
+    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
+    kind = "map" if all("last_map" in summary for summary in summaries) else "eval_loss" if own else "top1"
     stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
     rows = []
     for summary in summaries:
@@ -275,11 +272,3 @@ def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 
 
 TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}
-
-
-def _kind(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """What the networks are compared by."""
-    if all("last_map" in summary for summary in summaries):
-        return "map"
-    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
-    return "eval_loss" if own else "top1"

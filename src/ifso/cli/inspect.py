@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.costs import Cost
+    from ifso.data import Data
     from ifso.graph.channel_graph import ChannelGraph
     from ifso.graph.terms import Term
 
@@ -76,44 +77,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> Inspection:
+    """Of a new network; or of that of a run, whose data says how many classes there are and what it takes."""
     from ifso.costs import cost
     from ifso.costs.cost import MAC_KINDS
-
-    name, model = args.model, _network(args).eval()
-    graph = _trace(args, model)
-    return Inspection(
-        name=name,
-        graph=graph,
-        cost=cost(model, graph),
-        macs=_held(graph, [term for term in graph.terms if term.kind in MAC_KINDS]),
-        params=_held(graph, [term for term in graph.terms if term.kind == "parameter"]),
-    )
-
-
-def _network(args: argparse.Namespace) -> nn.Module:
-    """A new network; or that of a run, whose data says how many classes there are and, if need be, what it takes."""
     from ifso.data import open_data
     from ifso.models.registry import network_for
 
-    args.weights = None
+    name, args.weights = args.model, None
     said = name_networks(args)
     if args.input and isinstance(args.input[0], int):
         args.input = [tuple(args.input)]
     data = None if args.data is None else open_data(args.data)
-    model = network_for(
-        args.model, None if data is None else data.num_classes, weights=args.weights, pretrained=args.pretrained
-    )
+    classes = None if data is None else data.num_classes
+    model = network_for(args.model, classes, weights=args.weights, pretrained=args.pretrained).eval()
     for line in said:
         say(line)
-    args.example = None if data is None else data.example_inputs()
-    return model
+    graph = _trace(args, model, data)
+    macs, params = ([term for term in graph.terms if term.kind in kinds] for kinds in (MAC_KINDS, ("parameter",)))
+    return Inspection(name, graph, cost(model, graph), _held(graph, macs), _held(graph, params))
 
 
-def _trace(args: argparse.Namespace, model: nn.Module) -> ChannelGraph:
+def _trace(args: argparse.Namespace, model: nn.Module, data: Data | None) -> ChannelGraph:
     """Trace, and speak of ``--input`` where the model does not run."""
     from ifso.graph.tracing import trace
 
-    inputs = _inputs(args, model)
+    inputs = _inputs(args, model) if args.input or data is None else data.example_inputs()
     try:
         return trace(model, inputs, ignore=tuple(args.ignore))
     except TraceError as error:
@@ -152,8 +140,6 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     from ifso.models.detectors import is_detector
 
     if not args.input:
-        if args.example is not None:
-            return args.example
         try:
             return default_inputs(args.model, model)
         except TraceError:

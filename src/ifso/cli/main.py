@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import functools
 import os
 import signal
 import sys
@@ -37,7 +36,6 @@ UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
 NO_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
 """What standard output fails with; the system names the file where it was another."""
-Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
@@ -73,7 +71,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
 def _run(args: argparse.Namespace, *, debug: bool) -> int:
     """The status of a command; what went wrong is told in a line, after the traceback if ``debug``."""
     try:
-        return stoppable(args.run)(args)
+        return _stoppable(args)
     except IfsoError as error:
         if debug:
             traceback.print_exception(error)
@@ -133,28 +131,24 @@ class Terminated(KeyboardInterrupt):
     """Raised where a command is when SIGTERM comes."""
 
 
-def stoppable(run: Command) -> Command:
-    """A command that cleans up after SIGTERM; whoever has a handler of their own is not overruled.
+def _stoppable(args: argparse.Namespace) -> int:
+    """The status of a command that cleans up after SIGTERM; whoever has a handler of their own is not overruled.
 
     Under ``torchrun`` the ranks settle that among themselves.
     """
-
-    @functools.wraps(run)
-    def stopped(args: argparse.Namespace) -> int:
-        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        listening = threading.current_thread() is threading.main_thread()
-        if not (alone and listening and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL):
-            return run(args)
-        before = signal.signal(signal.SIGTERM, _terminate_once)
-        try:
-            return run(args)
-        except Terminated:
-            complain("terminated")
-            return TERMINATED
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    return stopped
+    run: Callable[[argparse.Namespace], int] = args.run
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    listening = threading.current_thread() is threading.main_thread()
+    if not (alone and listening and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL):
+        return run(args)
+    before = signal.signal(signal.SIGTERM, _terminate_once)
+    try:
+        return run(args)
+    except Terminated:
+        complain("terminated")
+        return TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminate_once(*_: Any) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(result, DryRun):
         print_json(result.as_json()) if args.json else print(result)
     elif world.is_first and args.json:
-        print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})
+        print_json({**result.summary(), "path": path_of(result)})
     elif world.is_first:
         print(result)
         value = result.measures[-1].values.get("accuracy") if result.measures else None
@@ -221,50 +220,37 @@ class _Evaluation:
         return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Step:
-    """One network: the shares asked for (none of the unpruned one), those kept, what was measured, and its folder.
+def path_of(result: PruneResult) -> list[dict[str, Any]]:
+    """The unpruned network, one for each budget that was met on the way, and the one at the end.
 
-    ``folder`` is relative to that of the run, and None for the unpruned network.
+    Of each the shares asked for (none of the unpruned one), those kept, what was measured, and its folder, relative to
+    that of the run (None).
     """
-
-    asked: Mapping[str, float]
-    shares: Mapping[str, float]
-    values: Mapping[str, float]
-    folder: str | None
-
-
-def path_of(result: PruneResult) -> tuple[Step, ...]:
-    """The unpruned network, one for each budget that was met on the way, and the one at the end."""
     from ifso.runs.files import NETWORKS
 
-    first = Step({}, dict.fromkeys(result.shares, 1.0), dict(result.measures[0].values), None)
+    undone = " ".join(note for note in result.notes if "undone: " in note)
+    kept = [one for one in result.measures if not one.stage.endswith("(undone)") and one.stage not in undone]
+    first: tuple[Any, ...] = {}, dict.fromkeys(result.shares, 1.0), dict(result.measures[0].values), None
     between = [
-        Step(stage["budget"], stage["shares"], stage["values"], f"{NETWORKS}/{stage['network']}")
+        (stage["budget"], stage["shares"], stage["values"], f"{NETWORKS}/{stage['network']}")
         for stage in result.stages
         if "budget" in stage and dict(stage["budget"]) != dict(result.targets)
     ]
-    undone = " ".join(note for note in result.notes if "undone: " in note)
-    kept = [one for one in result.measures if not one.stage.endswith("(undone)") and one.stage not in undone]
-    return first, *between, Step(dict(result.targets), dict(result.shares), dict(kept[-1].values), ".")
+    last = dict(result.targets), dict(result.shares), dict(kept[-1].values), "."
+    return [dict(zip(("asked", "shares", "values", "folder"), step, strict=True)) for step in (first, *between, last)]
 
 
-def path_table(path: Sequence[Step], samples: int | None = None) -> Table:
+def path_table(path: Sequence[Mapping[str, Any]], samples: int | None = None) -> Table:
     """One row for each network; ``samples`` are those that an accuracy is of."""
     from ifso.pruning.result import LABELS
 
-    asked, values = path[-1].asked, list(dict.fromkeys(name for step in path for name in step.values))
-    costs = list(dict.fromkeys(("macs", *asked)))
-    return table(
-        ("folder", *(f"{LABELS[cost]} kept" for cost in costs), "asked for", *values),
-        (
-            (
-                step.folder or "unpruned",
-                *(f"{step.shares[cost]:.1%}" for cost in costs),
-                ", ".join(f"{share:.1%}" for share in step.asked.values()),
-                *(measured(name, step.values[name], samples) if name in step.values else "" for name in values),
-            )
-            for step in path
-        ),
-        title="a network for each budget",
-    )
+    names = list(dict.fromkeys(name for step in path for name in step["values"]))
+    costs = list(dict.fromkeys(("macs", *path[-1]["asked"])))
+    rows = []
+    for step in path:
+        kept = [f"{step['shares'][cost]:.1%}" for cost in costs]
+        asked = [f"{share:.1%}" for share in step["asked"].values()]
+        values = [measured(name, step["values"][name], samples) if name in step["values"] else "" for name in names]
+        rows.append((step["folder"] or "unpruned", *kept, ", ".join(asked), *values))
+    headings = ("folder", *(f"{LABELS[cost]} kept" for cost in costs), "asked for", *names)
+    return table(headings, rows, title="a network for each budget")

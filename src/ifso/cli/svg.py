@@ -23,9 +23,7 @@ FORMAT = (
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <title></title>
 <style>
-.{unique_id}-matrix {{ font-family: """
-    + FONTS
-    + """; font-size: {char_height}px; }}
+.{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; }}
 {styles}
 </style>
 <defs>
@@ -36,7 +34,9 @@ FORMAT = (
 {matrix}
 </g>
 </svg>
-""".replace("PAPER", PAPER).replace("LINE", LINE)
+""".replace("FONTS", FONTS)
+    .replace("PAPER", PAPER)
+    .replace("LINE", LINE)
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +38,6 @@ def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *
         )
 
 
-@dataclass(frozen=True)
-class Teaching:
-    """Who teaches, what networks beside the pruned one are worth, and what must be the same on resume."""
-
-    network: nn.Module | None = None
-    before: Mapping[str, float] = field(default_factory=dict)
-    fixed: Mapping[str, str] = field(default_factory=dict)
-
-
 class Teachers:
     """Opens teachers, and measures what they are worth, once for all runs that share them."""
 
@@ -56,19 +46,24 @@ class Teachers:
         self._known: dict[Any, tuple[nn.Module, float | None]] = {}
         self._digests: dict[nn.Module, str] = {}
 
-    def of(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> Teaching:
-        """The teacher of a run, if it has one. One that cannot teach ``pruned`` is refused before it is measured."""
+    def of(
+        self, plan: FinetunePlan, data: Data, pruned: nn.Module
+    ) -> tuple[nn.Module | None, dict[str, float], dict[str, str]]:
+        """The teacher, what networks beside the pruned one are worth, and what must be the same on resume.
+
+        A teacher that cannot teach ``pruned`` is refused before it is measured.
+        """
         from ifso.common.distributed import together
         from ifso.surgery.recipe import digest_of
 
         if not plan.settings.distill:
-            return Teaching()
+            return None, {}, {}
         shared = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
         where = {"device": self._world.device, "pretrained": self._args.pretrained}
         original = partial(plan.run.original, weights=plan.changed("weights"), data=data, **where)
         if "teacher" not in plan.options:
             network, worth = self._judged(shared, original, plan, data)
-            return Teaching(network, _measured(unpruned=worth))
+            return network, _measured(unpruned=worth), {}
         network, worth = self._named(plan, data, pruned)
         if network not in self._digests:
             self._digests[network] = digest_of(network)
@@ -80,7 +75,7 @@ class Teachers:
         else:
             _, unpruned = self._judged(shared, lambda: model, plan, data)
         before = _measured(unpruned=unpruned, teacher=worth)
-        return Teaching(network, before, {"teacher_weights": self._digests[network]})
+        return network, before, {"teacher_weights": self._digests[network]}
 
     def _named(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
         """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""

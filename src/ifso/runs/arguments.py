@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,15 @@ def parts_of(option: str, value: str) -> tuple[str, str | None, str]:
     """
     if option in ("weights", "teacher_weights"):
         return "", value, ""
-    path = _program(option, value)
-    if path is not None:
-        return "", path, value.removeprefix(path)
+    program = value.rpartition(":")[0] if option == "data" else ""
+    if option != "data":
+        from ifso.errors import ModelNotFound
+        from ifso.models.registry import read_name
+
+        with suppress(ModelNotFound):
+            program = read_name(value).source
+    if program.endswith(".py"):
+        return "", program, value.removeprefix(program)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
         from ifso.data.base import path_and_options
@@ -140,21 +147,6 @@ def parts_of(option: str, value: str) -> tuple[str, str | None, str]:
         path, behind = path_and_options(kind, path)
         return f"{kind}{colon}", path, behind
     return "", None, value
-
-
-def _program(option: str, value: str) -> str | None:
-    """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
-    from ifso.errors import ModelNotFound
-    from ifso.models.registry import read_name
-
-    if option == "data":
-        path = value.rpartition(":")[0]
-    else:
-        try:
-            path = read_name(value).source
-        except ModelNotFound:
-            return None
-    return path if path.endswith(".py") else None
 
 
 def without_folders(value: Any) -> Any:
