@@ -52,7 +52,11 @@ def add_parser(commands: Any) -> None:
     """Register the command and what it can measure."""
     parser = commands.add_parser("bench", help="measure what ifso itself costs and chooses")
     what = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    _add_trace(what.add_parser("trace", help="CPU seconds and memory of tracing"))
+    trace = what.add_parser("trace", help="CPU seconds and memory of tracing")
+    models = ["torchvision:resnet50", "torchvision:vit_h_14"]
+    trace.add_argument("--models", nargs="+", default=models, metavar="MODEL", help="default: %(default)s")
+    add_shared(trace, "json")
+    trace.set_defaults(run=run_trace)
     _add_score(what.add_parser("score", help="time and memory of the score as multiples of a gradient"))
     _add_prune(what.add_parser("prune", help="seconds of whole pruning runs, by part and against a training step"))
     bench_choose.add_parser(what)
@@ -60,13 +64,6 @@ def add_parser(commands: Any) -> None:
         moved = what.add_parser(name, add_help=False, prefix_chars="\0")
         moved.add_argument("rest", nargs="*")
         moved.set_defaults(run=_moved, name=name)
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    models = ["torchvision:resnet50", "torchvision:vit_h_14"]
-    parser.add_argument("--models", nargs="+", default=models, metavar="MODEL", help="default: %(default)s")
-    add_shared(parser, "json")
-    parser.set_defaults(run=run_trace)
 
 
 def _add_score(parser: argparse.ArgumentParser) -> None:

@@ -33,12 +33,7 @@ BOXES_BATCHES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("eval", help="measure accuracy, costs, speed and memory", description=DESCRIPTION)
-    _add_task(parser.add_argument_group("what is measured"))
-    _add_measuring(parser.add_argument_group("where and how"))
-    parser.set_defaults(run=run)
-
-
-def _add_task(group: Any) -> None:
+    group = parser.add_argument_group("what is measured")
     words = "a folder that ifso prune --out or ifso finetune --out made"
     group.add_argument("folder", nargs="?", type=Path, metavar="RUN", help=words)
     add_shared(group, "model")
@@ -51,9 +46,7 @@ def _add_task(group: Any) -> None:
     group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
     add_option(group, "validation", share, "SHARE", "of the training set, or number of images, set apart")
     add_option(group, "seed", seed, "N", "that these were drawn with (that of the run)")
-
-
-def _add_measuring(group: Any) -> None:
+    group = parser.add_argument_group("where and how")
     usual = {name: f"{BATCHES[name]}; {BOXES_BATCHES[name]} with boxes" for name in BATCHES}
     add_shared(group, "device")
     add_option(group, "precision", str, "NAME", "float32, tf32, bf16 or fp16 (float32)", default="float32")
@@ -68,6 +61,7 @@ def _add_measuring(group: Any) -> None:
     add_option(group, "threads", positive, "N", "of the CPU (as many as torch takes)")
     add_shared(group, "json")
     add_option(group, "out", Path, "FILE", "write the JSON document into a file, too")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -54,7 +54,15 @@ DISTILL, DISTILL_BOXES = 0.9, 0.5
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("finetune", help="fine-tune pruned networks", description=DESCRIPTION)
-    _add_task(parser.add_argument_group("what is fine-tuned"))
+    group = parser.add_argument_group("what is fine-tuned")
+    group.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
+    add_option(group, "out", Path, "DIR", "another folder than RUN/finetune, for one run")
+    add_option(group, "model", str, "MODEL", "if its file has moved, or the run does not tell it")
+    add_option(group, "weights", str, "FILE", "of the unpruned network, if they have moved")
+    add_shared(group, "pretrained")
+    add_option(group, "data", str, "DATA", "what ifso prune takes as --data (that of the run)")
+    add_shared(group, "unverified")
+    add_data(group)
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
     words = (
@@ -71,17 +79,6 @@ def add_parser(commands: Any) -> None:
     words = "train in the shape before pruning, with zeros, where that is the same: quicker on a GPU (cuda: yes)"
     add_option(where, "padded", bool, "", words)
     parser.set_defaults(run=run)
-
-
-def _add_task(group: Any) -> None:
-    group.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
-    add_option(group, "out", Path, "DIR", "another folder than RUN/finetune, for one run")
-    add_option(group, "model", str, "MODEL", "if its file has moved, or the run does not tell it")
-    add_option(group, "weights", str, "FILE", "of the unpruned network, if they have moved")
-    add_shared(group, "pretrained")
-    add_option(group, "data", str, "DATA", "what ifso prune takes as --data (that of the run)")
-    add_shared(group, "unverified")
-    add_data(group)
 
 
 def _weight(text: str) -> float:

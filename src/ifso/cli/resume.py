@@ -41,13 +41,11 @@ def check_same_options(given: Mapping[str, Any], stored: Mapping[str, Any], run:
     for option in EXECUTED:
         if option in stored and option not in given:
             refuse_foreign(option, str(stored[option]), (run, *others))
-    from ifso.runs.files import differences
+    from ifso.runs.files import refuse_other
 
     new = {name: without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
     old = {name: without_folders(stored[name]) for name in new if name in stored}
-    changed = differences(new, old)
-    if changed:
-        raise RunError(f"other settings than the run in {run}: {'; '.join(changed)}")
+    refuse_other(new, old, f"the run in {run}")
 
 
 @contextmanager
