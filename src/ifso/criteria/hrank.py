@@ -34,8 +34,8 @@ class HRank(Criterion):
         number = task.graph.num_units
         ranks, maps = torch.zeros(2, number, dtype=torch.float64, device=task.device)
 
-        def visit(name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
-            of_maps = _ranks(in_rows(x, dim), name)
+        def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+            of_maps = _ranks(in_rows(x, dim), layers.reader.parameter)
             ranks.add_(sum_by_unit(of_maps.sum(0), owner, number))
             maps.add_(sum_by_unit(torch.full_like(of_maps[0], of_maps.shape[0]), owner, number))
             return x
