@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batches import same_random_numbers
 from ifso.common.text import describe_error
 from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.base import Data, detects
@@ -57,18 +55,6 @@ def check_fits(model: nn.Module, data: Data) -> None:
                 "give it as many, or other data"
             )
         _check_labels(labels, outputs, data.name)
-
-
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Put the random states on the CPU back, which a user's own batches may draw from."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state that users have)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
 
 
 def _pair(batch: Any, name: str) -> tuple[Tensor, Tensor]:

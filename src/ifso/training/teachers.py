@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batches import same_random_numbers
 from ifso.common.text import describe_error
 from ifso.common.torch_state import eval_mode, same_modes, undisturbed
 from ifso.data.base import Data, detects, has_own_loss
 from ifso.data.batches import Augmentation, ExtendedBatches, TrainBatches
-from ifso.data.compatibility import SAMPLES, check_fits, same_random_numbers
+from ifso.data.compatibility import SAMPLES, check_fits
 from ifso.errors import IfsoError, TrainingError
 from ifso.tasks.classification import check_same_classes, logits_in
 from ifso.training.losses import check_distillable_pair

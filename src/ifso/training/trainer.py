@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ifso.common.batches import same_random_numbers
 from ifso.common.devices import let_go_of
 from ifso.common.distributed import copy_from_first_, gathered, mean_over_ranks, rank
 from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import same_modes
-from ifso.data.compatibility import same_random_numbers
 from ifso.errors import DataError, DivergedError, IfsoError, RunError, TrainingError
 from ifso.pruning.recovery import first_bad, refuse_spoilt_weights
 from ifso.tasks.classification import cross_entropy
