@@ -9,7 +9,8 @@ import torch
 
 from ifso.data import open_data
 from ifso.data.compatibility import check_fits
-from ifso.data.decoding import DecodedImages, Loading, TestFiles, workers_for
+from ifso.data.decoding import Loading, TestFiles, workers_for
+from ifso.data.image_folder import DecodedImages
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")

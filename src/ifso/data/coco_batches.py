@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import generator
-from ifso.data.decoding import DecodedDataset, ImageFiles, Loading, TestFiles
+from ifso.data.decoding import DecodedDataset, ImageFiles, Loading
 from ifso.errors import DataError
 
 Size = tuple[int, int]
@@ -231,7 +231,7 @@ class BoxDataset(DecodedDataset):
     """Batches are images in uint8 and their targets, mirrored in half of all cases if ``mirror``."""
 
     def __init__(self, samples: BoxSamples, mirror: bool, seed: int) -> None:
-        self.samples, self.mirror, self.seed = samples, mirror, seed
+        self.samples, self.mirror, self.seed, self.truth = samples, mirror, seed, samples.annotations
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -244,17 +244,6 @@ class BoxDataset(DecodedDataset):
 
     def _is_mirrored(self, epoch: int, index: int) -> bool:
         return bool(torch.rand((), generator=generator(self.seed, f"mirror {epoch}/{index}")) < 0.5)
-
-
-class BoxTestFiles(TestFiles):
-    """All images in the order of their file; of several processes, each has its own."""
-
-    source: BoxDataset
-
-    @property
-    def truth(self) -> Annotations:
-        """The boxes of all images."""
-        return self.source.samples.annotations
 
 
 class BoxLoading(Loading):

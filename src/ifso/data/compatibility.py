@@ -70,11 +70,16 @@ def _pair(batch: Any, name: str) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
+def answer(model: nn.Module, images: Any) -> Any:
+    """What the network returns in eval mode; it is left as it was."""
+    with torch.no_grad(), same_modes(model), undisturbed(model.eval()):
+        return logits_in(model(images))
+
+
 def _evaluated(model: nn.Module, images: Any, fault: str, remedy: str) -> Any:
     """What the network returns in eval mode; if it fails, a DataError of ``fault``, the error and ``remedy``."""
     try:
-        with torch.no_grad(), same_modes(model), undisturbed(model.eval()):
-            return logits_in(model(images))
+        return answer(model, images)
     except IfsoError:
         raise
     except Exception as error:
