@@ -23,67 +23,40 @@ def no_parameters_error(model: nn.Module) -> TrainingError:
     )
 
 
-def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None = None) -> torch.optim.SGD:
-    """SGD with momentum for the parameters of ``model`` that take part in training, each once.
-
-    With gradient g, weight decay λ, momentum μ and rate η: g ← g + λw, v ← μv + g, w ← w − ηv (``nesterov``:
-    w ← w − η(g + μv)). With ``decay_all=False`` parameters of at most one dimension, norms and biases, form a second
-    group with λ = 0.
-
-    ``lr`` is the rate to begin with (the settings' own unless given). As a float32 tensor on the model's device it
-    is read at each step, also by a step captured in a CUDA graph. The momentum v is there from the start, as zeros,
-    so that the first step is like any other; on a GPU one kernel updates everything.
-    """
-    parameters = _trained(model)
-    rate = settings.lr if lr is None else lr
-    optimizer = torch.optim.SGD(
-        [{**group, "lr": rate} for group in _groups(parameters, settings)],
-        rate,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        fused=all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters) or None,
-    )
-    if settings.momentum:
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-    return optimizer
-
-
 def optimizer_of(
     model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of the settings for the parameters of ``model`` that take part in training, each once.
 
-    That of Adam and AdamW has the first β from ``momentum``, the second 0.999. As :func:`sgd` it has its whole state
-    from the start, and reads its rate from a tensor on the model's device.
+    SGD with gradient g, weight decay λ, momentum μ and rate η: g ← g + λw, v ← μv + g, w ← w − ηv (``nesterov``:
+    w ← w − η(g + μv)). Adam and AdamW have the first β from ``momentum``, the second is 0.999. With
+    ``decay_all=False`` parameters of at most one dimension, norms and biases, form a second group with λ = 0.
+
+    ``lr`` is the rate to begin with (the settings' own unless given). As a float32 tensor on the model's device it
+    is read at each step, also by a step captured in a CUDA graph. The whole state is there from the start, as zeros,
+    so that the first step is like any other; on a GPU one kernel updates everything.
     """
-    if settings.opt == "sgd":
-        return sgd(model, settings, lr=lr)
-    parameters = _trained(model)
-    rate = settings.lr if lr is None else lr
-    on_gpu = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.opt]
-    optimizer = kind(
-        [{**group, "lr": rate} for group in _groups(parameters, settings)],
-        rate,
-        betas=(settings.momentum, 0.999),
-        fused=on_gpu or None,
-        capturable=on_gpu,
-    )
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device if on_gpu else None),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise no_parameters_error(model)
-    return parameters
+    rate = settings.lr if lr is None else lr
+    groups = [{**group, "lr": rate} for group in _groups(parameters, settings)]
+    on_gpu = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
+    optimizer: torch.optim.Optimizer
+    if settings.opt == "sgd":
+        optimizer = torch.optim.SGD(
+            groups, rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=on_gpu or None
+        )
+        zeros = ["momentum_buffer"] if settings.momentum else []
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.opt]
+        optimizer = kind(groups, rate, betas=(settings.momentum, 0.999), fused=on_gpu or None, capturable=on_gpu)
+        zeros = ["exp_avg", "exp_avg_sq"]
+        for parameter in parameters:
+            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device if on_gpu else None)
+    for parameter in parameters if zeros else ():
+        optimizer.state[parameter] |= {name: torch.zeros_like(parameter, requires_grad=False) for name in zeros}
+    return optimizer
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:

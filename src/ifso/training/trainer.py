@@ -78,10 +78,6 @@ class TrainerHooks:
     save_every: float = SAVE_EVERY
     origin: InputDigests = field(default_factory=InputDigests)
 
-    def due(self, number: int, epochs: int) -> bool:
-        """Return whether the network is evaluated after epoch ``number``, from 1."""
-        return self.evaluate is not None and (number % self.every == 0 or number > epochs - self.final)
-
 
 class Trainer:
     """``for _ in trainer.run(): …`` trains ``model`` in place; ``done`` are its epochs, ``notes`` lines to show."""
@@ -156,11 +152,12 @@ class Trainer:
         return PlainSteps(self._train_step, self._batches)
 
     def _measured(self, number: int) -> Measures:
-        if self._hooks.evaluate is None or not self._hooks.due(number, self.settings.epochs):
+        hooks = self._hooks
+        if hooks.evaluate is None or (number % hooks.every and number <= self.settings.epochs - hooks.final):
             return {}
         with same_modes(self.model), self._train_step.averaged():
             copy_from_first_(self.model.buffers())
-            return self._hooks.evaluate(self.model)
+            return hooks.evaluate(self.model)
 
     def _save(self) -> None:
         folder, now = self._hooks.folder, time.monotonic()
