@@ -140,14 +140,19 @@ class LatencyModel:
     def from_json(cls, document: Any) -> LatencyModel:
         """What :meth:`to_json` gave."""
         try:
-            terms = tuple((_text(kind), _text(where)) for kind, where, _ in document["terms"])
-            weights = tuple(_finite(weight) for _, _, weight in document["terms"])
-            found = cls(terms, weights, _finite(document["constant"]), _finite(document["total"]))
+            terms = tuple((kind, where) for kind, where, _ in document["terms"])
+            numbers = [*(weight for _, _, weight in document["terms"]), document["constant"], document["total"]]
+            right = all(type(word) is str for term in terms for word in term) and all(
+                type(number) in (int, float) and math.isfinite(number) for number in numbers
+            )
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise RunError("the latencies stored with the run are damaged; start the run again") from None
-        if min(weights, default=0.0) < 0 or found.total <= 0:
+            right = False
+        if not right:
+            raise RunError("the latencies stored with the run are damaged; start the run again")
+        *weights, constant, total = map(float, numbers)
+        if min(weights, default=0.0) < 0 or total <= 0:
             raise RunError("the latencies stored with the run are not positive; start the run again")
-        return found
+        return cls(terms, tuple(weights), constant, total)
 
 
 Spans = list[tuple[str, float]]
@@ -236,16 +241,13 @@ def _own_seconds(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> d
             if name:
                 module.register_forward_pre_hook(entering(name), prepend=True)
                 module.register_forward_hook(leaving)
-        runs = [_summed(run(marks)) for _ in range(1 + repeats)][1:]
-    names = {name for found in runs for name in found}
-    return {name: statistics.median(found.get(name, 0.0) for found in runs) for name in sorted(names)}
-
-
-def _summed(spans: Spans) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for name, seconds in spans:
-        sums[name] = sums.get(name, 0.0) + seconds
-    return sums
+        runs = [run(marks) for _ in range(1 + repeats)][1:]
+    names = sorted({name for spans in runs for name, _ in spans})
+    sums = [dict.fromkeys(names, 0.0) for _ in runs]
+    for found, spans in zip(sums, runs, strict=True):
+        for name, seconds in spans:
+            found[name] += seconds
+    return {name: statistics.median(found[name] for found in sums) for name in names}
 
 
 def _dealt_out(graph: ChannelGraph, own: dict[str, float]) -> tuple[list[float], float]:
@@ -269,15 +271,3 @@ def _dealt_out(graph: ChannelGraph, own: dict[str, float]) -> tuple[list[float],
 
 def _kinds(graph: ChannelGraph) -> tuple[tuple[str, str], ...]:
     return tuple((term.kind, term.where) for term in graph.terms)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(value)
-    return float(value)

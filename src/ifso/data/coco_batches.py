@@ -238,12 +238,12 @@ class BoxDataset(DecodedDataset):
 
     def batch(self, epoch: int, indices: list[int]) -> tuple[Any, list[Target]]:
         """The images and the boxes in them."""
-        mirrored = [self.mirror and self._is_mirrored(epoch, index) for index in indices]
+        mirrored = [False] * len(indices)
+        if self.mirror:
+            drawn = (generator(self.seed, f"mirror {epoch}/{index}") for index in indices)
+            mirrored = [bool(torch.rand((), generator=random) < 0.5) for random in drawn]
         targets = [self.samples.target(index, turned) for index, turned in zip(indices, mirrored, strict=True)]
         return self.samples.images(indices, mirrored), targets
-
-    def _is_mirrored(self, epoch: int, index: int) -> bool:
-        return bool(torch.rand((), generator=generator(self.seed, f"mirror {epoch}/{index}")) < 0.5)
 
 
 class BoxLoading(Loading):

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from ifso.common.distributed import is_distributed, mean_over_ranks, sum_over_ranks
 from ifso.common.loss_fn import LossFn
+from ifso.common.module_state import unwrapped
+from ifso.common.tensors import to_float32
 from ifso.common.torch_state import eval_mode
 from ifso.errors import TrainingError
 from ifso.tasks.classification import check_same_classes, cross_entropy, logits_in
-from ifso.tasks.detection import detection_losses, to_float32, unwrapped
+from ifso.tasks.detection import detection_losses
 
 
 def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ifso.common.module_state import tensor_slots
+from ifso.common.tensors import to_float32
 from ifso.errors import TrainingError
 from ifso.training.checkpoint import copy_tensors_
 from ifso.training.settings import TrainSettings
@@ -192,9 +193,7 @@ class Ema:
         for name, module, key in tensor_slots(model):
             self._slots.setdefault(name, (module, key))
         live = self._live()
-        self._average = {
-            name: tensor.detach().to(_at_least_float32(tensor), copy=True) for name, tensor in live.items()
-        }
+        self._average = {name: to_float32(tensor.detach()).clone() for name, tensor in live.items()}
         self._averaged = [name for name in live if self._is_averaged(name)]
         device = next(iter(live.values())).device if live else torch.device("cpu")
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -265,10 +264,6 @@ class Ema:
     def _check_not_applied(self) -> None:
         if self._applied:
             raise TrainingError("the model holds its average now; leave `applied()` before the next update")
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 @torch.no_grad()
