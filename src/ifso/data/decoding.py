@@ -25,7 +25,7 @@ from ifso.common.files import is_file
 from ifso.common.text import one_line
 from ifso.data.base import Data
 from ifso.data.batches import WHOLE, Batch, Epochs, Shard, check_batch_size, generator
-from ifso.errors import DataError
+from ifso.errors import DataError, required
 
 Colours = tuple[float, ...]
 
@@ -42,13 +42,7 @@ Key = tuple[int, list[int]]
 
 def need_torchvision(name: str, extra: str) -> None:
     """DataError if images cannot be decoded, with the extra of ifso that brings what the data ``name`` needs."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
-            f'pip install "ifso[{extra}]"'
-        ) from error
+    required("torchvision", f"{name}: images are decoded with torchvision", extra, DataError)
 
 
 def workers_for(asked: int | None) -> int:

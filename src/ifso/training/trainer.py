@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -286,15 +286,12 @@ def fit_side_by_side(trainers: Sequence[Trainer]) -> list[IfsoError | None]:
     With dropout the numbers drawn by one network depend on the others.
     """
     failures: list[IfsoError | None] = [None] * len(trainers)
-    turns = RoundRobin()
-    with seeded_rng([trainer.model for trainer in trainers], trainers[0].settings.seed if trainers else 0):
+    seed = trainers[0].settings.seed if trainers else 0
+    with closing(RoundRobin()) as turns, seeded_rng([trainer.model for trainer in trainers], seed):
         for number, trainer in enumerate(trainers):
             turns.add(trainer, partial(failures.__setitem__, number))
-        try:
-            while turns.size:
-                turns.turn()
-        finally:
-            turns.close()
+        while turns.size:
+            turns.turn()
     return failures
 
 
