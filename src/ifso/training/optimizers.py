@@ -194,7 +194,12 @@ class Ema:
             self._slots.setdefault(name, (module, key))
         live = self._live()
         self._average = {name: to_float32(tensor.detach()).clone() for name, tensor in live.items()}
-        self._averaged = [name for name in live if self._is_averaged(name)]
+        self._alike: dict[tuple[bool, torch.device, torch.dtype], list[str]] = {}
+        for name, mean in self._average.items():
+            module, key = self._slots[name]
+            statistics = isinstance(module, _NormBase) and key in {"running_mean", "running_var"}
+            averaged = mean.is_floating_point() and (key in module._parameters or statistics)
+            self._alike.setdefault((averaged, mean.device, mean.dtype), []).append(name)
         device = next(iter(live.values())).device if live else torch.device("cpu")
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._applied = False
@@ -203,18 +208,16 @@ class Ema:
     def update(self) -> None:
         """Take the model's present weights into the average."""
         self._check_not_applied()
-        live, averaged = self._live(), set(self._averaged)
-        updates = self._updates.double()
+        live, updates = self._live(), self._updates.double()
         weight = 1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay)
-        for names in self._alike(self._averaged):
-            means = [self._average[name] for name in names]
-            step = torch._foreach_sub(
-                [live[name].to(mean.dtype) for name, mean in zip(names, means, strict=True)], means
-            )
-            torch._foreach_mul_(step, weight.to(means[0].device, means[0].dtype))
-            torch._foreach_add_(means, step)
-        for names in self._alike([name for name in live if name not in averaged]):
-            _copy_({name: self._average[name] for name in names}, live)
+        for (averaged, device, dtype), names in self._alike.items():
+            means, now = ([tensors[name] for name in names] for tensors in (self._average, live))
+            if averaged:
+                step = torch._foreach_sub([tensor.to(dtype) for tensor in now], means)
+                torch._foreach_mul_(step, weight.to(device, dtype))
+                torch._foreach_add_(means, step)
+            else:
+                torch._foreach_copy_(means, now)
         self._updates += 1
 
     @contextmanager
@@ -247,19 +250,6 @@ class Ema:
     def _live(self) -> dict[str, Tensor]:
         """The model's tensors, looked up anew: buffers may be replaced when a model is moved."""
         return {name: getattr(module, key) for name, (module, key) in self._slots.items()}
-
-    def _is_averaged(self, name: str) -> bool:
-        module, key = self._slots[name]
-        statistics = isinstance(module, _NormBase) and key in {"running_mean", "running_var"}
-        return self._average[name].is_floating_point() and (key in module._parameters or statistics)
-
-    def _alike(self, names: list[str]) -> list[list[str]]:
-        """Names of averages of the same device and dtype together."""
-        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name in names:
-            mean = self._average[name]
-            groups.setdefault((mean.device, mean.dtype), []).append(name)
-        return list(groups.values())
 
     def _check_not_applied(self) -> None:
         if self._applied:
