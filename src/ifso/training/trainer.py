@@ -21,7 +21,7 @@ from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import same_modes
 from ifso.errors import DataError, DivergedError, IfsoError, RunError, TrainingError
 from ifso.pruning.recovery import first_bad, refuse_spoilt_weights
-from ifso.tasks.classification import cross_entropy
+from ifso.tasks.classification import classification, cross_entropy
 from ifso.training.checkpoint import (
     RNG,
     InputDigests,
@@ -34,7 +34,7 @@ from ifso.training.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from ifso.training.losses import NamedLosses, classification
+from ifso.training.losses import NamedLosses
 from ifso.training.objective import MixedBatches, MixedFiles
 from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
