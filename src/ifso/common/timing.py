@@ -33,16 +33,31 @@ class Ready:
 
     def seconds(self) -> float:
         """Time of one call."""
-        if self.device.type != "cuda":
-            begun = time.perf_counter()
-            self.call()
-            return time.perf_counter() - begun
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start = now(self.device)
         self.call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000
+        end = now(self.device)
+        wait(self.device)
+        return between(start, end)
+
+
+def now(device: torch.device) -> Any:
+    """A moment of the work on a device: the time, or an event on a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Seconds from one moment to another; a GPU must have come so far."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU is through."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def make_ready(function: Callable[[], Any], device: torch.device) -> Ready:

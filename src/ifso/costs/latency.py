@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from ifso.common.module_state import device_of
 from ifso.common.tensors import WatchedCalls, WatchedLeavings, map_tensors
-from ifso.common.timing import middle
+from ifso.common.timing import between, middle, now, wait
 from ifso.common.torch_state import preserved
 from ifso.costs.cost import MAC_KINDS, check_fits
 from ifso.errors import IfsoError, RunError, StaleGraphError
@@ -168,15 +167,15 @@ def _ready(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> Iterato
 
     def run(marks: Marks) -> Spans:
         copies = map_tensors(inputs, lambda tensor: tensor.detach().to(device, copy=True))
-        _wait(device)
-        marks[:] = [("", _now(device))]
+        wait(device)
+        marks[:] = [("", now(device))]
         try:
             call_model(model, copies)
         except Exception as error:
             raise explain(error, model, copies) from error
-        marks.append(("", _now(device)))
-        _wait(device)
-        return [(name, _between(start, end)) for (name, start), (_, end) in pairwise(marks)]
+        marks.append(("", now(device)))
+        wait(device)
+        return [(name, between(start, end)) for (name, start), (_, end) in pairwise(marks)]
 
     gpus = [device] if device.type == "cuda" else []
     on_device = torch.cuda.device(device) if gpus else contextlib.nullcontext()
@@ -202,23 +201,6 @@ def _device(model: nn.Module) -> torch.device:
     return device
 
 
-def _now(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _own_seconds(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> dict[str, float]:
     """For each module the seconds of one pass spent in it but in none of its children: medians over the runs."""
     device = _device(model)
@@ -228,13 +210,13 @@ def _own_seconds(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> d
     def entering(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             stack.append(name)
-            marks.append((name, _now(device)))
+            marks.append((name, now(device)))
 
         return hook
 
     def leaving(*_: Any) -> None:
         stack.pop()
-        marks.append((stack[-1], _now(device)))
+        marks.append((stack[-1], now(device)))
 
     with _ready(model, inputs, repeats, warm_up) as run:
         for name, module in model.named_modules():

@@ -30,9 +30,6 @@ MOST_CLASSES = 2**20
 CROP = 224
 """Pixels of an image of ImageNet in width and height."""
 
-Cut = Callable[[Tensor], Tensor]
-"""Makes an image [3, size, size] out of one of any size."""
-
 
 @dataclass(frozen=True, eq=False)
 class ImageFolders:
@@ -166,14 +163,13 @@ class DecodedImages(DecodedDataset):
 
     def batch(self, epoch: int, indices: list[int]) -> Batch:
         """The images, each cut in a way of its own."""
-        return torch.stack([self.image(epoch, index) for index in indices]), self.files.labels[indices]
-
-    def image(self, epoch: int, index: int) -> Tensor:
-        """One image [3, H, W] in uint8."""
-        image = self.files.read(index)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(generator(self.seed, f"{epoch}/{index}").initial_seed())
-            return self.cut(image)
+        cut = []
+        for index in indices:
+            image = self.files.read(index)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(generator(self.seed, f"{epoch}/{index}").initial_seed())
+                cut.append(self.cut(image))
+        return torch.stack(cut), self.files.labels[indices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,26 +198,23 @@ class ImageFolderData(DecodedData):
         return len(self.classes)
 
     def decoded(self, samples: Files, augment: bool) -> DecodedImages:
-        """The images, each as a random window or in whole."""
-        return DecodedImages(samples, self._window() if augment else self._whole(), self.seed)
+        """Of each image the middle, of 7/8 of the shorter edge, or what was cut out already.
+
+        If ``augment``, a random window of 8 to 100 % of it, up to 4:3 or 3:4, mirrored in half of all cases.
+        """
+        from torchvision.transforms import v2
+
+        if augment:
+            cut = v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
+        elif isinstance(samples, JpegBytes):
+            cut = nn.Identity()
+        else:
+            cut = v2.Compose([v2.Resize(self.size * 8 // 7, antialias=True), v2.CenterCrop(self.size)])
+        return DecodedImages(samples, cut, self.seed)
 
     def example_inputs(self) -> Tensor:
         """The first test image [1, 3, H, W], normalised."""
         return self._first(self.test, 1)[0]
-
-    def _whole(self) -> Cut:
-        """How an image is cut to size where nothing is left to chance: its middle, of 7/8 of the shorter edge."""
-        from torchvision.transforms import v2
-
-        if isinstance(self.test, JpegBytes):
-            return nn.Identity()  # they are cut already
-        return v2.Compose([v2.Resize(self.size * 8 // 7, antialias=True), v2.CenterCrop(self.size)])
-
-    def _window(self) -> Cut:
-        """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
-        from torchvision.transforms import v2
-
-        return v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
 
 
 def open_imagenet(path: str, opening: Opening) -> ImageFolderData:
