@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ifso.criteria.base import Task
 from ifso.curvature.weight_space import Reader
@@ -213,7 +212,10 @@ def argument(args: Any, kwargs: Any, name: str) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in nested containers."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def in_rows(x: Tensor, dim: int) -> Tensor:

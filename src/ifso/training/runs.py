@@ -130,14 +130,8 @@ def train_side_by_side(
 
 def _open_folder(training: Training, resume: bool) -> RunFolder | None:
     """The folder, opened by the first process only."""
-
-    def opened() -> RunFolder | None:
-        if rank():
-            return None
-        way = RunFolder.resume if resume else RunFolder.create
-        return way(training.folder, training.config)
-
-    return together(opened)
+    way = RunFolder.resume if resume else RunFolder.create
+    return together(lambda: None if rank() else way(training.folder, training.config))
 
 
 def _batches_and_loss(
