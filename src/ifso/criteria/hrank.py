@@ -42,16 +42,13 @@ class HRank(Criterion):
 
         with undisturbed(task.model), ReadingLayers(task, visit, everywhere=False):
             task.loss_fn(task.model, batch)
-        self._refuse_unseen(task, maps)
-        return ranks / maps.clamp(min=1)
-
-    def _refuse_unseen(self, task: Task, maps: Tensor) -> None:
         for group in task.graph.groups:
             if not bool(maps[group.units].all()):
                 raise ScoreError(
                     f"criterion 'hrank' saw no feature map of group {group.name!r}: no conv or linear layer that ran "
                     "reads it; use ifso, taylor or magnitude, which allow for other layers"
                 )
+        return ranks / maps.clamp(min=1)
 
 
 def _ranks(maps: Tensor, name: str) -> Tensor:

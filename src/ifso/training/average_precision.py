@@ -83,8 +83,9 @@ def average_precision(detections: Tensor, truth: Annotations, images: Sequence[i
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
-    coco = COCO(truth.as_coco())
-    evaluator = COCOeval_faster(coco, coco.loadRes(_with_sizes(detections)), iouType="bbox")
+    coco, rows = COCO(truth.as_coco()), detections.double()
+    of_sizes = torch.cat([rows[:, :3], rows[:, 3:5] - rows[:, 1:3], rows[:, 5:]], 1)  # left, top, width, height
+    evaluator = COCOeval_faster(coco, coco.loadRes(of_sizes.cpu().numpy()), iouType="bbox")
     evaluator.params.imgIds = sorted(images)
     evaluator.evaluate()
     evaluator.accumulate()
@@ -255,12 +256,6 @@ def _targets_as_truth(seen: _Seen) -> Annotations:
         crowd=targets[:, 7] != 0,
         categories={label: str(label) for label in labels},
     )
-
-
-def _with_sizes(detections: Tensor) -> Any:
-    """The detections as an array with boxes of left, top, width, height."""
-    rows = detections.double()
-    return torch.cat([rows[:, :3], rows[:, 3:5] - rows[:, 1:3], rows[:, 5:]], 1).cpu().numpy()
 
 
 def _mean(precision: Any) -> float | None:
