@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
-from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, SCRATCH, TAUGHT, UNPRUNED, Row, Variant
+from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, SCRATCH, STEP, TAUGHT, UNPRUNED, Row, Variant
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
-OURS_TO_USE = ("lr", "batch")
-"""Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
+OURS_TO_USE = ("lr", "batch", "path")
+"""Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer, its batches and its budget."""
 
 OF_THE_NETWORK = ("batch", "round_to", "min_units")
 """Options of pruning that the default run takes from a row, too: the others are those of Algorithm 2."""
@@ -37,13 +37,17 @@ RECIPES_BY_CHANGES = {**DETECTORS_RECIPES, TAUGHT: ("patient", {})}
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a row pruned by one criterion (with a variant of its options), fine-tuned by one recipe from a seed."""
+    """One run: a row pruned by one criterion (with a variant of its options), fine-tuned by one recipe from a seed.
+
+    ``path`` are the shares removed for which its pruning may leave a network, if that is for other rows, too.
+    """
 
     row: Row
     criterion: str
     recipe: str
     seed: int = 0
     variant: Variant = field(default_factory=Variant)
+    path: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,7 +63,14 @@ class Job:
     @property
     def prune(self) -> dict[str, Any]:
         """All options of pruning but those of the criterion, as plain values."""
-        return {**self._usual_prune, **{key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}}
+        changed = {key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}
+        return {**self._usual_prune, **changed, **({"path": STEP} if self.passes else {})}
+
+    @property
+    def passes(self) -> tuple[float, ...]:
+        """The shares removed for each of which the pruning leaves a network; empty where it has one end only."""
+        schedule = {**self._usual_prune, **self.changes}.get("schedule", "incremental")
+        return self.path if self.prunes and schedule == "incremental" else ()
 
     @property
     def criterion_options(self) -> dict[str, Any]:
@@ -115,7 +126,8 @@ class Job:
             keywords = {"preset": PRESET, **keywords, "schedule": _schedule(self.prune.get("schedule", "incremental"))}
         if "lr" in self.prune:
             keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
-        budget = Budget(macs=round(1 - self.row.removed, 12))
+        kept = tuple(round(1 - share, 12) for share in self.passes or (self.row.removed,))
+        budget = Budget(macs=kept if self.passes else kept[0])
         chance = {"seed": self.seed} if self.criterion == "random" else {}
         criterion = create(self.criterion, **self.criterion_options, **chance)
         return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}

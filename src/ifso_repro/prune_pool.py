@@ -20,6 +20,7 @@ import torch
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
+from ifso_repro.provenance import facts_of
 from ifso_repro.workspace import Workspace, prune_job
 
 GRACE = 20.0
@@ -123,7 +124,7 @@ class PrunePool:
         try:
             if failure is not None:
                 raise PruningFailed(*failure)
-            facts = self._space.prune_facts(job)
+            facts = facts_of(self._space.pruned_folder(job) / "summary.json")
         except IfsoError as error:
             self._failures[name] = PruningFailed(str(error), error.exit_status)
             return
