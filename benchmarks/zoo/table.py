@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from catalog import LIBRARIES
+from benchmarks.zoo.networks import LIBRARIES
 
 Results = Mapping[str, Mapping[str, Any]]
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.gpu_zoo.networks import Entry
-from benchmarks.lively import calibrate_, perturb_
+from benchmarks.zoo.lively import calibrate_, perturb_
+from benchmarks.zoo.networks import Entry
 from ifso.common.loss_fn import LossFn, is_random
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
@@ -124,12 +124,12 @@ def still_(model: nn.Module) -> nn.Module:
         if is_random(module):
             module.eval()
         if isinstance(getattr(module, "drop_rate", None), float):  # of a dropout in a ``forward``, as timm has them
-            module.drop_rate = 0.0
+            module.drop_rate = 0.0  # type: ignore[assignment]
     return model
 
 
 def enliven_(model: nn.Module, feed: Callable[[int], Any], device: torch.device) -> None:
-    """Weights on which scores are not degenerate, see :mod:`benchmarks.lively`; the model stays there, in eval mode."""
+    """Weights on which scores show something, see :mod:`benchmarks.zoo.lively`; the model stays there, in eval mode."""
     perturb_(model.eval(), SEED)
     moved_(model, device)
     images = on(device, feed(SEED)[0])
