@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo.cases import SEED, SMALL_SIZES, scenes
 from benchmarks.zoo.lively import calibrate_, perturb_
 from benchmarks.zoo.networks import Entry
 from ifso.common.tensors import map_tensors, tensors_in
 
-SEED = 0
-SIZES = (64, 96, 112, 128, 160, 192, 224, 256)
 CLIPS = ((8, 64), (16, 64), (16, 112), (16, 224))
 """Frames and size of the videos to try."""
 
@@ -152,7 +151,7 @@ def _count(build: Callable[[], nn.Module]) -> int:
 
 def _image(entry: Entry) -> Iterator[Candidate]:
     """Torchvision classification and segmentation; ``image_size`` where the builder takes it."""
-    for size in SIZES:
+    for size in SMALL_SIZES:
         options = {"image_size": size} if entry.name.startswith("vit_") else {}
         yield Candidate(_torchvision(entry, **options), _images(2, size))
 
@@ -186,7 +185,7 @@ def _timm(entry: Entry) -> Iterator[Candidate]:
     if not timm.is_model(entry.name):
         raise Absent(f"timm {timm.__version__} has no such network")
     native = timm.get_pretrained_cfg(entry.name).input_size[-1]
-    for size in dict.fromkeys([*SIZES, native]):
+    for size in dict.fromkeys([*SMALL_SIZES, native]):
         for options in ({"img_size": size}, {}):
             yield Candidate(partial(timm.create_model, entry.name, **options), _images(2, size))
 
@@ -198,6 +197,7 @@ def _images(count: int, *sizes: int) -> Callable[[], tuple[Tensor]]:
 
 SCORE_THRESHOLD = 1e-3
 """Low, so that a network with random weights has detections."""
+SCENES = ((160, 192), (224, 176))
 FEW = 8
 """Detections kept per image."""
 PROPOSALS = {
@@ -216,23 +216,8 @@ def _detection(entry: Entry) -> Iterator[Candidate]:
         options = dict(PROPOSALS)
     if not entry.name.startswith("ssd"):
         options |= {"min_size": 160, "max_size": 256}
-    yield Candidate(_torchvision(entry, **options), _scenes, lambda: (*_scenes(), _targets(entry.name)), abstract=False)
 
+    def seen() -> tuple[Any, Any]:
+        return scenes(entry.name, SCENES, torch.Generator().manual_seed(SEED))
 
-def _scenes() -> tuple[list[Tensor]]:
-    return ([torch.rand(3, 160, 192), torch.rand(3, 224, 176)],)
-
-
-def _targets(name: str) -> list[dict[str, Tensor]]:
-    """Three boxes per image with what the network wants to know about them."""
-    boxes = torch.tensor([[10.0, 20.0, 90.0, 100.0], [30.0, 30.0, 150.0, 140.0], [5.0, 60.0, 60.0, 150.0]])
-    targets = []
-    for image in _scenes()[0]:
-        target = {"boxes": boxes.clone(), "labels": torch.tensor([1, 1, 1] if "keypoint" in name else [1, 7, 15])}
-        if "mask" in name:
-            target["masks"] = (torch.rand(3, *image.shape[-2:]) > 0.5).to(torch.uint8)
-        if "keypoint" in name:
-            places = boxes[:, None, :2] + torch.rand(3, 17, 2) * (boxes[:, None, 2:] - boxes[:, None, :2])
-            target["keypoints"] = torch.cat([places, torch.ones(3, 17, 1)], dim=2).float()
-        targets.append(target)
-    return targets
+    yield Candidate(_torchvision(entry, **options), lambda: seen()[:1], seen, abstract=False)

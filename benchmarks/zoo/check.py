@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.build import SEED, Absent, Case, build, finite, in_float64_if_possible
+from benchmarks.zoo.build import Absent, Case, build, finite, in_float64_if_possible
+from benchmarks.zoo.cases import SEED
 from benchmarks.zoo.lively import calibrate_, perturb_
 from benchmarks.zoo.networks import LIBRARIES, Entry
 from ifso.common.tensors import tensors_in

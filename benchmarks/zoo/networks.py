@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,10 +16,7 @@ from ifso.errors import IfsoError
 FAMILIES = Path(__file__).resolve().parent / "timm_families.json"
 """{timm.models module: {model, params, input_size}}, the smallest model of each module."""
 
-NAMES = FAMILIES.with_name("timm_names.json")
-"""The same by the first word of the model name: finer than modules, which may hold several architectures."""
-
-SETS = ("torchvision", "timm", "timm-names", "all", "third-party")
+SETS = ("torchvision", "timm", "all", "third-party")
 """Those of ``benchmarks/zoo/run.py``."""
 
 LIBRARIES = {
@@ -64,8 +60,7 @@ class Entry:
 def entries(which: str) -> list[Entry]:
     """The networks of a set in a fixed order; ``"all"`` is torchvision and the timm families."""
     found = torchvision_entries(ALL_KINDS) if which in ("torchvision", "all") else []
-    found += timm_entries(FAMILIES) if which in ("timm", "all") else []
-    found += timm_entries(NAMES) if which == "timm-names" else []
+    found += timm_entries() if which in ("timm", "all") else []
     return found + (third_party_entries() if which == "third-party" else [])
 
 
@@ -146,46 +141,30 @@ def third_party_entries() -> list[Entry]:
     ]
 
 
-def write_timm_choices() -> str:
-    """Choose the smallest model of every timm family, by module and by name; say what was skipped."""
-    import timm
-
-    models = {module: timm.list_models(module=module) for module in timm.list_modules()}
-    module_of = {name: module for module, names in models.items() for name in names if not name.startswith("test_")}
-    sizes, skipped = _sizes(module_of)
-    _write(FAMILIES, sizes, module_of.__getitem__)
-    _write(NAMES, sizes, lambda name: re.split(r"[_\d]", name)[0])
-    lost = sorted(set(models) - {module_of[name] for name in sizes})
-    return (
-        f"{len(sizes)} of {len(module_of)} timm models measured, {len(json.loads(FAMILIES.read_text()))} families, "
-        f"{len(json.loads(NAMES.read_text()))} names; skipped {skipped}; families without a model: {lost}"
-    )
-
-
-def _sizes(names: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Parameters and native input of each model, built on the meta device."""
+def write_families(file: Path = FAMILIES) -> str:
+    """Choose the model with the fewest weights (then the smallest input) of every timm family; say what was skipped."""
     import timm
     import torch
 
-    sizes: dict[str, dict[str, Any]] = {}
-    skipped = []
-    for name in names:
-        try:
-            with warnings.catch_warnings(), torch.device("meta"):
-                warnings.simplefilter("ignore")
-                model = timm.create_model(name)
-        except Exception as error:  # whatever a third-party constructor raises
-            skipped.append(f"{name} ({type(error).__name__})")
-            continue
-        params = sum(parameter.numel() for parameter in model.parameters())
-        sizes[name] = {"model": name, "params": params, "input_size": list(model.pretrained_cfg["input_size"])}
-    return sizes, skipped
-
-
-def _write(file: Path, sizes: dict[str, dict[str, Any]], family: Callable[[str], str]) -> None:
-    """Keep the model with the fewest parameters (then the smallest input) of each family."""
-    chosen: dict[str, dict[str, Any]] = {}
-    for name in sorted(sizes, key=lambda name: (sizes[name]["params"], sizes[name]["input_size"][-1], name)):
-        chosen.setdefault(family(name), sizes[name])
-    lines = [f"  {json.dumps(key)}: {json.dumps(chosen[key])}" for key in sorted(chosen)]
+    families: dict[str, dict[str, Any]] = {}
+    skipped: list[str] = []
+    for family in timm.list_modules():
+        for name in timm.list_models(module=family):
+            try:
+                with warnings.catch_warnings(), torch.device("meta"):
+                    warnings.simplefilter("ignore")
+                    model = timm.create_model(name)
+            except Exception as error:  # whatever a third-party constructor raises
+                skipped.append(f"{name} ({type(error).__name__})")
+                continue
+            params, size = sum(weight.numel() for weight in model.parameters()), model.pretrained_cfg["input_size"]
+            found = {"model": name, "params": params, "input_size": list(size)}
+            if not name.startswith("test_"):
+                families[family] = min(families.get(family, found), found, key=_size)
+    lines = [f"  {json.dumps(family)}: {json.dumps(families[family])}" for family in sorted(families)]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return f"{len(families)} families; skipped {', '.join(skipped) or 'none'}"
+
+
+def _size(found: dict[str, Any]) -> tuple[int, int, str]:
+    return found["params"], found["input_size"][-1], found["model"]

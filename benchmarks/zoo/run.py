@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # where ``benchmarks`` is, and not this folder, as the first place to look
 
 from benchmarks.zoo import table  # noqa: E402
-from benchmarks.zoo.networks import LIBRARIES, SETS, Entry, entries, write_timm_choices  # noqa: E402
+from benchmarks.zoo.networks import LIBRARIES, SETS, Entry, entries, write_families  # noqa: E402
 from benchmarks.zoo.worker import Worker, serving  # noqa: E402
 
 PACKAGES = ("torch", "torchvision", "timm")
@@ -36,7 +36,7 @@ def main() -> int:
     """The command line; status 4 if any network run now came out neither exact nor refused."""
     arguments = parse()
     if arguments.command == "catalog":
-        print(write_timm_choices())
+        print(write_families())
         return 0
     if arguments.command == "table":
         write_page(arguments.out, load(arguments.out), arguments.set)
@@ -74,8 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         for number, (entry, outcome) in enumerate(outcomes(todo, arguments), start=1):
             row = {"source": entry.source, "kind": entry.kind} | outcome
-            if arguments.set == "timm-names":
-                row["by_name"] = True
             results[entry.key] = row
             failed += row["status"] not in ("exact", "refused")
             print(progress(number, len(todo), entry, row), flush=True)
@@ -135,9 +133,6 @@ def chosen(arguments: argparse.Namespace, results: dict[str, Any]) -> list[Entry
         listed = [e for e in listed if any(fnmatch(e.key, p) or fnmatch(e.name, p) for p in arguments.only)]
         if not listed:
             raise SystemExit(f"no network in set {arguments.set!r} matches {' '.join(arguments.only)}")
-    if arguments.set == "timm-names":
-        families = {entry.key for entry in entries("timm")}
-        listed = [entry for entry in listed if entry.key not in families]
     if arguments.resume:
         again = {key for key, row in results.items() if arguments.retry and row["status"] != "exact"}
         listed = [entry for entry in listed if entry.key not in results or entry.key in again]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -104,21 +103,12 @@ class Job:
         """Whether anything is removed."""
         return self.criterion != UNPRUNED
 
-    def missing(self) -> tuple[str, ...]:
-        """Options that ``ifso.prune`` does not have (yet), so that the job cannot be run."""
-        from ifso.pruning.prune import prune
-
-        known = (*inspect.signature(prune).parameters, *OURS_TO_USE)
-        return tuple(option for option in self.prune if option not in known)
-
     def prune_keywords(self) -> dict[str, Any]:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
         from ifso.criteria.registry import create
         from ifso.pruning.budget import STAGED, Budget
         from ifso.pruning.settings import sgd
 
-        if self.missing():
-            raise IfsoError(f"{self.name}: ifso.prune has no option {', '.join(self.missing())}, so it cannot be run")
         keywords = {key: value for key, value in self.prune.items() if key not in OURS_TO_USE}
         if self.criterion == DEFAULT_RUN:
             keywords = {**{key: STAGED[key] for key in ("schedule", "update", "min_share")}, **keywords}

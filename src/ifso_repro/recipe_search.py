@@ -33,7 +33,7 @@ from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings, training_recipe
 from ifso.training.trainer import Trainer, TrainerHooks, fit_side_by_side, seeded_rng
 from ifso_repro.cli import RECIPE
-from ifso_repro.commands import OUT, refuse_below_one, training_changes
+from ifso_repro.commands import OUT, training_changes
 from ifso_repro.results import keep_text
 from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
 
@@ -210,7 +210,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any]:
-    refuse_below_one(args, ("epochs", "seeds", "validation"))
     device = args.device or "cpu"
     usable = usable_device(device)
     effort = SMOKE if args.smoke else Effort()

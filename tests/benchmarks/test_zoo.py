@@ -226,7 +226,7 @@ def test_a_stop_ends_an_examination():
     threading.Timer(0.2, stopped.set).start()
     begun = time.monotonic()
     with Worker(hang, None, stopped=stopped) as worker:
-        assert worker.ask(DIGITS, 50) == ({"stage": "score", "units": 7}, "stopped")
+        assert worker.ask(DIGITS, 50)[1] == "stopped"
     assert time.monotonic() - begun < 20
 
 

@@ -52,9 +52,9 @@ def made_up(**changes):
         ("table2 --data cifar11:x", "--data cifar11:x: write one of cifar10:PATH, cifar100:PATH, imagenet:PATH"),
         ("table2 --data cifar10", "--data cifar10: write one of"),
         ("table2 --data cifar10:a --data cifar10:b", "--data gives cifar10 twice: a and b"),
-        ("table2 --seeds 0", "--seeds must be 1 or more, got 0"),
-        ("table2 --epochs 0", "--epochs must be 1 or more, got 0"),
-        ("table2 --workers 0", "--workers must be 1 or more, got 0"),
+        ("table2 --seeds 0", "--seeds: must be a whole number from 1 up, got '0'"),
+        ("table2 --epochs 0", "--epochs: must be a whole number from 1 up, got '0'"),
+        ("table2 --workers 0", "--workers: must be a whole number from 1 up, got '0'"),
         ("table2 --criteria taylor", "table2 has no criterion 'taylor'; it has true-loss, ifso"),
         ("table2 --recipes theirs", "table2 has no recipe 'theirs'; it has paper, brief"),
         ("table2 --prune steps=3", "--prune steps=3: write KEY=VALUE, with a key among schedule"),
@@ -66,7 +66,11 @@ def made_up(**changes):
         ("table2 --device gpu", "device 'gpu' cannot be used"),
         ("table2 --markdown x.md", "unrecognized arguments: --markdown x.md"),
         ("table2 --masks 3", "unrecognized arguments: --masks"),
-        ("run table2 --seeds x", "argument --seeds: invalid int value: 'x'; ifso repro run --help shows"),
+        (
+            "run table2 --seeds x",
+            "argument --seeds: must be a whole number from 1 up, got 'x'; ifso repro run --help shows",
+        ),
+        ("figure1 --workers 0", "--workers: must be a whole number from 1 up, got '0'"),
         ("figure1 --lanes 3", "unrecognized arguments: --lanes"),
         ("run figure1", "figure1 is a study of another kind; give its command: ifso repro figure1"),
         ("list recipe", "recipe is a study of another kind; give its command: ifso repro recipe"),
@@ -262,7 +266,7 @@ def test_from_data_to_the_table_of_results(tmp_path, capsys, monkeypatch):
     assert "tiny-cifar10-40.ifso.ours.0" in out
     assert "· training tiny-cifar10 for 1 epochs" in err
     assert AtOnce.made == ["tiny-cifar10-40.ifso.0"]
-    result = json.loads((tmp_path / "results" / "tiny-cifar10-40.ifso.taught.0.json").read_text())
+    result = json.loads((tmp_path / "results" / "tiny-cifar10-40.ifso.ours.0.json").read_text())
     assert (result["epochs"], result["prune"]["units_per_step"], result["prune"]["lr"]) == (1, 3, 0.02)
     assert main([*words, "--json"]) == 2
     out, err = capsys.readouterr()

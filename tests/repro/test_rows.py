@@ -80,7 +80,7 @@ def test_every_shipped_job_is_one_that_prune_and_training_take(name):
         epochs = row.finetune["epochs"] if job.recipe == "paper" or row.detects else own.epochs
         batch = row.finetune.get("batch", own.batch)
         assert (settings.epochs, settings.batch, settings.seed) == (epochs, batch, job.seed)
-        if job.missing() or job.criterion in (UNPRUNED, SCRATCH):
+        if job.criterion in (UNPRUNED, SCRATCH):
             continue
         keywords = job.prune_keywords()
         if job.criterion == DEFAULT_RUN:
@@ -96,15 +96,6 @@ def test_every_shipped_job_is_one_that_prune_and_training_take(name):
         assert pytest.approx(1 - row.removed) in kept
         assert bool(job.passes) == (job.criterion in find_study(name).path and checked.schedule == "incremental")
         assert checked.criterion.name == job.criterion
-
-
-def test_only_the_scores_of_figure_8_want_an_option_that_prune_has_not():
-    wanting = {(name, job.missing()) for name in studies() for job in study(name, seeds=1) if job.missing()}
-    assert wanting <= {("figure8", ("accumulation",))}
-    for name, _ in wanting:
-        job = next(job for job in study(name) if job.missing())
-        with pytest.raises(IfsoError, match=r"ifso\.prune has no option accumulation"):
-            job.prune_keywords()
 
 
 def test_fewer_seeds_of_some_rows_than_a_study_has():
