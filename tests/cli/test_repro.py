@@ -68,7 +68,7 @@ def made_up(**changes):
         ("table2 --masks 3", "unrecognized arguments: --masks"),
         (
             "run table2 --seeds x",
-            "argument --seeds: must be a whole number from 1 up, got 'x'; ifso repro run --help shows",
+            "a whole number from 1 up, got 'x'; ifso repro run --help shows",
         ),
         ("figure1 --workers 0", "--workers: must be a whole number from 1 up, got '0'"),
         ("figure1 --lanes 3", "unrecognized arguments: --lanes"),
