@@ -19,6 +19,7 @@ from ifso.data.generated import generated_boxes, generated_images
 from ifso.errors import DataError, RecipeError
 from ifso.models import load_weights
 from ifso.runs.files import NETWORKS
+from ifso.runs.reading import read_run
 from ifso.training.evaluation import evaluate
 from ifso.training.padded_finetune import padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
@@ -276,10 +277,15 @@ class Workspace:
         """Shares kept, seconds and accuracies of the network of a job; empty if its pruning has not been done."""
         if not job.prunes:
             return UNTOUCHED
-        facts = facts_of(self.pruned_folder(job) / "summary.json")
-        network = self.pruned_network(job).name
-        passed = [stage for stage in facts.get("stages", ()) if stage.get("network") == network]
-        return facts_at(passed[0]) if passed else facts
+        passed = self.passed(job)
+        return facts_of(self.pruned_folder(job) / "summary.json") if passed is None else facts_at(passed)
+
+    def passed(self, job: Job) -> Mapping[str, Any] | None:
+        """What a pruning for several budgets tells of the network that it has left for ``job`` on its way."""
+        folder, network = self.pruned_folder(job), self.pruned_network(job)
+        if network == folder or not network.is_dir():
+            return None
+        return next((stage for stage in read_run(folder).stages if stage.get("network") == network.name), None)
 
 
 def reset_(model: nn.Module, seed: int) -> None:

@@ -10,8 +10,9 @@ import torch
 from tiny_rows import AtOnce, few_images, tiny_row
 
 from ifso.common.files import write_tensors
-from ifso.errors import IfsoError, TrainingError
+from ifso.errors import DataError, IfsoError, TrainingError
 from ifso_repro import runner as running
+from ifso_repro import workspace
 from ifso_repro.commands import Rank, _state, dealt
 from ifso_repro.jobs import Job
 from ifso_repro.provenance import made_from_pruning
@@ -402,6 +403,29 @@ class TestOnePruningForAllBudgets:
         assert shop.pruned_folder(replace(job, variant=Variant(), path=())).name == "tiny-cifar10-40.ifso.0"
         changed = replace(shop, prune={"schedule": "mixed:0.5"})
         assert changed.pruned_folder(Job(row, "ifso", "brief", path=self.PATH)).name == "tiny-cifar10-40.ifso.0"
+
+    @pytest.mark.parametrize("criterion", ["true-loss", "ifso"])
+    def test_one_that_fails_on_its_way_leaves_what_it_has_passed(self, shop, tmp_path, monkeypatch, at_once, criterion):
+        jobs = [Job(tiny_row(tmp_path, removed=share), criterion, "brief", path=self.PATH) for share in (0.2, 0.3, 0.4)]
+        made, passed = workspace._evaluation, shop.pruned_network(jobs[0])
+
+        def failing(*args):
+            def evaluate(network):
+                if passed.is_dir():
+                    raise DataError("no more images")
+                return made(*args)(network)
+
+            return evaluate
+
+        monkeypatch.setattr(workspace, "_evaluation", failing)
+        failures = ran(shop, jobs).failures
+        assert [failure.partition(".")[0] for failure in failures] == ["tiny-cifar10-30", "tiny-cifar10-40"]
+        (result,) = read(shop.results)
+        assert (result.row, result.prune["path"]) == ("tiny-cifar10-20", 0.1)
+        monkeypatch.undo()
+        monkeypatch.setattr(running, "PrunePool", AtOnce)
+        assert ran(shop, jobs).failures == []
+        assert len(read(shop.results)) == 3
 
     def test_a_result_of_another_pruning_does_not_count(self, shop, tmp_path, at_once):
         job = Job(tiny_row(tmp_path), "ifso", "brief")
