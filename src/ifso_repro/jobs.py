@@ -23,7 +23,6 @@ OF_THE_NETWORK = ("batch", "round_to", "min_units")
 PRESET = "paper"
 """What stands for options of pruning that a row does not name."""
 
-MIXED = "mixed:"
 DETECTORS_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "detection": ("detection", {}),
     "distilled": ("detection", {"distill": 0.5}),
@@ -105,6 +104,7 @@ class Job:
 
     def prune_keywords(self) -> dict[str, Any]:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
+        from ifso.cli.prune_options import schedule_of
         from ifso.criteria.registry import create
         from ifso.pruning.budget import STAGED, Budget
         from ifso.pruning.settings import sgd
@@ -113,7 +113,11 @@ class Job:
         if self.criterion == DEFAULT_RUN:
             keywords = {**{key: STAGED[key] for key in ("schedule", "update", "min_share")}, **keywords}
         else:
-            keywords = {"preset": PRESET, **keywords, "schedule": _schedule(self.prune.get("schedule", "incremental"))}
+            keywords = {
+                "preset": PRESET,
+                **keywords,
+                "schedule": schedule_of(self.prune.get("schedule", "incremental")),
+            }
         if "lr" in self.prune:
             keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
         kept = tuple(round(1 - share, 12) for share in self.passes or (self.row.removed,))
@@ -171,14 +175,3 @@ def _leaves(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value)
         else:
             yield key, value
-
-
-def _schedule(name: str) -> Any:
-    from ifso.pruning.budget import Mixed
-
-    if not name.startswith(MIXED):
-        return name
-    try:
-        return Mixed(float(name.removeprefix(MIXED)))
-    except ValueError:
-        raise IfsoError(f"schedule = {name!r}: write a share of the way, such as mixed:0.75") from None

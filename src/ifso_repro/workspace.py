@@ -50,11 +50,6 @@ def smoke_data(row: Row, device: str, seed: int) -> Data:
     return replace(images, train=images.train.part(first))
 
 
-def smoke_row(row: Row) -> Row:
-    """The row, with a small network in place of a detector."""
-    return replace(row, network=DETECTOR, options=DETECTOR_OPTIONS) if row.detects else row
-
-
 def smoke_settings(row: Row) -> TrainSettings:
     """How an unpruned network is trained."""
     return training_recipe("detection", **SMOKE_BOXES) if row.detects else TrainSettings(**SMOKE)
@@ -174,8 +169,9 @@ class Workspace:
         """The unpruned network with random weights, always the same."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            used = smoke_row(row) if self.smoke else row
-            return ifso.create_model(used.network, num_classes=classes, **used.options)
+            small = self.smoke and row.detects
+            network, options = (DETECTOR, DETECTOR_OPTIONS) if small else (row.network, row.options)
+            return ifso.create_model(network, num_classes=classes, **options)
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
@@ -246,12 +242,7 @@ class Workspace:
         """
         if not self.device.startswith("cuda") or job.row.detects or not job.prunes:
             return pruned
-        wide = self.placed(self.fresh(job.row, data.num_classes))
-        try:
-            padded_(wide, pruned, data)
-        except RecipeError:
-            return pruned
-        return wide
+        return former_shape(self.placed(self.fresh(job.row, data.num_classes)), pruned, data)
 
     def prune_as(self, job: Job) -> Job:
         """``job`` with all changes to its pruning; in a smoke run only what sets a variant apart stays."""
@@ -286,6 +277,16 @@ class Workspace:
         if network == folder or not network.is_dir():
             return None
         return next((stage for stage in read_run(folder).stages if stage.get("network") == network.name), None)
+
+
+def former_shape(wide: nn.Module, pruned: nn.Module, data: Data, say: Callable[[str], object] = str) -> nn.Module:
+    """The ``wide`` network with zeros where ``pruned`` lacks units; that itself where this would not be exact."""
+    try:
+        padded_(wide, pruned, data)
+    except RecipeError as error:
+        say(f"trained in its own shape, because {error}")
+        return pruned
+    return wide
 
 
 def reset_(model: nn.Module, seed: int) -> None:
