@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.zoo.examine import NO_ROOM
 from benchmarks.zoo.float64 import CRITERIA
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -156,5 +157,6 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"{row['pruned']['macs']:.1%}" if "pruned" in row else "–"
     yield ", ".join(f"{row[key]['loss']:.3g}" for key in ("step", "step_after") if key in row) or "–"
     told = {**row.get("failed", {}), **row.get("refused", {})}
-    reasons = "; ".join(f"**{what}**: {reason}" for what, reason in told.items())
+    short = {what: "out of memory" if reason.startswith(NO_ROOM) else reason for what, reason in told.items()}
+    reasons = "; ".join(f"**{what}**: {reason}" for what, reason in short.items())
     yield reasons.replace("|", "\\|").replace("<", "&lt;")

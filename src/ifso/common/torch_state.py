@@ -121,16 +121,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         for module in norms:
             module.track_running_stats = False
-        for module, _ in recurrent:
-            module.training, module.dropout = True, 0.0
+        for part, _ in recurrent:
+            part.training, part.dropout = True, 0.0
         with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing), not_reentrant():
             yield
     finally:
         _forget_caches_of(modules)
         for module in norms:
             module.track_running_stats = True
-        for module, dropout in recurrent:
-            module.training, module.dropout = False, dropout
+        for part, dropout in recurrent:
+            part.training, part.dropout = False, dropout
         if others:
             with torch.no_grad():
                 torch._foreach_copy_(others, copies)
