@@ -11,6 +11,7 @@ from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_
 from ifso.cli.distributed import World, add_device, device_of, joined, leave
 from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.options import (
+    BATCH,
     MODEL,
     add_json,
     add_opening,
@@ -77,7 +78,7 @@ def _add_measuring(group: Any) -> None:
     add_device(group)
     group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
     group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
-    group.add_argument("--batch", type=positive, metavar="N", help=f"images at a time ({usual['batch']})")
+    group.add_argument("--batch", type=positive, metavar="N", help=f"{BATCH} ({usual['batch']})")
     group.add_argument(
         "--latency-batch", action="append", type=positive, metavar="N",
         help="images to time; repeat it (1 and 128; 1 and 8 with boxes)",

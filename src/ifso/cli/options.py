@@ -22,6 +22,8 @@ DATA = (
     "folder:PATH,size=64 makes the images so large"
 )
 
+BATCH = "images in one batch, however many processes share the work"
+
 
 def add_option(group: Any, name: str, kind: Any, metavar: str, words: str, **more: Any) -> None:
     """Declare ``--name`` without a default; ``bool`` as the ``kind`` also declares ``--no-name``."""

@@ -20,6 +20,7 @@ from ifso.cli.prune_options import (
     gather,
     prune_arguments,
     takes_default_steps,
+    takes_steps,
 )
 from ifso.cli.resume import resumable
 from ifso.common.text import measured
@@ -142,8 +143,10 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     import torch
 
     from ifso.cli.train_options import report_notes
+    from ifso.common.batches import shared_size
     from ifso.data import open_data
     from ifso.data.base import detects
+    from ifso.data.from_file import FileData
     from ifso.models.registry import is_program, network_for
     from ifso.pruning.budget import FLOPS, Budget
     from ifso.training.precision import loss_in
@@ -175,11 +178,14 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     model.train(settings.get("train_mode", True))
     example = _example_inputs(settings, data, world.device)
     batch = settings.get("batch", PRUNING_BATCH[data.task])
-    if world.ranks > 1:
-        listener.said(f"batches: {batch} samples on each of {world.ranks} ranks, {batch * world.ranks} in all")
+    own = isinstance(data, FileData)
+    each = shared_size(batch, world.ranks) if takes_steps(settings) and not own else batch
+    if world.ranks > 1 and not own:
+        shares = f"{each} of each batch on each of them" if each < batch else "whole batches on each of them"
+        listener.said(f"batches: {batch} samples, shared by {world.ranks} processes: {shares}")
     return {
         "model": model,
-        "train_batches": data.train_batches(batch_size=batch),
+        "train_batches": data.train_batches(batch_size=each),
         "loss_fn": loss_in(precision, data.loss_fn),
         "budget": budget,
         "example_inputs": example,

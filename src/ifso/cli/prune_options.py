@@ -12,6 +12,7 @@ from typing import Any
 
 from ifso.cli.distributed import add_device
 from ifso.cli.options import (
+    BATCH,
     DATA,
     MODEL,
     WEIGHTS,
@@ -56,7 +57,7 @@ STORED = (
 )
 """Options that a run is resumed with."""
 
-STAGED, MIXED = "staged", "mixed"
+STAGED, ONE_SHOT, MIXED = "staged", "one-shot", "mixed"
 LITERALS = {"true": True, "false": False, "none": None}
 
 
@@ -85,8 +86,7 @@ def _add_task(group: Any) -> None:
     add_opening(group)
     add_option(group, "input", shape, "1,3,32,32", "shape of the input that costs are counted on (the data's)")
     few, many = PRUNING_BATCH["detection"], PRUNING_BATCH["classification"]
-    words = f"samples in a batch, of each rank, not of all together as in trainings ({many}; {few} with boxes)"
-    add_option(group, "batch", int, "N", words)
+    add_option(group, "batch", int, "N", f"{BATCH} ({many}; {few} with boxes)")
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add_option(group, "ignore", str, "NAME", "modules to leave alone, by name or pattern", **several)
     add_option(group, "only", str, "NAME", "modules that may lose units (all)", **several)
@@ -126,7 +126,7 @@ def _add_stages(group: Any) -> None:
         "calibration",
         int,
         "N",
-        "training samples it looks at, in whole batches, of each rank (1024; fewer for large networks)",
+        "training samples that each process looks at, in whole batches (1024; fewer for large networks)",
     )
 
 
@@ -228,7 +228,20 @@ def takes_default_steps(settings: Mapping[str, Any]) -> bool:
     [False, True, False, False]
     """
     chosen = "lr" in settings or settings.get("preset") == "authors"
-    return not chosen and settings.get("schedule", defaults_of(settings)["schedule"]) != STAGED
+    return not chosen and _schedule(settings) != STAGED
+
+
+def takes_steps(settings: Mapping[str, Any]) -> bool:
+    """Whether there are steps of an optimizer between removals, each of one batch of all processes.
+
+    >>> [takes_steps(given) for given in ({}, {"preset": "paper"}, {"schedule": "one-shot"}, {"schedule": "mixed:0.5"})]
+    [False, True, False, True]
+    """
+    return _schedule(settings) not in (STAGED, ONE_SHOT)
+
+
+def _schedule(settings: Mapping[str, Any]) -> str:
+    return settings.get("schedule", defaults_of(settings)["schedule"])
 
 
 def prune_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
