@@ -189,7 +189,7 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
         "loss_fn": loss_in(precision, data.loss_fn),
         "budget": budget,
         "example_inputs": example,
-        "evaluate": _evaluation(data, precision),
+        "evaluate": evaluation(data, precision),
         "about": {"arguments": settings, **({"counted_on": shapes_of(example)} if detects(data) else {})},
         **arguments,
     }
@@ -218,7 +218,7 @@ def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
     return zeros(settings["input"], device)
 
 
-def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
+def evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
     """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.data.base import detects
     from ifso.tasks.classification import cross_entropy

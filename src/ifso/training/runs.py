@@ -368,6 +368,6 @@ def _line(epoch: Epoch) -> dict[str, Any]:
     {'epoch': 3, 'loss': 0.5, 'lr': 0.1, 'seconds': 2.0, 'loss_boxes': 0.3, 'loss_classes': 0.2}
     """
     plain = asdict(epoch)
-    measures, losses = plain.pop("measures"), plain.pop("losses")
+    measures, losses, _ = (plain.pop(name) for name in ("measures", "losses", "samples"))
     named = {f"loss_{name.removeprefix('loss_')}": loss for name, loss in losses.items()}
     return {"epoch": plain.pop("number"), **plain, **named, **measures}
