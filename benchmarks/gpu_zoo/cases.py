@@ -105,7 +105,8 @@ def logits_loss(model: nn.Module, batch: Any) -> Tensor:
     for logits in outputs:
         positions = logits[0, 0].numel()
         drawn = numbers.flatten(1)[:, :positions].reshape(len(logits), *logits.shape[2:])
-        losses.append(F.cross_entropy(logits, (drawn * logits.shape[1]).long()))
+        labels = (drawn.double() * logits.shape[1]).long()  # in float32 a product may round up to the next label
+        losses.append(F.cross_entropy(logits, labels))
     return torch.stack(losses).sum()
 
 
@@ -117,11 +118,13 @@ def _plain(output: Any) -> Any:
 
 
 def still_(model: nn.Module) -> nn.Module:
-    """Train mode, but for modules that leave something out at random."""
+    """Train mode, but nothing is left out at random: every device and precision would draw something else."""
     model.train()
     for module in model.modules():
         if is_random(module):
             module.eval()
+        if isinstance(getattr(module, "drop_rate", None), float):  # of a dropout in a ``forward``, as timm has them
+            module.drop_rate = 0.0
     return model
 
 

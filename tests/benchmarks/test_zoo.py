@@ -23,7 +23,7 @@ from benchmarks.gpu_zoo.float64 import CRITERIA, Sample
 from benchmarks.gpu_zoo.networks import Entry, by_cost, matching, named, timm_entries, torchvision_entries
 from benchmarks.gpu_zoo.run import Limits, left
 from benchmarks.gpu_zoo.worker import GAVE_UP, Worker
-from torch import nn
+from torch import Tensor, nn
 from zoo_servers import die, hang
 
 from ifso.errors import IfsoError
@@ -248,6 +248,18 @@ def test_the_loss_adds_up_all_heads():
     assert logits_loss(Heads(), (images, numbers)) == pytest.approx(float(wanted))
     with pytest.raises(IfsoError, match="returns no tensor"):
         logits_loss(nn.Flatten(0), (images, numbers))
+
+
+def test_a_still_network_leaves_nothing_out() -> None:
+    class Head(nn.Module):
+        drop_rate = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, self.drop_rate, self.training)
+
+    model = still_(nn.Sequential(nn.Dropout(), Head()))
+    assert model.training
+    assert model(torch.ones(4, 64)).eq(1).all()
 
 
 def test_nothing_is_drawn_by_lot_in_a_small_case():
