@@ -119,6 +119,8 @@ ACTIVATIONS = {
     "sum with a number": lambda x: (x * x).add_(2), "sum, thrown away": written_over(lambda x: x.add_(x * 2)),
     "sum, used later": lambda x: (x * 1).add_(x.tanh()) * x,
     "relu6, written into": lambda x: F.relu6(x).mul_(2), "silu, written into": lambda x: F.silu(x).mul_(2),
+    "softmax": lambda x: F.softmax(x, 1), "softmax, last": lambda x: x.softmax(-1) * x,
+    "softmax, twice": lambda x: torch.softmax(torch.softmax(x, 2), 1), "softmax, cast": lambda x: x.softmax(1, x.dtype),
     "relu of a part": written_over(lambda x: F.relu(x[:, :3], inplace=True)),
 }  # fmt: skip
 

@@ -302,6 +302,32 @@ def _a(t: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor) -
     return aten.native_layer_norm_backward(t, x, shape, mean, rstd, None, None, [True, False, False])[0]
 
 
+class DualSoftmax(DualFunction):
+    """A softmax ``P``: ``Ṗ = J(ẋ)`` with ``J(t) = P ⊙ (t − Σ P ⊙ t)``; back come ``J(λ)`` and its tangent.
+
+    Forward mode would keep four tensors of that size, where P and Ṗ do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, x: Tensor, x_dot: Tensor, dual_zero: Tensor) -> Tensor:
+        """``P`` with the tangent ``Ṗ``."""
+        p = x.softmax(dim)
+        ctx.dim = dim
+        ctx.save_for_backward(p)
+        give_tangent(ctx, _j(p, x_dot.clone(), dim))
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """``x̄`` and its tangent."""
+        p, p_dot = unpack_dual(ctx.saved_tensors[0])
+        lam, lam_dot = unpack_dual(grad)
+        with torch.no_grad():
+            lam_dot = torch.zeros_like(lam) if lam_dot is None else lam_dot.clone()
+            back = make_dual(*_softmax_backward(p, p_dot, lam.clone(), lam_dot, ctx.dim))
+        return None, back, None, None
+
+
 class DualAttention(DualFunction):
     """``y = P v`` with ``P = softmax(s q kᵀ + mask)`` for dual q, k and v.
 
@@ -316,29 +342,23 @@ class DualAttention(DualFunction):
     ) -> Tensor:  # fmt: skip
         """``y`` with the tangent ``ẏ``."""
         q, q_dot = q * scale, q_dot * scale
-        scores = q @ k.mT
-        p = scores.softmax(-1) if mask is None else aten._safe_softmax(scores + mask, -1)
-        p_dot = _j(p, (q_dot @ k.mT).add_(q @ k_dot.mT))
+        p, p_dot = _attention(q, q_dot, k, k_dot, mask)
         ctx.scale = scale
-        ctx.save_for_backward(p, p_dot, q, q_dot, k, k_dot, v, v_dot)
+        ctx.save_for_backward(mask, q, q_dot, k, k_dot, v, v_dot)  # not P and Ṗ: they are larger than all others
         give_tangent(ctx, (p_dot @ v).add_(p @ v_dot))
         return p @ v
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """``q̄``, ``k̄`` and ``v̄`` with their tangents."""
-        p, p_dot, q, q_dot, k, k_dot, v, v_dot = ctx.saved_tensors
+        mask, q, q_dot, k, k_dot, v, v_dot = ctx.saved_tensors
         lam, lam_dot = unpack_dual(grad)
         with torch.no_grad():
+            p, p_dot = _attention(q, q_dot, k, k_dot, mask)
             lam_dot = torch.zeros_like(lam) if lam_dot is None else lam_dot
             v_bar, v_bar_dot = p.mT @ lam, (p_dot.mT @ lam).add_(p.mT @ lam_dot)
-            p_bar = lam @ v.mT
             p_bar_dot = (lam_dot @ v.mT).add_(lam @ v_dot.mT)
-            inner = (p * p_bar).sum(-1, keepdim=True)
-            inner_dot = (p_dot * p_bar).addcmul_(p, p_bar_dot).sum(-1, keepdim=True)
-            away = p_bar.sub_(inner)
-            s_bar_dot = (p_dot * away).addcmul_(p, p_bar_dot.sub_(inner_dot))
-            s_bar = away.mul_(p)
+            s_bar, s_bar_dot = _softmax_backward(p, p_dot, lam @ v.mT, p_bar_dot, -1)
             q_bar, q_bar_dot = s_bar @ k, (s_bar_dot @ k).add_(s_bar @ k_dot)
             k_bar, k_bar_dot = s_bar.mT @ q, (s_bar_dot.mT @ q).add_(s_bar.mT @ q_dot)
             q_bar.mul_(ctx.scale)
@@ -347,6 +367,21 @@ class DualAttention(DualFunction):
         return None, None, back[0], None, back[1], None, back[2], None, None
 
 
-def _j(p: Tensor, t: Tensor) -> Tensor:
+def _attention(q: Tensor, q_dot: Tensor, k: Tensor, k_dot: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``P`` and ``Ṗ``, of ``q`` that is scaled."""
+    scores = q @ k.mT
+    p = scores.softmax(-1) if mask is None else aten._safe_softmax(scores + mask, -1)
+    return p, _j(p, (q_dot @ k.mT).add_(q @ k_dot.mT))
+
+
+def _j(p: Tensor, t: Tensor, dim: int = -1) -> Tensor:
     """``P ⊙ (t − Σ P ⊙ t)``, in the memory of ``t``."""
-    return t.sub_((p * t).sum(-1, keepdim=True)).mul_(p)
+    return t.sub_((p * t).sum(dim, keepdim=True)).mul_(p)
+
+
+def _softmax_backward(p: Tensor, p_dot: Tensor, lam: Tensor, lam_dot: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """``J(λ)`` and its tangent, in the memory of ``λ`` and in new memory."""
+    inner_dot = (p_dot * lam).addcmul_(p, lam_dot).sum(dim, keepdim=True)
+    away = lam.sub_((p * lam).sum(dim, keepdim=True))
+    back_dot = (p_dot * away).addcmul_(p, lam_dot.sub_(inner_dot))
+    return away.mul_(p), back_dot

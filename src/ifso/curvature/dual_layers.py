@@ -27,6 +27,10 @@ from ifso.curvature.weight_space import sum_present
 aten = torch.ops.aten
 
 
+BESIDE = 2**24
+"""Gradients of at most so many bytes are laid side by side: larger ones fill a GPU alone, and would only be copied."""
+
+
 @dataclass(frozen=True)
 class ConvShape:
     """Everything about a convolution but its tensors, in the order of ``aten.convolution``."""
@@ -172,7 +176,7 @@ def _met(lam: Tensor, lam_dot: Tensor | None, *, beside: bool) -> tuple[Tensor, 
     """``λ`` and ``λ + λ̇``; ``beside`` each other in memory, if that helps."""
     if lam_dot is None:
         return lam, lam
-    if not beside or not lam.is_cuda or not is_dense(lam):
+    if not beside or not lam.is_cuda or lam.nbytes > BESIDE or not is_dense(lam):
         return lam, lam + lam_dot
     first, second = halves(lam)
     torch.add(lam, lam_dot, out=second)

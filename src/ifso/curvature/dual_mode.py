@@ -35,6 +35,7 @@ from ifso.curvature.dual_functions import (
     DualClamp,
     DualClampInPlace,
     DualLayerNorm,
+    DualSoftmax,
 )
 from ifso.curvature.dual_layers import ConvShape, DualLayer, LinearShape, dual_zero
 from ifso.curvature.primal_cache import CachedCall, PrimalCache, is_careful
@@ -266,6 +267,14 @@ def _silu(mode: DualMode, input: Tensor, inplace: bool = False) -> Any:
     return _elementwise(mode, DualActivationInPlace if inplace else DualActivation, input, "silu", inplace=inplace)
 
 
+def _softmax(mode: DualMode, input: Tensor, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
+    x, x_dot = _primal_and_dot(input)
+    plain = isinstance(dim, int) and isinstance(_stacklevel, int) and dtype is None  # no name, no other dtype
+    if x_dot is None or not plain or x.dtype in (torch.float16, torch.bfloat16) or _autocasts(x):
+        return NotImplemented
+    return DualSoftmax.apply(dim, x, x_dot, mode.dual_zero)
+
+
 def _elementwise(mode: DualMode, kind: Any, input: Tensor, *settings: Any, inplace: bool = False) -> Any:
     x, x_dot = _primal_and_dot(input)
     if x_dot is None or (inplace and not _can_be_written(input)):
@@ -347,5 +356,6 @@ _DUAL_LAYERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _RELU),
     **dict.fromkeys((torch.relu_, Tensor.relu_), _relu_),
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), _add_),
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax),
     F.scaled_dot_product_attention: _attention,
 }
