@@ -12,9 +12,13 @@ from torch import Tensor
 
 from ifso.errors import UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.naming import is_under
 from ifso.pruning.budget import NORMALIZERS, Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
+
+MOST_NAMES = 4
+"""Names of layers in an error, at most."""
 
 TOLERANCE = 0.005
 """How far below its target a run may end, as a share of the whole network, if smaller steps exist."""
@@ -195,6 +199,19 @@ def smallest_shares(ledger: Ledger, moves: Moves, target: Target) -> dict[str, f
     return min(found, key=target.gap)
 
 
+def _briefly(setting: Any) -> Any:
+    """A setting as it is shown: of many names, such as a pattern stands for, the outermost, and few of them.
+
+    >>> _briefly(("a", "a.0", "a.0.weight", "b")), _briefly(("a", "b", "c", "d", "e"))
+    (('a', 'b'), "('a', 'b', 'c', 'd' and 1 more)")
+    """
+    if not isinstance(setting, tuple):
+        return setting
+    names = tuple(name for name in setting if not is_under(name, [other for other in setting if other != name]))
+    more = len(names) - MOST_NAMES
+    return names if more <= 0 else f"({', '.join(map(repr, names[:MOST_NAMES]))} and {more} more)"
+
+
 def _obstacles(
     graph: ChannelGraph, ledger: Ledger, moves: Moves, target: Target, reach: Mapping[str, float]
 ) -> list[str]:
@@ -208,7 +225,7 @@ def _obstacles(
     floors: dict[str, Any] = {**vars(moves.floors), "round_to": moves.round_to}
     least = {"round_to": None, "min_share": 0.0, "min_units": 1, "only": ()}
     freer = {
-        f"{name}={floors[name]}": Moves(graph, **{**floors, name: free}) if floors[name] != free else moves
+        f"{name}={_briefly(floors[name])}": Moves(graph, **{**floors, name: free}) if floors[name] != free else moves
         for name, free in least.items()
     }
     for setting, others in freer.items():
