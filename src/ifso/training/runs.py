@@ -331,8 +331,8 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
 
     The loss must end twice as high as it began and as that of guessing among the ``classes`` (None where the loss is no
     cross entropy), and have been above guessing in training, too (twice as high if it began with random weights), while
-    the accuracy has not risen, to half as much again as that of guessing at least. An accuracy is not called lower within
-    its standard error.
+    the accuracy has not risen, to half as much again as that of guessing at least. Within its standard error an
+    accuracy is not called lower.
 
     >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 8.0, 0.1, 1.0, {"top1": 9.0, "eval_loss": 300.0}), 10, lr=0.1)
     ['the training diverged: the loss went from 0.3 to 300, where guessing has 2.3; give a lower --lr than 0.1']
