@@ -20,7 +20,7 @@ from ifso.cli.options import (
     shapes_of,
 )
 from ifso.common.text import amount
-from ifso.errors import TraceError
+from ifso.errors import TraceError, users_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,7 +141,7 @@ def _trace(args: argparse.Namespace, model: nn.Module) -> ChannelGraph:
         )
         message = " ".join(str(cause).split())[:300] or "no message"
         raise TraceError(
-            f"{args.model} does not run on {given}: {type(cause).__name__}: {message}; "
+            f"{args.model} does not run on {given}: {type(cause).__name__}: {message}{users_line(cause)}; "
             "give the shape it takes with --input, once for each input"
         ) from error
 
