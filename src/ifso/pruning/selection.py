@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ifso.errors import UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.graph.naming import is_under
 from ifso.pruning.budget import NORMALIZERS, Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
@@ -200,16 +199,14 @@ def smallest_shares(ledger: Ledger, moves: Moves, target: Target) -> dict[str, f
 
 
 def _briefly(setting: Any) -> Any:
-    """A setting as it is shown: of many names, such as a pattern stands for, the outermost, and few of them.
+    """A setting as it is shown: few of many names.
 
-    >>> _briefly(("a", "a.0", "a.0.weight", "b")), _briefly(("a", "b", "c", "d", "e"))
-    (('a', 'b'), "('a', 'b', 'c', 'd' and 1 more)")
+    >>> _briefly(0.1), _briefly(("a", "b")), _briefly(("a", "b", "c", "d", "e"))
+    (0.1, ('a', 'b'), "('a', 'b', 'c', 'd' and 1 more)")
     """
-    if not isinstance(setting, tuple):
+    if not isinstance(setting, tuple) or len(setting) <= MOST_NAMES:
         return setting
-    names = tuple(name for name in setting if not is_under(name, [other for other in setting if other != name]))
-    more = len(names) - MOST_NAMES
-    return names if more <= 0 else f"({', '.join(map(repr, names[:MOST_NAMES]))} and {more} more)"
+    return f"({', '.join(map(repr, setting[:MOST_NAMES]))} and {len(setting) - MOST_NAMES} more)"
 
 
 def _obstacles(
