@@ -111,8 +111,13 @@ def _network(args: argparse.Namespace) -> nn.Module:
     from ifso.data import open_data
     from ifso.models.registry import network_for
 
-    args.weights = None
+    args.weights, named = None, args.model
     said = name_networks(args)
+    if args.model is None:
+        raise TraceError(
+            f"{named} does not say which MODEL its network is of; in Python: "
+            "print(ifso.trace(ifso.load(FOLDER, the_unpruned_model), example_inputs))"
+        )
     if args.input and isinstance(args.input[0], int):
         args.input = [tuple(args.input)]
     data = None if args.data is None else open_data(args.data)
