@@ -291,3 +291,11 @@ def test_inspect_names_the_line_that_fails_too(capsys):
     Path("own.py").write_text(FILE.lstrip())
     assert ifso_("inspect own.py:odd --input 1,1,8,8") == 2
     assert "(own.py, line 24); give the shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["prune", "train", "finetune", "eval"])
+def test_batch_means_the_same_in_all_commands(command, capsys):
+    with pytest.raises(SystemExit):
+        ifso_(f"{command} --help")
+    helped = " ".join(capsys.readouterr().out.split())
+    assert "--batch N images in one batch, however many processes share the work (" in helped
