@@ -42,7 +42,7 @@ def _third_of_the_digits():
 
     third = Digits(*(part[: len(part) // 3] for part in digits()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ifso.data.registry.digits", lambda: third)
+        patch.setattr("ifso.data.digits.digits", lambda: third)
         yield
 
 

@@ -124,9 +124,9 @@ def test_nothing_inside_imports_the_root_package():
     assert [each.module for each in imports() if each.module and each.other == ""] == []
 
 
-def test_only_its_command_imports_the_reproduction_package():
+def test_only_the_command_line_imports_the_reproduction_package():
     users = {path for path in SOURCE.rglob("*.py") if "ifso_repro" in path.read_text(encoding="utf-8")}
-    assert {str(path.relative_to(SOURCE)) for path in users} == {"cli/repro.py"}
+    assert {str(path.relative_to(SOURCE)) for path in users} == {"cli/main.py"}
 
 
 def test_importing_has_no_cycles():

@@ -202,7 +202,7 @@ class _Exam:
             torch.cuda.empty_cache()
 
     def _build_small(self) -> Found:
-        self.small = small_case(self.entry)
+        self.small = small_case(self.entry, self.device)
         self._sums = zoo_float64.sums_of(self.small.model, _images(self.small.feed(SEED)))
         return {"small_input": self.small.words}
 
@@ -224,12 +224,13 @@ class _Exam:
         """The same scores in float64."""
         assert self._small_graph is not None
         graph, sample, loss_fn = self._small_graph, Sample.of(self._small_graph), small.loss_fn
-        model = still_(moved_(small.model, device, torch.float64))
+        model, refused = still_(moved_(small.model, device, torch.float64)), dict(self._refused)
         batch = on(device, small.feed(SEED), torch.float64)
         try:
             with _float64_by_default():
                 return self._each(lambda name: sample.taken(graph, ifso.score(model, graph, loss_fn, [batch], name)))
         finally:
+            self._refused = refused  # what cannot be had in float64 alone may still be in float32
             moved_(model, device, torch.float32)
 
     def _only_float64(self, small: Case) -> Found:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
 
 class IfsoError(Exception):
     """Base of all errors of this library. ``exit_status`` is what the command line returns."""
@@ -83,6 +89,16 @@ class DataError(IfsoError):
 
 class TrainingError(IfsoError):
     """Training that makes no sense as asked for: settings, a teacher or a resume that do not fit."""
+
+
+def required(
+    module: str, need: str, extra: str, failure: type[IfsoError] = IfsoError, otherwise: str = ""
+) -> ModuleType:
+    """The module; where it cannot be imported, a ``failure`` with what ``need`` there is of it and what brings it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise failure(f'{need}, which cannot be imported ({error}); pip install "ifso[{extra}]"{otherwise}') from error
 
 
 def users_line(error: BaseException) -> str:

@@ -63,7 +63,7 @@ def test_scores_in_float64_are_kept_and_used_for_the_same_network_only(row, tmp_
     row_of(kept=str(tmp_path), only_float64=True)
     path = zoo_float64.path_of(tmp_path, DIGITS)
     assert path.stat().st_size < 4096
-    small = small_case(DIGITS)
+    small = small_case(DIGITS, torch.device("cpu"))
     sums = zoo_float64.sums_of(small.model, small.feed(0)[0])
     assert zoo_float64.read(path, sums, row["compared_units"]) is not None
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_tensors_that_a_module_keeps_go_along():
 def test_a_detector_has_what_it_wants_to_know():
     pytest.importorskip("torchvision")
     entry = Entry("torchvision", "detection", "ssdlite320_mobilenet_v3_large")
-    case = native_case(entry, 2, torch.device("cpu"), small_case(entry).model)
+    case = native_case(entry, 2, torch.device("cpu"), small_case(entry, torch.device("cpu")).model)
     images, targets = on("cpu", case.feed(0), torch.float64)
     assert case.words == "2 of 3x320x320"
     assert images[0].dtype == targets[0]["boxes"].dtype == torch.float64

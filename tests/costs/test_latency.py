@@ -64,7 +64,7 @@ class Ticks:
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     clock = Ticks()
-    monkeypatch.setattr(latency, "time", clock)
+    monkeypatch.setattr("ifso.common.timing.time", clock)
     return clock
 
 

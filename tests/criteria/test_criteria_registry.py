@@ -10,7 +10,7 @@ import pytest
 
 from ifso.criteria import registry
 from ifso.criteria.base import Criterion
-from ifso.criteria.magnitude import Magnitude
+from ifso.criteria.weights import Magnitude
 from ifso.errors import ScoreError
 
 PROMISED = (
@@ -90,5 +90,5 @@ def test_a_criterion_is_imported_when_asked_for(monkeypatch):
     assert registry.names()
     assert asked == []
     registry.create("magnitude-average")
-    assert asked == ["ifso.criteria.magnitude"]
+    assert asked == ["ifso.criteria.weights"]
     assert not [kind for kind in vars(registry).values() if isinstance(kind, type) and issubclass(kind, Criterion)]

@@ -14,9 +14,9 @@ from torch import nn
 
 import ifso
 from ifso.criteria.base import Criterion
-from ifso.criteria.magnitude import Magnitude
+from ifso.criteria.gradients import Taylor
 from ifso.criteria.scorer import score
-from ifso.criteria.taylor import Taylor
+from ifso.criteria.weights import Magnitude
 from ifso.errors import KeepError, ScoreError, StaleGraphError, TraceError
 
 

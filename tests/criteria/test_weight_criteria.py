@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import ifso
-from ifso.criteria.random import Random
 from ifso.criteria.scorer import score
+from ifso.criteria.weights import Random
 from ifso.errors import ScoreError
 
 ALL = pytest.mark.parametrize("name", NETS)

@@ -9,7 +9,8 @@ import torch
 
 from ifso.data import open_data
 from ifso.data.compatibility import check_fits
-from ifso.data.decoding import DecodedImages, Loading, TestFiles, workers_for
+from ifso.data.decoding import Loading, TestFiles, workers_for
+from ifso.data.image_folder import DecodedImages
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")
@@ -163,8 +164,8 @@ class TestEpochs:
 
     def test_an_image_looks_different_in_every_epoch(self, root):
         source = opened(root).train_batches(6).source
-        assert torch.equal(source.image(0, 3), source.image(0, 3))
-        assert not torch.equal(source.image(0, 3), source.image(1, 3))
+        assert torch.equal(source.batch(0, [3])[0], source.batch(0, [3])[0])
+        assert not torch.equal(source.batch(0, [3])[0], source.batch(1, [3])[0])
 
     def test_without_augmentation(self, root):
         data = opened(root)

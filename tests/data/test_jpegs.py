@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ifso.data import open_data
-from ifso.data.image_folder import every_second
+from ifso.data.batches import every_nth
 from ifso.errors import DataError
 
 pytest.importorskip("torchvision")
@@ -99,11 +99,12 @@ def test_images_are_as_they_are_in_the_file(opened):
     assert np.abs(shown - expected).max() < 4
 
 
-def test_every_second_keeps_the_order_of_the_file():
+@pytest.mark.parametrize("n", [2, 5])
+def test_every_nth_keeps_the_order_of_the_file(n):
     labels = torch.randint(5, (100,), generator=torch.Generator().manual_seed(0))
-    found = every_second(labels)
+    found = every_nth(labels, n)
     for label in range(5):
-        assert found[labels == label].tolist() == [place % 2 == 1 for place in range(int((labels == label).sum()))]
+        assert found[labels == label].tolist() == [place % n == n - 1 for place in range(int((labels == label).sum()))]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import ifso
 from ifso.cli.main import main
 from ifso.pruning.result import PruneResult
-from ifso.tasks.classification import cross_entropy
-from ifso.training.losses import classification, distillation
+from ifso.tasks.classification import classification, cross_entropy
+from ifso.training.losses import distillation
 
 
 class Outputs(NamedTuple):

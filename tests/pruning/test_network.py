@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ifso
 from ifso.common.module_state import named_tensors
 from ifso.criteria.base import Task
-from ifso.criteria.magnitude import Magnitude
+from ifso.criteria.weights import Magnitude
 from ifso.errors import IfsoError
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import STAYS

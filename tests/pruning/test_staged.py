@@ -211,6 +211,36 @@ def test_distillation_that_does_harm_is_undone():
 # -------------------------------------------------------------------------------------------------------------- floors
 
 
+class ReadOtherwise(nn.Module):
+    """Beside layers, a parameter that a product reads, and an MLP along places, which no sample has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.gate = nn.Parameter(torch.randn(8, 1))
+        self.places = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu()).relu().mean((2, 3))
+        return self.head(x * (x @ self.gate).sigmoid() + self.places(torch.linspace(0, 1, 10).view(5, 2)).mean(0))
+
+
+def test_units_that_the_score_cannot_see_being_read_are_left_alone_and_that_is_told():
+    torch.manual_seed(0)
+    model = ReadOtherwise()
+    batches = [(torch.randn(4, 3, 8, 8), torch.randint(3, (4,))) for _ in range(3)]
+    result = ifso.prune(
+        model, batches, lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
+        budget=ifso.Budget(macs=0.7), example_inputs=batches[0][0], progress=False,
+    )  # fmt: skip
+    assert model.gate.shape == (8, 1)
+    assert model.places[0].weight.shape == (6, 2)
+    assert model.first.weight.shape[0] < 8
+    told = [note for note in result.notes if "left alone" in note]
+    assert ["gate" in told[0], "places.2.weight" in told[1]] == [True, True]
+
+
 def test_a_share_of_every_layer_stays_and_that_is_told():
     result = prune(budget=ifso.Budget(macs=0.5), min_share=0.6)
     assert all(int(choice.sum()) >= 0.6 * choice.numel() for choice in result.keep.values())

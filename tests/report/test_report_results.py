@@ -240,7 +240,7 @@ class TestSeveral:
             read_run(by_hand(tmp_path / str(share), {"budget": {"macs": share}}, measures=measured(accuracy=80.0)))
             for share in (0.5, 0.25)
         ]
-        names = [group.name.replace("\u00a0", " ") for group in Comparison(runs, ["one", "two"]).groups]
+        names = [name.replace("\u00a0", " ") for name in Comparison(runs, ["one", "two"]).groups]
         assert names == ["ifso, 50 % of the MACs", "ifso, 25 % of the MACs"]
 
 

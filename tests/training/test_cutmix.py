@@ -17,9 +17,9 @@ from ifso.data.base import ImageData
 from ifso.data.batches import Augmentation, Images, Shard, TrainBatches, generator
 from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
-from ifso.tasks.classification import cross_entropy
+from ifso.tasks.classification import classification, cross_entropy
 from ifso.training.checkpoint import check_same_settings
-from ifso.training.losses import classification, distillation
+from ifso.training.losses import distillation
 from ifso.training.objective import MixedBatches, batches_and_loss, pasted, rectangles
 from ifso.training.settings import RECIPES, TrainSettings, training_recipe
 from ifso.training.steps import TrainStep, can_capture

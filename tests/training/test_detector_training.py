@@ -11,7 +11,7 @@ from torchvision.models import get_model
 from ifso.errors import TrainingError
 from ifso.tasks.detection import ANCHORS, HEADS, detection_loss, detection_losses, float32_heads
 from ifso.training.average_precision import evaluate_detector
-from ifso.training.evaluation import make_evaluator, quality
+from ifso.training.evaluation import Measuring, quality
 from ifso.training.objective import batches_and_loss
 from ifso.training.optimizers import rates
 from ifso.training.profiling import costs_of, time_forward, training_peak
@@ -199,7 +199,7 @@ class TestMeasuring:
         assert found.detection == wanted
         assert found.as_dict()["samples"] == 6
         assert found.as_dict()["by_category"] == wanted.by_category
-        measures = make_evaluator(model, data, short(), validation=False)(model)
+        measures = Measuring(model, data, short(), validation=False)(model)
         assert measures["map"] == wanted.map
         assert "map_large" not in measures
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ifso.errors import TrainingError
 from ifso.training.checkpoint import copy_tensors_
-from ifso.training.optimizers import momenta, optimizer_of, set_rate_, sgd
+from ifso.training.optimizers import momenta, optimizer_of, set_rate_
 from ifso.training.settings import TrainSettings
 
 SETTINGS = TrainSettings(lr=0.3, momentum=0.8, weight_decay=0.05)
@@ -35,7 +35,7 @@ def test_steps_follow_the_equations(decay_all, momentum, nesterov):
     model = network()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     velocity = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    optimizer = sgd(model, settings)
+    optimizer = optimizer_of(model, settings)
     for step, lr in enumerate((0.3, 0.2, 0.07)):
         backward(model, step)
         set_rate_(optimizer, lr)
@@ -51,9 +51,9 @@ def test_steps_follow_the_equations(decay_all, momentum, nesterov):
 
 def test_norms_and_biases_are_spared_only_when_asked():
     model = network()
-    everything = sgd(model, SETTINGS).param_groups
+    everything = optimizer_of(model, SETTINGS).param_groups
     assert [(len(group["params"]), group["weight_decay"]) for group in everything] == [(6, 0.05)]
-    decaying, spared = sgd(model, TrainSettings(decay_all=False)).param_groups
+    decaying, spared = optimizer_of(model, TrainSettings(decay_all=False)).param_groups
     assert [id(parameter) for parameter in decaying["params"]] == [id(model[0].weight), id(model[3].weight)]
     assert (decaying["weight_decay"], spared["weight_decay"]) == (1e-4, 0.0)
     wanted = [model[0].bias, model[1].weight, model[1].bias, model[3].bias]
@@ -64,20 +64,20 @@ def test_shared_parameters_once_frozen_ones_never():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
-    groups = sgd(model, SETTINGS).param_groups
+    groups = optimizer_of(model, SETTINGS).param_groups
     found = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(found) == sorted(map(id, (model[0].weight, model[0].bias, model[1].bias)))
 
 
 def test_groups_without_members_are_left_out():
     norm = nn.BatchNorm1d(3)
-    assert [group["weight_decay"] for group in sgd(norm, TrainSettings(decay_all=False)).param_groups] == [0.0]
+    assert [group["weight_decay"] for group in optimizer_of(norm, TrainSettings(decay_all=False)).param_groups] == [0.0]
 
 
 def test_nothing_to_train_is_refused():
     for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
         with pytest.raises(TrainingError, match=f"{type(model).__name__} has no parameter to train"):
-            sgd(model, SETTINGS)
+            optimizer_of(model, SETTINGS)
 
 
 @pytest.mark.parametrize("decay_all", [True, False])
@@ -85,7 +85,7 @@ def test_a_rate_in_a_tensor_is_read_at_each_step(decay_all):
     settings = TrainSettings(weight_decay=0.05, decay_all=decay_all)
     model, lr = network(), torch.tensor(0.25)
     other = copy.deepcopy(model)
-    with_tensor, with_float = sgd(model, settings, lr=lr), sgd(other, settings, lr=0.25)
+    with_tensor, with_float = optimizer_of(model, settings, lr=lr), optimizer_of(other, settings, lr=0.25)
     for step, value in enumerate((0.25, 0.125, 0.5)):
         if step == 1:
             lr.fill_(value)
@@ -104,20 +104,20 @@ def test_a_rate_in_a_tensor_is_read_at_each_step(decay_all):
 def test_momenta_are_there_from_the_start_and_carry_on():
     model = network()
     model[3].bias.requires_grad_(False)
-    optimizer = sgd(model, SETTINGS)
+    optimizer = optimizer_of(model, SETTINGS)
     names = [name for name, _ in model.named_parameters() if name != "3.bias"]
     assert list(momenta(model, optimizer)) == names
     assert all(not value.any() and not value.requires_grad for value in momenta(model, optimizer).values())
     backward(model, 0)
     optimizer.step()
     other = copy.deepcopy(model)
-    resumed = sgd(other, SETTINGS)
+    resumed = optimizer_of(other, SETTINGS)
     copy_tensors_(momenta(other, resumed), momenta(model, optimizer))
     for each, used in ((model, optimizer), (other, resumed)):
         backward(each, 1)
         used.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert momenta(model, sgd(model, TrainSettings(momentum=0.0))) == {}
+    assert momenta(model, optimizer_of(model, TrainSettings(momentum=0.0))) == {}
 
 
 class TestAdam:

@@ -10,9 +10,9 @@ from torch import nn
 from ifso.data import open_data
 from ifso.errors import DataError, DivergedError, TrainingError
 from ifso.models import create_model
-from ifso.tasks.classification import cross_entropy
+from ifso.tasks.classification import classification, cross_entropy
 from ifso.training.evaluation import evaluate
-from ifso.training.losses import classification, distillation
+from ifso.training.losses import distillation
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import TrainerHooks, fit
 

@@ -47,54 +47,35 @@ class ChooseSetup:
     device: str = "cpu"
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        for name in ("calibration", "measured", "batch"):
-            if getattr(self, name) < 1:
-                raise IfsoError(f"{name} must be a whole number from 1 up, got {getattr(self, name)}")
 
+CRITERIA = ("true-loss", "ifso", "group-fisher", "taylor", "magnitude", "random")
+DIVIDED_BY = {"ifso": "sqrt-memory", "group-fisher": "memory", "taylor": "none", "magnitude": "none", "random": "none"}
+"""In one shot, scores are divided by what their papers divide by."""
 
-@dataclass(frozen=True)
-class Method:
-    """What ``ifso.prune`` is told; None leaves the choice to it. ``coupled`` is an option of the criterion ``ifso``."""
-
-    name: str
-    criterion: str | None = None
-    schedule: str | None = None
-    update: bool | None = None
-    normalize: str | None = None
-    coupled: str | None = None
-
-    def options(self, batches: int) -> dict[str, Any]:
-        """Keywords of ``ifso.prune`` where there are so many calibration batches; one shot looks at each once.
-
-        >>> METHODS["taylor-one-shot"].options(20)["batches_per_score"], METHODS["default"].options(20)
-        (20, {})
-        """
-        names = ("criterion", "schedule", "update", "normalize")
-        told = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.coupled is not None:
-            told["criterion"] = create(str(self.criterion), coupled=self.coupled)
-        if self.schedule == "one-shot":
-            told |= {"accumulate": 1, "batches_per_score": batches, "recalibrate": batches}
-        return told
-
-
-METHODS = {
-    method.name: method
-    for method in (
-        Method("default"),
-        Method("default-no-update", update=False),
-        *(Method(name, name) for name in ("true-loss", "ifso", "group-fisher", "taylor", "magnitude", "random")),
-        Method("ifso-one-shot", "ifso", "one-shot", normalize="sqrt-memory", coupled="layers"),
-        Method("group-fisher-one-shot", "group-fisher", "one-shot", normalize="memory"),
-        Method("taylor-one-shot", "taylor", "one-shot", normalize="none"),
-        Method("magnitude-one-shot", "magnitude", "one-shot", normalize="none"),
-        Method("random-one-shot", "random", "one-shot", normalize="none"),
-    )
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "default-no-update": {"update": False},
+    **{name: {"criterion": name} for name in CRITERIA},
+    **{
+        f"{name}-one-shot": {"criterion": name, "schedule": "one-shot", "normalize": divisor}
+        for name, divisor in DIVIDED_BY.items()
+    },
 }
-"""``default`` is ``ifso.prune`` as it is, a criterion's name the same with that criterion; in one shot, scores are
-divided by what their papers divide by."""
+"""What ``ifso.prune`` is told: nothing for ``default``, a criterion for its name."""
+
+
+def options_of(name: str, batches: int) -> dict[str, Any]:
+    """Keywords of ``ifso.prune`` where there are so many calibration batches; one shot looks at each once.
+
+    >>> options_of("taylor-one-shot", 20)["batches_per_score"], options_of("default", 20)
+    (20, {})
+    """
+    told = dict(METHODS[name])
+    if "schedule" in told:
+        told |= {"accumulate": 1, "batches_per_score": batches, "recalibrate": batches}
+        if told["criterion"] == "ifso":
+            told["criterion"] = create("ifso", coupled="layers")
+    return told
 
 
 def check(methods: Iterable[str], targets: Iterable[float]) -> None:
@@ -167,8 +148,7 @@ class ChooseBench:
         A staged run passes through all targets, largest first, and through those that are ``known`` from before; all
         others begin anew for each.
         """
-        ours = None if name in RIVALS else METHODS[name]
-        if ours is not None and ours.schedule is None:
+        if name in METHODS and "schedule" not in METHODS[name]:
             falling = sorted({*targets, *(target for target in known if target > min(targets))}, reverse=True)
 
             def reached(share: float, model: nn.Module, seconds: float) -> None:
@@ -176,17 +156,17 @@ class ChooseBench:
                     add(share, self._row(model, seconds))
 
             networks = _Networks(reached)
-            result = self._ours(ours, tuple(falling), networks)
+            result = self._ours(name, tuple(falling), networks)
             add(falling[-1], self._row(result.model, result.seconds - networks.away))
             return
         for target in targets:
             torch.manual_seed(self.setup.seed)
             start = time.perf_counter()
-            if ours is None:
+            if name in RIVALS:
                 found = self.rivals.prune(RIVALS[name], target)
-                model, more = found.model, {"form": found.form, "pruning_ratio": found.ratio}
+                model, more = found.model, {"form": RIVALS[name].form, "pruning_ratio": found.ratio}
             else:
-                model, more = self._ours(ours, (target,)).model, {}
+                model, more = self._ours(name, (target,)).model, {}
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             add(target, {**self._row(model, time.perf_counter() - start), **more})
@@ -196,11 +176,11 @@ class ChooseBench:
         shares = {"macs": left.macs / self._whole.macs, "params": left.params / self._whole.params}
         return {**shares, "top1": self.top1(model), "seconds": seconds}
 
-    def _ours(self, method: Method, targets: tuple[float, ...], listener: Listener | None = None) -> PruneResult:
+    def _ours(self, name: str, targets: tuple[float, ...], listener: Listener | None = None) -> PruneResult:
         budget = Budget(macs=targets if len(targets) > 1 else targets[0])
         return prune(
             copy.deepcopy(self.model), self.calibration, self.loss_fn, budget=budget, example_inputs=self.example,
-            seed=self.setup.seed, progress=False, listener=listener, **method.options(len(self.calibration)),
+            seed=self.setup.seed, progress=False, listener=listener, **options_of(name, len(self.calibration)),
         )  # fmt: skip
 
 

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.common.files import write_text
 from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, PURPLE, VERMILION, Look, draw, key, name, plain
+from ifso.common.serialization import parsed
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
+from ifso.runs.arguments import without_folders
+from ifso.runs.values import is_kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +33,7 @@ MORE = (
 )
 """Beside those of the paper's figures, because there are more lines."""
 
+UNPRUNED: Any = {"color": INK, "linewidth": 0.8, "linestyle": (0, (1, 2))}
 TITLE = "Top-1 without training"
 
 
@@ -79,34 +83,24 @@ def read_record(path: Path) -> Record:
     """A file that was written by :meth:`Record.write`."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            document = parsed(file.read(MAX_BYTES + 1))
     except OSError as error:
         raise IfsoError(f"{path}: {error.strerror or error}; give a file of ifso bench choose --json") from None
-    try:
-        document = json.loads(data.decode())
-        if document["bench"] != BENCH:
-            raise ValueError(document["bench"])
-        _check(document)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise IfsoError(f"{path}: not a record of ifso bench choose --json; give another file") from None
-    keys = ("unpruned", "rows", "left_out")
-    return Record(document["settings"], document["about"], path, **{part: document[part] for part in keys})
+    if document is None or not is_kind(document, _RECORD):
+        raise IfsoError(f"{path}: not a record of ifso bench choose --json; give another file")
+    return Record(path=path, **{part: document[part] for part in ("settings", "about", "unpruned", "rows", "left_out")})
 
 
-def _check(document: Mapping[str, Any]) -> None:
-    """What tables and figures take for granted."""
-    settings, about, unpruned = document["settings"], document["about"], document["unpruned"]
-    words = [settings["model"], about["device_name"], about["torch"], about["ifso"], *document["left_out"].values()]
-    numbers = [settings["calibration"], settings["measured"], *([] if unpruned is None else [unpruned["top1"]])]
-    for row in document["rows"]:
-        words.append(row["method"])
-        numbers.append(row["target"])
-        if "failed" in row:
-            words.append(row["failed"])
-        else:
-            numbers += [row[key] for key in ("macs", "params", "top1", "seconds")]
-    if not all(isinstance(word, str) for word in words) or not all(type(number) in (int, float) for number in numbers):
-        raise TypeError
+_ROW = {"method": str, "target": float}
+_RECORD = {
+    "bench": BENCH,
+    "settings": {"model": str, "calibration": float, "measured": float},
+    "about": {"device_name": str, "torch": str, "ifso": str},
+    "unpruned": (None, {"top1": float}),
+    "rows": [({**_ROW, "failed": str}, {**_ROW, "macs": float, "params": float, "top1": float, "seconds": float})],
+    "left_out": {str: str},
+}
+"""What tables and figures take for granted."""
 
 
 def opened(path: Path | None, settings: Mapping[str, Any], about: Mapping[str, Any]) -> Record:
@@ -134,26 +128,15 @@ def named(settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> named({"model": "nets/mine.py:net", "data": "jpegs:/there/a.npz", "weights": None})["data"]
     'jpegs:a.npz'
     """
-    weights = settings["weights"]
-    short = {key: _without_folder(settings[key]) for key in ("model", "data")}
-    digest = None if weights is None else _digest(Path(weights))
-    return {**settings, **short, "weights": None if weights is None else Path(weights).name, "weights_sha256": digest}
-
-
-def _without_folder(name: str) -> str:
-    first, colon, rest = name.partition(":")
-    if name.rpartition(":")[0].endswith(".py"):
-        path, colon, factory = name.rpartition(":")
-        return f"{Path(path).name}:{factory}"
-    return f"{first}{colon}{Path(rest).name}" if rest else name
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise IfsoError(f"no weight file {path}: {error.strerror or error}") from None
+    weights, digest = settings["weights"], None
+    if weights is not None:
+        try:
+            with Path(weights).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise IfsoError(f"no weight file {weights}: {error.strerror or error}") from None
+    short = {key: without_folders(settings[key]) for key in ("model", "data", "weights")}
+    return {**settings, **short, "weights_sha256": digest}
 
 
 def draw_choices(records: Sequence[Record], stem: Path) -> tuple[Path, Path]:
@@ -169,11 +152,18 @@ def draw_choices(records: Sequence[Record], stem: Path) -> tuple[Path, Path]:
 
 
 def _fill(figure: Figure, records: Sequence[Record], looks: dict[str, Look]) -> None:
+    from matplotlib.lines import Line2D
+
     grid = figure.subplots(1, len(records), squeeze=False)[0]
     for axes, record in zip(grid, records, strict=True):
         _panel(axes, record, looks)
     grid[0].set_ylabel("Top-1 (%)")
-    key(figure, _handles(looks), _notes(records), columns=2 if len(records) == 1 else 4)
+    handles = [Line2D([], [], label=plain(method), **look.as_dict()) for method, look in looks.items()]
+    handles.append(Line2D([], [], **UNPRUNED, label="unpruned"))
+    images = (f"{r.settings['calibration']} images to calibrate, {r.settings['measured']} to measure" for r in records)
+    places = (f"{record.about['device_name']}, torch {record.about['torch']}" for record in records)
+    notes = [f"No training; {count}; {place}." for count, place in zip(images, places, strict=True)]
+    key(figure, handles, list(dict.fromkeys(notes)), columns=2 if len(records) == 1 else 4)
 
 
 def _panel(axes: Axes, record: Record, looks: dict[str, Look]) -> None:
@@ -186,21 +176,4 @@ def _panel(axes: Axes, record: Record, looks: dict[str, Look]) -> None:
             axes.plot(*zip(*points, strict=True), **look.as_dict())
     axes.set_xlim(left=0)
     if record.unpruned is not None:
-        axes.axhline(record.unpruned["top1"], color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-
-
-def _handles(looks: dict[str, Look]) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    found = [Line2D([], [], label=plain(method), **look.as_dict()) for method, look in looks.items()]
-    return [*found, Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label="unpruned")]
-
-
-def _notes(records: Sequence[Record]) -> list[str]:
-    """How many images, where, and with which versions; once where all are alike."""
-    told = [
-        f"No training; {record.settings['calibration']} images to calibrate, {record.settings['measured']} to measure; "
-        f"{record.about['device_name']}, torch {record.about['torch']}."
-        for record in records
-    ]
-    return list(dict.fromkeys(told))
+        axes.axhline(record.unpruned["top1"], **UNPRUNED)

@@ -109,7 +109,7 @@ class PruneBench:
             weights=setup.weights, device=setup.device, channels_last=setup.channels_last,
         )  # fmt: skip
         self.example = default_inputs(setup.model, self.model) if self.data is None else self.data.example_inputs()
-        self.batches = self._random_batches() if self.data is None else None
+        self.batches = self._random_batches() if self.data is None else []
         self.graph: ChannelGraph = trace(self.model, self.example)
 
     def _random_batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -127,11 +127,7 @@ class PruneBench:
 
     def train_batches(self) -> Iterable[Any]:
         """The batches from their beginning."""
-        return self.batches or self._opened().train_batches(batch_size=self.setup.batch)
-
-    def _opened(self) -> Data:
-        assert self.data is not None
-        return self.data
+        return self.batches if self.data is None else self.data.train_batches(batch_size=self.setup.batch)
 
     @property
     def loss_fn(self) -> LossFn:
@@ -151,8 +147,7 @@ class PruneBench:
                 parameter.grad = gradient
             optimizer.step()
 
-        seconds = in_turns({"step": make_ready(step, self.device)}, ROUNDS)["step"]
-        return middle(seconds)[0]
+        return middle(in_turns({"step": make_ready(step, self.device)}, ROUNDS)["step"])[0]
 
     def run(self, method: PruneMethod) -> dict[str, Any]:
         """One whole run: what it took and what is left."""
@@ -166,7 +161,12 @@ class PruneBench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        rounds = len(result.stages) * self._calibration if method.staged else self._rounds(method, counter.steps)
+        if method.staged:
+            whole = sum(1 for _ in self.train_batches())
+            rounds = len(result.stages) * min(math.ceil(CALIBRATION / setup.batch), whole)
+        else:  # weights alone need be looked at only once where nothing changes them
+            many = method.schedule != "one-shot" or find(method.criterion).needs not in ("nothing", "weights")
+            rounds = counter.steps * (setup.accumulate if many else 1)
         spent = result.timings["scores" if method.staged else "rounds"]
         return {
             "seconds": seconds,
@@ -181,16 +181,6 @@ class PruneBench:
             "stream_units_removed": stream_units_removed(self.graph, result.keep),
             "accuracy": self._accuracy(result.model),
         }
-
-    @property
-    def _calibration(self) -> int:
-        """Batches that a staged run looks at in each stage."""
-        return min(math.ceil(CALIBRATION / self.setup.batch), sum(1 for _ in self.train_batches()))
-
-    def _rounds(self, method: PruneMethod, steps: int) -> int:
-        """How often batches were scored; weights alone need be looked at only once where nothing changes them."""
-        many = method.schedule != "one-shot" or find(method.criterion).needs not in ("nothing", "weights")
-        return steps * (self.setup.accumulate if many else 1)
 
     def _accuracy(self, model: nn.Module) -> float | None:
         """On the test set, if there is one; not part of the time."""

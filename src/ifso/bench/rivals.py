@@ -57,7 +57,6 @@ class Found:
     model: nn.Module
     ratio: float
     kept: float
-    form: str = ""
 
 
 class Rivals:
@@ -94,7 +93,7 @@ class Rivals:
         found = search(lambda ratio: self._attempt(rival, gradients, ratio), target)
         found.model.zero_grad()
         recalibrate_(found.model, self._loss_fn, self._batches)
-        return Found(found.model, found.ratio, found.kept, rival.form)
+        return found
 
     def _attempt(self, rival: Rival, gradients: dict[str, Tensor] | None, ratio: float) -> Found:
         library = import_module("torch_pruning")

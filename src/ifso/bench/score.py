@@ -45,6 +45,8 @@ METHODS = {
     "group-fisher": "squared mask gradients per sample",
     "taylor": "mask gradient, first order",
 }
+CAREFUL = {"ifso, all in TF32": False, "ifso, full primal": True}
+"""An option of the criterion ``ifso``, in TF32 only."""
 
 
 @dataclass(frozen=True)
@@ -139,20 +141,13 @@ class ScoreBench:
 
     def methods(self) -> dict[str, Callable[[], Any]]:
         """What is compared, by name."""
-        found: dict[str, Callable[[], Any]] = {
-            "gradient": self._gradient,
+        others: dict[str, Callable[[], Any]] = {
+            "gradient": lambda: torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters())),
             "training step": self._training_step,
-            "ifso": self._criterion(create("ifso")),
-            "ifso, all in TF32": self._criterion(create("ifso", careful=False)),
-            "ifso, full primal": self._criterion(create("ifso", careful=True)),
-            "authors": self._criterion(create("authors")),
             "double backward": self._double_backward,
-            "group-fisher": self._criterion(create("group-fisher")),
-            "taylor": self._criterion(create("taylor")),
         }
-        if self.setup.precision != "tf32":
-            del found["ifso, all in TF32"], found["ifso, full primal"]
-        return found
+        names = [name for name in METHODS if name not in CAREFUL or self.setup.precision == "tf32"]
+        return {name: others.get(name) or self._scores(name) for name in names}
 
     @property
     def rank_samples(self) -> int:
@@ -175,9 +170,6 @@ class ScoreBench:
         found = {name: replace(score, batch=(images, labels))() for name, score in scores.items()}
         return {name: spearman(values.tolist(), exact[name == "authors"]) for name, values in found.items()}
 
-    def _gradient(self) -> Any:
-        return torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters()))
-
     def _training_step(self) -> None:
         """A first step, which makes its momentum; of length zero, so that the network stays as it is."""
         weights = list(self.model.parameters())
@@ -187,7 +179,8 @@ class ScoreBench:
         for weight in weights:
             weight.grad = None
 
-    def _criterion(self, criterion: Criterion) -> Callable[[], Tensor]:
+    def _scores(self, name: str) -> _Scores:
+        criterion = create(name.partition(",")[0], **({"careful": CAREFUL[name]} if name in CAREFUL else {}))
         return _Scores(criterion, Task(self.model, self.graph, self.loss, self.graph.kept(None)), self.batch)
 
     def _double_backward(self) -> list[Tensor]:
@@ -223,11 +216,6 @@ class _Scores:
         """Whether the last call replayed parts of the network."""
         parts = self.criterion.replayed_parts(self.task)
         return parts is not None and bool(parts.replayed)
-
-    @property
-    def note(self) -> str:
-        """How the scores were computed, if not as usual."""
-        return self.criterion.note(self.task)
 
 
 def _cifar_batch(path: str, count: int) -> tuple[Tensor, Tensor]:
@@ -291,7 +279,7 @@ class _Trials:
             return
         self.rows[name] = row
         if isinstance(function, _Scores):
-            row["note"] = function.note
+            row["note"] = function.criterion.note(function.task)
             if name.startswith(SCORES):
                 self.scores[name] = function
 

@@ -48,16 +48,11 @@ def measure(name: str) -> dict[str, Any]:
 def peak_growth(function: Callable[[], Any]) -> tuple[int, Any]:
     """By how many bytes the peak of the resident size grew during a call, and what the call gave."""
     gc.collect()
-    _reset_peak()
+    with suppress(OSError):  # the peak starts from the present size on Linux; elsewhere it is that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     result = function()
     return _peak_bytes() - before, result
-
-
-def _reset_peak() -> None:
-    """Let the peak start from the present size (Linux only; elsewhere it stays that of the whole process)."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_bytes() -> int:

@@ -10,12 +10,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli import bench_choose
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table, write_json
-from ifso.cli.options import add_json, positive
+from ifso.cli.options import add_shared, positive
 from ifso.common.text import describe_error
 from ifso.errors import IfsoError
 
@@ -51,7 +52,11 @@ def add_parser(commands: Any) -> None:
     """Register the command and what it can measure."""
     parser = commands.add_parser("bench", help="measure what ifso itself costs and chooses")
     what = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    _add_trace(what.add_parser("trace", help="CPU seconds and memory of tracing"))
+    trace = what.add_parser("trace", help="CPU seconds and memory of tracing")
+    models = ["torchvision:resnet50", "torchvision:vit_h_14"]
+    trace.add_argument("--models", nargs="+", default=models, metavar="MODEL", help="default: %(default)s")
+    add_shared(trace, "json")
+    trace.set_defaults(run=run_trace)
     _add_score(what.add_parser("score", help="time and memory of the score as multiples of a gradient"))
     _add_prune(what.add_parser("prune", help="seconds of whole pruning runs, by part and against a training step"))
     bench_choose.add_parser(what)
@@ -59,13 +64,6 @@ def add_parser(commands: Any) -> None:
         moved = what.add_parser(name, add_help=False, prefix_chars="\0")
         moved.add_argument("rest", nargs="*")
         moved.set_defaults(run=_moved, name=name)
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    models = ["torchvision:resnet50", "torchvision:vit_h_14"]
-    parser.add_argument("--models", nargs="+", default=models, metavar="MODEL", help="default: %(default)s")
-    add_json(parser)
-    parser.set_defaults(run=run_trace)
 
 
 def _add_score(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +76,7 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
     parser.add_argument("--no-ranks", action="store_true", help="do not compare with scores in float64")
     parser.add_argument("--repeats", type=positive, default=7, metavar="N", help="rounds (%(default)s)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="a JSON file for each model, as soon as it is measured"
-    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="a JSON file for each model, once it is measured")
     add_machine(parser)
     parser.set_defaults(run=run_score)
 
@@ -91,10 +87,8 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DATA", help="as for ifso prune (random images otherwise)")
     parser.add_argument("--macs", type=float, default=0.6, metavar="SHARE", help="share kept (%(default)s)")
     parser.add_argument("--criteria", nargs="+", metavar="NAME", help="one run each (ifso; and true-loss, staged)")
-    parser.add_argument(
-        "--schedules", nargs="+", metavar="NAME",
-        help="with each of these: incremental, one-shot (both by default) or staged, without training",
-    )  # fmt: skip
+    words = "with each of these: incremental, one-shot (both by default) or staged, without training"
+    parser.add_argument("--schedules", nargs="+", metavar="NAME", help=words)
     parser.add_argument("--presets", nargs="+", default=[], metavar="NAME", help="and presets, such as authors")
     parser.add_argument("--batch", type=positive, default=128, metavar="N", help="samples in a batch (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=10, metavar="K", help="rounds to a removal (%(default)s)")
@@ -108,9 +102,9 @@ def add_machine(parser: Any) -> None:
     """Device, precision, layout, threads and the form of the output."""
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--precision", default="float32", help="float32, tf32 or bf16 (%(default)s)")
-    parser.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
+    add_shared(parser, "channels_last")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's own choice)")
-    add_json(parser)
+    add_shared(parser, "json")
 
 
 def _moved(args: argparse.Namespace) -> int:
@@ -123,6 +117,11 @@ def set_threads(args: argparse.Namespace) -> None:
         import torch
 
         torch.set_num_threads(args.threads)
+
+
+def chosen(setup: Any, args: argparse.Namespace) -> Any:
+    """A dataclass whose fields are options."""
+    return setup(**{field.name: getattr(args, field.name) for field in fields(setup)})
 
 
 def measure_apart(module: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -254,18 +253,13 @@ def run_prune(args: argparse.Namespace) -> int:
     from ifso.bench.prune import PruneMethod, PruneSetup, measure
 
     set_threads(args)
-    setup = PruneSetup(
-        model=args.model, macs=args.macs, data=args.data, weights=args.weights, batch=args.batch,
-        accumulate=args.accumulate, batches_per_score=args.batches_per_score, device=args.device,
-        precision=args.precision, channels_last=args.channels_last, seed=args.seed,
-    )  # fmt: skip
     schedules = args.schedules or ["incremental", "one-shot"]
     methods = [PruneMethod(criterion, schedule) for criterion in args.criteria or ["ifso"] for schedule in schedules]
     methods += [PruneMethod.of_preset(preset, schedule) for preset in args.presets for schedule in schedules]
     if args.criteria is None and args.schedules is None:
         methods.append(PruneMethod.default())
     with chatter_to_stderr():
-        result = measure(setup, methods, say)
+        result = measure(chosen(PruneSetup, args), methods, say)
     if args.json:
         print_json({"bench": "prune", "result": result})
     else:

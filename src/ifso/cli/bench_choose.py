@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, say, table
-from ifso.cli.options import name_networks, positive
+from ifso.cli.inputs import compute_threads, name_networks
+from ifso.cli.options import positive
+from ifso.common.text import standard_error
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -36,12 +37,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--weights", metavar="FILE", help="its trained weights")
     parser.add_argument("--data", metavar="DATA", help="as for ifso prune, such as jpegs:FILE.npz")
     parser.add_argument("--macs", nargs="+", type=float, default=MACS, metavar="SHARE", help="kept (0.8 0.7 0.6 0.5)")
-    parser.add_argument(
-        "--methods", nargs="+", default=METHODS, metavar="NAME",
-        help=f"({' '.join(METHODS)}); also a criterion's name, with all else as ifso.prune has it",
-    )  # fmt: skip
-    parser.add_argument("--calibration", type=int, default=1000, metavar="N", help="training images (%(default)s)")
-    parser.add_argument("--measured", type=int, default=1000, metavar="N", help="test images (%(default)s)")
+    words = f"({' '.join(METHODS)}); also a criterion's name, with all else as ifso.prune has it"
+    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=words)
+    parser.add_argument("--calibration", type=positive, default=1000, metavar="N", help="training images (%(default)s)")
+    parser.add_argument("--measured", type=positive, default=1000, metavar="N", help="test images (%(default)s)")
     parser.add_argument("--batch", type=positive, default=50, metavar="N", help="images in a batch (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's own choice)")
@@ -77,64 +76,54 @@ def _measured(args: argparse.Namespace) -> Record:
     missing = [f"--{name}" for name in ("model", "data") if getattr(args, name) is None]
     if missing:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
-    import torch
-
     from ifso.bench.choose import ChooseSetup, about, check, measure
     from ifso.bench.choose_record import opened
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     check(args.methods, args.macs)
-    setup = ChooseSetup(
-        model=args.model, data=args.data, weights=args.weights, calibration=args.calibration, measured=args.measured,
-        batch=args.batch, device=args.device, seed=args.seed,
-    )  # fmt: skip
+    setup = ChooseSetup(**{field.name: getattr(args, field.name) for field in fields(ChooseSetup)})
     for line in said:
         say(line)
     record = opened(args.json, asdict(setup), about(setup.device))
-    with chatter_to_stderr():
+    with chatter_to_stderr(), compute_threads(args.threads):
         measure(setup, args.methods, args.macs, record, say)
     return record
 
 
 def record_table(record: Record) -> Table:
     """A line for each row."""
-    rows = [(row["method"], f"{row['target']:.0%}", *_cells(row)) for row in record.rows]
+    rows = []
+    for row in record.rows:
+        cells: tuple[str, ...] = ("–", "–", "failed", "–")
+        if "failed" not in row:
+            cells = f"{row['macs']:.1%}", f"{row['params']:.1%}", f"{row['top1']:.2f}", f"{row['seconds']:.1f}"
+        rows.append((row["method"], f"{row['target']:.0%}", *cells))
     headings = ("method", "asked", "MACs", "params", "top-1", "s")
     caption = "\n".join([CAPTION, *_reasons(record)])
     return table(headings, rows, title=f"ifso bench choose: {_title(record)}", caption=caption)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    if "failed" in row:
-        return "–", "–", "failed", "–"
-    return f"{row['macs']:.1%}", f"{row['params']:.1%}", f"{row['top1']:.2f}", f"{row['seconds']:.1f}"
-
-
 def markdown(record: Record) -> str:
     """Methods down, shares of MACs removed across, top-1 in the cells, the best in bold; then what to know."""
     targets = sorted({row["target"] for row in record.rows}, reverse=True)
-    cells = {(row["method"], row["target"]): row["top1"] for row in record.rows if "top1" in row}
-    best = {target: max(value for key, value in cells.items() if key[1] == target) for _, target in cells}
+    values = {(row["method"], row["target"]): row["top1"] for row in record.rows if "top1" in row}
+    best = {target: max(value for key, value in values.items() if key[1] == target) for _, target in values}
+    cells = {key: f"**{top1:.1f}**" if top1 == best[key[1]] else f"{top1:.1f}" for key, top1 in values.items()}
     lines = [
         f"| MACs removed | {' | '.join(f'{100 * (1 - target):g} %' for target in targets)} |",
         f"|---|{'---:|' * len(targets)}",
     ]
-    for method in dict.fromkeys(row["method"] for row in record.rows):
-        pairs = [(cells.get((method, target)), best.get(target)) for target in targets]
-        lines.append(f"| {method} | {' | '.join(_bold(value, top) for value, top in pairs)} |")
+    methods = dict.fromkeys(row["method"] for row in record.rows)
+    rows = {name: " | ".join(cells.get((name, target), "–") for target in targets) for name in methods}
+    lines += [f"| {name} | {row} |" for name, row in rows.items()]
     return "\n".join([*lines, "", f"{_title(record)}.", *_reasons(record)])
-
-
-def _bold(value: float | None, best: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
 
 
 def _title(record: Record) -> str:
     settings, about = record.settings, record.about
-    top1 = "not measured" if record.unpruned is None else f"top-1 {_with_error(record)}"
+    top1 = "not measured"
+    if record.unpruned is not None:
+        value = record.unpruned["top1"]
+        top1 = f"top-1 {value:.2f} (standard error {standard_error(value, max(settings['measured'], 1)):.1f})"
     versions = [f"torch {about['torch']}", f"ifso {about['ifso']}"]
     if about.get("torch_pruning"):
         versions.append(f"Torch-Pruning {about['torch_pruning']}")
@@ -142,14 +131,6 @@ def _title(record: Record) -> str:
         f"{settings['model']}, unpruned {top1}; {settings['calibration']} images to calibrate, {settings['measured']} "
         f"to measure; {about['device_name']}, {', '.join(versions)}"
     )
-
-
-def _with_error(record: Record) -> str:
-    """The unpruned network's top-1 and its standard error, for so many images."""
-    assert record.unpruned is not None
-    share = record.unpruned["top1"] / 100
-    error = 100 * math.sqrt(max(share * (1 - share), 0.0) / max(record.settings["measured"], 1))
-    return f"{100 * share:.2f} (standard error {error:.1f})"
 
 
 def _reasons(record: Record) -> list[str]:

@@ -86,7 +86,11 @@ def steady_streams() -> Iterator[None]:
     A stream that was closed before ifso began leads nowhere. What an encoding such as ASCII has not is written as
     ``\u2013``. Standard error that cannot be written is given up; of standard output the caller is told.
     """
-    _open_closed()
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: the next file would take its place, and be written into
+            os.open(os.devnull, os.O_RDWR)
     out, error = _taking_all(sys.stdout, 1), _taking_all(sys.stderr, 2)
     sys.stdout, sys.stderr = out, cast("TextIO", _Unfailing(error))
     try:
@@ -103,15 +107,6 @@ def give_up(stream: TextIO) -> None:
         os.close(descriptor)
     with suppress(OSError, ValueError):
         stream.flush()
-
-
-def _open_closed() -> None:
-    """A descriptor below 3 that is closed would be taken by the next file, and that be written into."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
 
 
 def _taking_all(stream: TextIO | None, descriptor: int) -> TextIO:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
-from ifso.cli.options import add_json, seed
+from ifso.cli.options import add_option, add_shared, seed
 from ifso.common.text import with_error
+from ifso.errors import VerificationError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ifso.cli.demo_study import Outcome
 
-CHECK_FAILED = 4
 HEADINGS = (
     "criterion", "MACs kept", "parameters kept", "accuracy", "after fine-tuning", "test loss", "seconds", "fine-tuning",
 )  # fmt: skip
@@ -29,17 +29,20 @@ SAME = (
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("demo", help="train, prune, fine-tune and compare on real data, in about a minute")
-    parser.add_argument(
-        "--out", type=Path, default=Path("ifso-demo"), metavar="DIR", help="where to save; if taken, DIR-2, DIR-3, …"
-    )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights and data (default: 0)")
-    add_json(parser)
+    where = "where to save; if taken, DIR-2, DIR-3, …"
+    add_option(parser, "out", Path, "DIR", where, default=Path("ifso-demo"))
+    add_option(parser, "seed", seed, "N", "of weights and data (default: 0)", default=0)
+    add_shared(parser, "json")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; the status is 4 if a check of the result fails."""
-    outcome = _demonstrate(args.out, args.seed)
+    from ifso.cli.demo_study import demonstrate
+    from ifso.pruning.progress import progress
+
+    with progress() as listener:
+        outcome = demonstrate(args.out, args.seed, _say, listener)
     if args.json:
         print_json(outcome.as_json())
     else:
@@ -47,15 +50,7 @@ def run(args: argparse.Namespace) -> int:
     failed = "; ".join(what for what, passed in outcome.checks if not passed)
     if failed:
         complain(f"error: a check of the result failed: {failed}")
-    return CHECK_FAILED if failed else 0
-
-
-def _demonstrate(out: Path, seed: int) -> Outcome:
-    from ifso.cli.demo_study import demonstrate
-    from ifso.pruning.progress import progress
-
-    with progress() as listener:
-        return demonstrate(out, seed, _say, listener)
+    return VerificationError.exit_status if failed else 0
 
 
 def _say(line: str) -> None:

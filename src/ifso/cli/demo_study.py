@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 from ifso.cli.console import write_json
-from ifso.cli.options import compute_threads
+from ifso.cli.evaluate import profiles
+from ifso.cli.inputs import compute_threads
 from ifso.cli.prune import evaluation
 from ifso.common.text import with_error
 from ifso.criteria.registry import create
@@ -29,8 +31,8 @@ from ifso.report import write_report
 from ifso.runs.arguments import FINETUNE
 from ifso.runs.reading import EVALUATION
 from ifso.surgery.store import load, save
-from ifso.training.evaluation import Accuracy, Evaluation, evaluate
-from ifso.training.profiling import Profile, costs_of, hardware, time_forward, training_peak
+from ifso.training.evaluation import Accuracy, evaluate, quality
+from ifso.training.profiling import hardware
 from ifso.training.runs import SilentTraining, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Epoch, TrainerHooks, fit
@@ -127,8 +129,7 @@ class Study:
             model = create_model(MODEL)
         settings, started = self._settings, time.perf_counter()
         self._say(f"training {MODEL} on {DATA}, {settings.epochs} epochs")
-        watcher = EveryFifthEpoch(self._say, settings.epochs)
-        watch = TrainerHooks(on_epoch=lambda epoch: watcher.ended(MODEL, epoch))
+        watch = TrainerHooks(on_epoch=partial(EveryFifthEpoch(self._say, settings.epochs).ended, MODEL))
         fit(model, self.data.train_batches(settings.batch), settings, hooks=watch)
         seconds, accuracy = time.perf_counter() - started, self._accuracy(model)
         self._say(f"accuracy {with_error(accuracy.top1, accuracy.samples)} %")
@@ -141,19 +142,11 @@ class Study:
         seed = {"seed": self._seed * CRITERIA[name] + number} if name == "random" else {}
         model = copy.deepcopy(unpruned)
         result = prune(
-            model,
-            self.data.train_batches(self._settings.batch),
-            self.data.loss_fn,
-            budget=Budget(macs=KEPT),
-            example_inputs=self.data.example_inputs(),
-            criterion=create(name, **seed),
-            calibration=self._effort.calibration,
-            seed=self._seed,
-            listener=self._listener,
-            evaluate=evaluation(self.data, "float32"),
-            about=self._about,
-            out=folder,
-        )
+            model, self.data.train_batches(self._settings.batch), self.data.loss_fn, budget=Budget(macs=KEPT),
+            example_inputs=self.data.example_inputs(), criterion=create(name, **seed),
+            calibration=self._effort.calibration, seed=self._seed, listener=self._listener,
+            evaluate=evaluation(self.data, "float32"), about=self._about, out=folder,
+        )  # fmt: skip
         pruned, before = copy.deepcopy(model), self._accuracy(model).top1
         seconds = self._finetune(model, folder / FINETUNE)
         after = self._accuracy(model)
@@ -185,15 +178,12 @@ class Study:
 
     def _profile(self, path: Path, models: dict[str, nn.Module]) -> None:
         """Write what ``ifso eval`` would measure of these networks."""
-        example, precision = self.data.example_inputs(), "float32"
-        batch = next(iter(self.data.train_batches(self._settings.batch)))
-        times = time_forward(models, example, 1, precision)
-        networks = {}
-        for name, model in models.items():
-            accuracy, peak = self._accuracy(model), training_peak(model, batch, self.data.loss_fn, precision)
-            quality = Evaluation(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
-            networks[name] = Profile(quality, *costs_of(model, example, precision), (times[name],), peak).as_dict()
+        data, precision, test = self.data, "float32", self.data.test_batches()
+        batch = next(iter(data.train_batches(self._settings.batch)))
+        qualities = {name: quality(each, data, test, precision, over_ranks=False) for name, each in models.items()}
+        found = profiles(models, qualities, data.example_inputs(), batch, data.loss_fn, precision)
         about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
+        networks = {name: profile.as_dict() for name, profile in found.items()}
         write_json(path, {**about, "train_batch": self._settings.batch, "networks": networks})
 
 

@@ -38,11 +38,6 @@ AUTO = "auto"
 """The device that is taken if none is named: a GPU, where PyTorch has one that it can use."""
 
 
-def add_device(group: Any) -> None:
-    """Declare ``--device``."""
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda or auto: cuda where there is a GPU (auto)")
-
-
 def device_of(name: str | None, said: list[str]) -> str:
     """The device of that name; of ``auto`` or None what there is, of which a line is added to what is ``said``."""
     if name not in (None, AUTO):
@@ -62,7 +57,11 @@ def joined(device: str) -> Iterator[World]:
     in a group already stays in it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        _make_current(device)
+        if device.startswith("cuda:"):  # CUDA graphs and kernels go to the current GPU
+            import torch
+
+            with suppress(RuntimeError, AssertionError, ValueError):  # refused in its place, with a line
+                torch.cuda.set_device(device)
         yield World(0, device)
         return
     import torch
@@ -89,15 +88,6 @@ def joined(device: str) -> Iterator[World]:
     roll_call.leave()
 
 
-def _make_current(device: str) -> None:
-    """CUDA graphs and kernels go to the current GPU. One that cannot be had is refused in its place, with a line."""
-    if device.startswith("cuda:"):
-        import torch
-
-        with suppress(RuntimeError, AssertionError, ValueError):
-            torch.cuda.set_device(device)
-
-
 def leave(status: int) -> int:
     """``status``; under ``torchrun`` the process ends here: threads of gloo may abort it while Python shuts down."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -111,10 +101,13 @@ def _stop(roll_call: RollCall, world: World, error: BaseException) -> NoReturn:
     """Tell the others, or find out which of them is to blame."""
     from ifso.common.distributed import of_another_rank
 
-    _ignore_signals()
+    if threading.current_thread() is threading.main_thread():  # it stops anyway, and has still something to say
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     interrupted = isinstance(error, KeyboardInterrupt)
     if not interrupted and not of_another_rank(error):
-        roll_call.fail(_words(error))
+        kind = "" if isinstance(error, IfsoError) else f"{type(error).__name__}: "
+        roll_call.fail(f"{kind}{' '.join(str(error).split())[:MOST]}")
         raise error
     if interrupted:
         roll_call.leave()
@@ -124,12 +117,6 @@ def _stop(roll_call: RollCall, world: World, error: BaseException) -> NoReturn:
         raise error
     word = word or "another rank cannot be reached any more"
     raise RankError(f"rank {world.rank} stopped, because {word}; {AGAIN}") from error
-
-
-def _words(error: BaseException) -> str:
-    """In one line, and short enough for the line of another rank."""
-    kind = "" if isinstance(error, IfsoError) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())[:MOST]}"
 
 
 def _interrupt_when_terminated() -> None:
@@ -148,35 +135,17 @@ def _interrupt_once(*_: object) -> None:
         raise KeyboardInterrupt
 
 
-def _ignore_signals() -> None:
-    """This process stops anyway, and has still something to say."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-
-
 PERIOD = 0.5
-
 SILENT = 3.0
 """Seconds without an answer after which a rank is gone, once something has gone wrong …"""
-
 HUNG = 180.0
 """… and while nothing has: a rank may be busy with something that lets no other thread run."""
-
 PATIENCE = 10.0
 """Seconds to find out which rank is gone."""
-
 GRACE = 10.0
 """Seconds that a rank has to stop by itself after another has failed."""
-
-STATUS = 2
-
-LEFT = b"left"
-
-FAILED = "failed"
-
+LEFT, FAILED = b"left", "failed"
 AGAIN = "start all ranks again, in any number; --resume goes on with a run"
-
 KILLED = "is gone without a word: it was killed, or its machine ran out of memory"
 
 
@@ -240,21 +209,17 @@ class RollCall:
 
     def _answer(self) -> None:
         """Say that this rank is there, look after the next one, and stop if another has failed."""
-        number, failed_at = 0, 0.0
+        number, failed_at, following = 0, 0.0, (self._rank + 1) % self._ranks
         with suppress(RuntimeError):
             while not self._over.wait(PERIOD):
                 number += 1
                 self._store.set(_key(self._rank), str(number))
-                word, now = self._look(), time.monotonic()
+                if self._silent([following], HUNG):
+                    self._tell(f"rank {following} has not answered for {HUNG:.0f} seconds")
+                word, now = self._word(), time.monotonic()
                 failed_at = failed_at or (now if word else 0.0)
                 if word and now - failed_at >= GRACE and not self._over.is_set():
                     _leave_at_once(f"rank {self._rank} stopped, because {word}; {AGAIN}")
-
-    def _look(self) -> str | None:
-        following = (self._rank + 1) % self._ranks
-        if self._silent([following], HUNG):
-            self._tell(f"rank {following} has not answered for {HUNG:.0f} seconds")
-        return self._word()
 
 
 def meeting_point() -> Any:
@@ -275,4 +240,4 @@ def _key(rank: int) -> str:
 def _leave_at_once(line: str) -> None:
     """The main thread waits for another rank, and nothing can wake it."""
     complain(f"error: {line}")
-    os._exit(STATUS)
+    os._exit(IfsoError.exit_status)

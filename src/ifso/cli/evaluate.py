@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_json
-from ifso.cli.distributed import World, add_device, device_of, joined, leave
+from ifso.cli.distributed import World, device_of, joined, leave
 from ifso.cli.evaluation_report import STAGES, Report, report_parts
-from ifso.cli.options import (
-    BATCH,
-    MODEL,
-    add_json,
-    add_opening,
-    add_pretrained,
-    compute_threads,
-    detector_images,
-    name_networks,
-    positive,
-    seed,
-    shape,
-    shapes_of,
-    share,
-    zeros,
-)
-from ifso.cli.train_options import report_notes
+from ifso.cli.inputs import compute_threads, data_options, example_input, name_networks, report_notes, shapes_of
+from ifso.cli.options import BATCH, add_option, add_shared, positive, seed, shape, share
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, add_finetuned, add_unverified, open_tuned
+from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ifso.common.loss_fn import LossFn
     from ifso.data import Data
     from ifso.training.evaluation import Evaluation
     from ifso.training.profiling import Profile
@@ -47,56 +33,35 @@ BOXES_BATCHES: Mapping[str, Any] = {"batch": 8, "train_batch": 2, "latency_batch
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("eval", help="measure accuracy, costs, speed and memory", description=DESCRIPTION)
-    _add_task(parser.add_argument_group("what is measured"))
-    _add_measuring(parser.add_argument_group("where and how"))
-    parser.set_defaults(run=run)
-
-
-def _add_task(group: Any) -> None:
-    group.add_argument(
-        "folder", nargs="?", type=Path, metavar="RUN", help="a folder that ifso prune --out or ifso finetune --out made"
-    )
-    group.add_argument("--model", metavar="MODEL", help=MODEL)
-    group.add_argument("--weights", metavar="FILE", help="trained weights of the unpruned network (those of the run)")
-    add_pretrained(group)
-    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
-    add_opening(group)
-    group.add_argument(
-        "--only", action="append", choices=STAGES, metavar="NAME", help=f"{', '.join(STAGES)}; repeat it (all)"
-    )
-    add_finetuned(group)
-    add_unverified(group)
+    group = parser.add_argument_group("what is measured")
+    words = "a folder that ifso prune --out or ifso finetune --out made"
+    group.add_argument("folder", nargs="?", type=Path, metavar="RUN", help=words)
+    add_shared(group, "model")
+    add_option(group, "weights", str, "FILE", "trained weights of the unpruned network (those of the run)")
+    add_shared(group, "pretrained")
+    add_option(group, "data", str, "DATA", "what ifso prune takes as --data (that of the run)")
+    add_shared(group, "download", "workers")
+    add_option(group, "only", str, "NAME", f"{', '.join(STAGES)}; repeat it (all)", action="append", choices=STAGES)
+    add_shared(group, "finetuned", "unverified")
     group.add_argument("--split", choices=("test", "validation"), default="test", help="which images (test)")
-    group.add_argument(
-        "--validation", type=share, metavar="SHARE", help="of the training set, or number of images, set apart"
-    )
-    group.add_argument("--seed", type=seed, metavar="N", help="that these were drawn with (that of the run)")
-
-
-def _add_measuring(group: Any) -> None:
+    add_option(group, "validation", share, "SHARE", "of the training set, or number of images, set apart")
+    add_option(group, "seed", seed, "N", "that these were drawn with (that of the run)")
+    group = parser.add_argument_group("where and how")
     usual = {name: f"{BATCHES[name]}; {BOXES_BATCHES[name]} with boxes" for name in BATCHES}
-    add_device(group)
-    group.add_argument("--precision", default="float32", metavar="NAME", help="float32, tf32, bf16 or fp16 (float32)")
-    group.add_argument("--channels-last", action="store_true", help="channels-last memory layout")
-    group.add_argument("--batch", type=positive, metavar="N", help=f"{BATCH} ({usual['batch']})")
-    group.add_argument(
-        "--latency-batch", action="append", type=positive, metavar="N",
-        help="images to time; repeat it (1 and 128; 1 and 8 with boxes)",
-    )  # fmt: skip
-    group.add_argument(
-        "--input",
-        type=shape,
-        metavar="1,3,32,32",
-        help="that costs and time are measured on (the run's, or the data's)",
-    )
-    group.add_argument("--repeats", type=positive, default=15, metavar="N", help="timed runs of each (15)")
-    group.add_argument(
-        "--train-batch", type=positive, metavar="N",
-        help=f"of the training step ({usual['train_batch']})",
-    )  # fmt: skip
-    group.add_argument("--threads", type=positive, metavar="N", help="of the CPU (as many as torch takes)")
-    add_json(group)
-    group.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document into a file, too")
+    add_shared(group, "device")
+    add_option(group, "precision", str, "NAME", "float32, tf32, bf16 or fp16 (float32)", default="float32")
+    add_shared(group, "channels_last")
+    add_option(group, "batch", positive, "N", f"{BATCH} ({usual['batch']})")
+    words = "images to time; repeat it (1 and 128; 1 and 8 with boxes)"
+    add_option(group, "latency_batch", positive, "N", words, action="append")
+    words = "that costs and time are measured on (the run's, or the data's)"
+    add_option(group, "input", shape, "1,3,32,32", words)
+    add_option(group, "repeats", positive, "N", "timed runs of each (15)", default=15)
+    add_option(group, "train_batch", positive, "N", f"of the training step ({usual['train_batch']})")
+    add_option(group, "threads", positive, "N", "of the CPU (as many as torch takes)")
+    add_shared(group, "json")
+    add_option(group, "out", Path, "FILE", "write the JSON document into a file, too")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,11 +105,9 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
     from ifso.training.profiling import in_memory_format
 
     progress = say if world.is_first else lambda _: None
-    run = (
-        None
-        if args.folder is None
-        else open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)
-    )
+    run = None
+    if args.folder is not None:
+        run = open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)
     data = _data(args, run, world)
     given = args.train_batch is not None
     for name, size in (BOXES_BATCHES if detects(data) else BATCHES).items():
@@ -163,13 +126,16 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
     if not world.is_first:
         return None
     progress("counting costs, measuring time and memory")
-    example = in_memory_format(_example(args, run, data, world.device), channels_last=args.channels_last)
+    sizes = args.input or (None if run is None else run.arguments.get("input"))
+    example = in_memory_format(example_input(sizes, data, world.device), channels_last=args.channels_last)
     about = {
         **_about(args, run, data, world),
         "counted_on": shapes_of(of_batch(example, 1)),
         "train_batch": size_of(batch),
     }
-    return Report(_measured(args, models, data, qualities, (example, batch)), about, tuple(notes))
+    timed = {"batches": args.latency_batch, "repeats": args.repeats}
+    measured = profiles(models, qualities, example, batch, data.loss_fn, args.precision, **timed)
+    return Report(measured, about, tuple(notes))
 
 
 def _train_batch(data: Data, size: int, given: bool) -> Any:
@@ -184,32 +150,21 @@ def _train_batch(data: Data, size: int, given: bool) -> Any:
 
 
 def _data(args: argparse.Namespace, run: OpenedRun | None, world: World) -> Data:
+    """The images set apart are those that the fine-tuning was not shown, where there is one that held some back."""
     from ifso.data import open_data
 
-    options: dict[str, Any] = {"device": world.device, "validation": args.validation or 0}
-    options |= {"download": args.download, "workers": args.workers}
-    if world.ranks > 1:
-        options.update(rank=world.rank, ranks=world.ranks)
     if run is None:
-        return open_data(args.data, seed=args.seed or 0, **options)
-    seed = args.seed
+        return open_data(args.data, **data_options(args, world, args.seed or 0, args.validation or 0))
+    apart = {"validation": args.validation, "seed": args.seed}
     if args.split == "validation" and args.data is None:
-        apart = _as_tuned(args, run)
-        seed, options["validation"] = apart["seed"], apart["validation"] or 0
-    return run.open_data(data=args.data, seed=seed, **options)
-
-
-def _as_tuned(args: argparse.Namespace, run: OpenedRun) -> dict[str, Any]:
-    """Which images to set apart: those that the fine-tuning was not shown, where there is one that held some back."""
-    given = {"validation": args.validation, "seed": args.seed}
-    for name, tuned in run.set_apart.items():
-        if given[name] not in (None, tuned):
-            raise IfsoError(
-                f"--{name} {given[name]}: the fine-tuning in {run.finetune} had {tuned}, and was trained on some of "
-                f"these images; leave --{name} out"
-            )
-        given[name] = tuned
-    return given
+        for name, tuned in run.set_apart.items():
+            if apart[name] not in (None, tuned):
+                raise IfsoError(
+                    f"--{name} {apart[name]}: the fine-tuning in {run.finetune} had {tuned}, and was trained on some "
+                    f"of these images; leave --{name} out"
+                )
+            apart[name] = tuned
+    return run.open_data(data=args.data, **data_options(args, world, apart["seed"], apart["validation"] or 0))
 
 
 def _batches(args: argparse.Namespace, data: Data) -> Any:
@@ -236,14 +191,13 @@ def _networks(
     notes = []
     if run is None:
         torch.manual_seed(args.seed or 0)
-        networks[ALONE] = network_for(
-            args.model, data.num_classes, weights=args.weights, pretrained=args.pretrained, device=device
-        )
+        given = {"weights": args.weights, "pretrained": args.pretrained}
+        networks[ALONE] = network_for(args.model, data.num_classes, device=device, **given)
         if not (args.weights or args.pretrained or is_program(args.model)):
             notes.append("The weights are random: none were given with --weights.")
     else:
-        for name, open_network in _stages(args, run, data, device).items():
-            opened, why = open_network()
+        for name in STAGES if not args.only else [name for name in STAGES if name in args.only]:
+            opened, why = _opened(name, args, run, data, device)
             if opened is not None:
                 networks[name] = opened
             elif args.only:
@@ -260,62 +214,45 @@ def _networks(
     return networks, notes
 
 
-def _stages(
-    args: argparse.Namespace, run: OpenedRun, data: Data, device: str
-) -> dict[str, Callable[[], tuple[nn.Module | None, str]]]:
-    """By the names that are asked for: what gives the network, or None and why there is none."""
-
-    def unpruned() -> tuple[nn.Module | None, str]:
-        try:
-            return run.original(device=device, weights=args.weights, pretrained=args.pretrained, data=data), ""
-        except RunError as error:
-            if args.weights or args.only:
-                raise
-            if not run.by_python or "weights" in run.arguments:
-                raise RunError(f"{error}, or measure the rest: --only pruned") from error
-            return None, str(error)
-
-    def finetuned() -> tuple[nn.Module | None, str]:
+def _opened(
+    name: str, args: argparse.Namespace, run: OpenedRun, data: Data, device: str
+) -> tuple[nn.Module | None, str]:
+    """One of the :data:`STAGES`, or None and why it is not there."""
+    if name == "pruned":
+        return run.pruned(device, data=data), ""
+    if name == "fine-tuned":
         why = {"none": "was not run", "unfinished": "is not finished"}.get(run.finetuning, "")
         return run.finetuned(device, data=data), f"the fine-tuning in {run.finetune} {why}"
+    try:
+        return run.original(device=device, weights=args.weights, pretrained=args.pretrained, data=data), ""
+    except RunError as error:
+        if args.weights or args.only:
+            raise
+        if not run.by_python or "weights" in run.arguments:
+            raise RunError(f"{error}, or measure the rest: --only pruned") from error
+        return None, str(error)
 
-    ways = (unpruned, lambda: (run.pruned(device, data=data), ""), finetuned)
-    return {name: way for name, way in zip(STAGES, ways, strict=True) if not args.only or name in args.only}
 
-
-def _measured(
-    args: argparse.Namespace,
+def profiles(
     models: Mapping[str, nn.Module],
-    data: Data,
     qualities: Mapping[str, Evaluation],
-    inputs: tuple[Any, Any],
+    example: Any,
+    train_batch: Any,
+    loss_fn: LossFn,
+    precision: str,
+    *,
+    batches: Sequence[int] = (1,),
+    **repeats: int,
 ) -> dict[str, Profile]:
-    """Costs and times on the first of ``inputs``, an example; memory on the second, a training batch."""
+    """Costs and times of networks on an example, times in ``batches`` of it; memory on a training batch."""
     from ifso.training.profiling import Profile, costs_of, time_forward, training_peak
 
-    example, train_batch = inputs
-    timings = [
-        time_forward(models, example, batch, args.precision, repeats=args.repeats) for batch in args.latency_batch
-    ]
-    return {
-        name: Profile(
-            qualities[name],
-            *costs_of(model, example, args.precision),
-            tuple(timing[name] for timing in timings),
-            training_peak(model, train_batch, data.loss_fn, args.precision),
-        )
-        for name, model in models.items()
-    }
-
-
-def _example(args: argparse.Namespace, run: OpenedRun | None, data: Data, device: str) -> Any:
-    """What costs are counted on: the input that was named, here or for the run, or the first one of the data."""
-    from ifso.data.base import detects
-
-    sizes = args.input or (None if run is None else run.arguments.get("input"))
-    if sizes is None:
-        return data.example_inputs()
-    return detector_images(sizes, device=device) if detects(data) else zeros(sizes, device)
+    timings = [time_forward(models, example, batch, precision, **repeats) for batch in batches]
+    found = {}
+    for name, model in models.items():
+        costs, times = costs_of(model, example, precision), tuple(timing[name] for timing in timings)
+        found[name] = Profile(qualities[name], *costs, times, training_peak(model, train_batch, loss_fn, precision))
+    return found
 
 
 def _about(args: argparse.Namespace, run: OpenedRun | None, data: Data, world: World) -> dict[str, Any]:

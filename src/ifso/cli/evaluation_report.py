@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ifso.training.evaluation import Evaluation
-    from ifso.training.profiling import Profile, Timing
+    from ifso.training.profiling import Profile
 
 STAGES = ("unpruned", "pruned", "fine-tuned")
 COSTS = {"macs": "MACs", "params": "parameters"}
@@ -70,7 +70,8 @@ def _rows(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "activations of one image", memory
     for index, timing in enumerate(networks[0].timings):
         timings = [network.timings[index] for network in networks]
-        yield f"latency, batch {timing.batch}", [_latency(timing) for timing in timings]
+        times = [f"{each.latency.median * 1e3:.2f} ms ± {each.latency.spread * 5e2:.2f}" for each in timings]
+        yield f"latency, batch {timing.batch}", times
         if timing.batch > 1:
             speeds = [_speed(timing.throughput) for timing in timings]
             yield f"throughput, batch {timing.batch}", speeds
@@ -143,8 +144,3 @@ def _speed(throughput: float) -> str:
     ('12,346 images/s', '2.3 images/s')
     """
     return f"{throughput:,.0f} images/s" if throughput >= 10 else f"{throughput:.1f} images/s"
-
-
-def _latency(timing: Timing) -> str:
-    """In milliseconds."""
-    return f"{timing.latency.median * 1e3:.2f} ms ± {timing.latency.spread * 5e2:.2f}"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
 from ifso.cli.evaluation_report import NOT_THERE, STAGES
-from ifso.cli.options import add_json, add_pretrained, check_size, detector_images, name_networks, shape, shapes_of
+from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
+from ifso.cli.options import add_option, add_shared, shape
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, add_finetuned, add_unverified, open_tuned
+from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,20 +34,18 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("export", help="write a network as ONNX or torch.export", description=DESCRIPTION)
     what = parser.add_argument_group("what is exported")
     what.add_argument("folder", type=Path, metavar="RUN", help="a folder that ifso prune or ifso finetune made")
-    what.add_argument("--original", action="store_true", help="the network before pruning in place of the smaller one")
-    what.add_argument("--model", metavar="MODEL", help="of the run, if its file has moved")
-    what.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
-    add_pretrained(what)
-    add_finetuned(what)
-    add_unverified(what)
-    what.add_argument("--data", metavar="DATA", help="of the run, if it has moved")
+    add_option(what, "original", None, "", "the network before pruning in place of the smaller one")
+    add_option(what, "model", str, "MODEL", "of the run, if its file has moved")
+    add_option(what, "weights", str, "FILE", "of the unpruned network, if they have moved")
+    add_shared(what, "pretrained", "finetuned", "unverified")
+    add_option(what, "data", str, "DATA", "of the run, if it has moved")
     how = parser.add_argument_group("where and how")
     how.add_argument("--to", choices=("onnx", "torch"), help="format (what the name of --out says)")
-    how.add_argument("--out", type=Path, metavar="FILE", help="ends with .onnx or .pt2 (model.onnx, model.pt2 in RUN)")
-    how.add_argument("--opset", type=int, metavar="N", help="of ONNX (PyTorch's choice)")
-    how.add_argument("--input", type=shape, metavar="1,3,32,32", help="shape of the input (the run's, or the data's)")
-    how.add_argument("--static", action="store_true", help="fix the batch, too; it may vary otherwise")
-    add_json(how)
+    add_option(how, "out", Path, "FILE", "ends with .onnx or .pt2 (model.onnx, model.pt2 in RUN)")
+    add_option(how, "opset", int, "N", "of ONNX (PyTorch's choice)")
+    add_option(how, "input", shape, "1,3,32,32", "shape of the input (the run's, or the data's)")
+    add_option(how, "static", None, "", "fix the batch, too; it may vary otherwise")
+    add_shared(how, "json")
     parser.set_defaults(run=run)
 
 
@@ -111,14 +110,7 @@ def _data(args: argparse.Namespace, run: OpenedRun) -> Data:
         if args.input is None:
             raise type(error)(f"{error}, or export without it: --input says what the network takes") from error
         say(f"without the data, which is not there: {args.model or 'the network'} is built with the classes it names")
-        return cast("Data", Unknown())
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """In place of data that is not there."""
-
-    num_classes: None = None
+        return cast("Data", SimpleNamespace(num_classes=None))
 
 
 def _example(args: argparse.Namespace, run: OpenedRun, data: Data, model: nn.Module) -> Any:
@@ -159,16 +151,13 @@ def _unpruned(args: argparse.Namespace, run: OpenedRun, data: Data, notes: list[
 
 def _networks_table(document: dict[str, Any]) -> Table:
     """One row for each number, one column for each network."""
-    networks = document["networks"]
-    rows = [(label, *(_cell(each[key], networks, key) for each in networks.values())) for key, label in ROWS.items()]
+    networks, rows = document["networks"], []
+    for key, label in ROWS.items():
+        whole = networks.get(ORIGINAL, {}).get(key) if len(networks) > 1 else None
+        cells = [amount(each[key]) + "B" * (key == "bytes") for each in networks.values()]
+        shares = [f" ({each[key] / whole:.1%})" if whole else "" for each in networks.values()]
+        rows.append((label, *map(str.__add__, cells, shares)))
     return table(("", *networks), rows, title=f"{document['run']}: {document['network']} network")
-
-
-def _cell(number: int, networks: dict[str, Any], key: str) -> str:
-    unit = "B" if key == "bytes" else ""
-    whole = networks.get(ORIGINAL, {}).get(key)
-    share = f" ({number / whole:.1%})" if whole and len(networks) > 1 else ""
-    return f"{amount(number)}{unit}{share}"
 
 
 def _remarks(document: dict[str, Any]) -> list[str]:

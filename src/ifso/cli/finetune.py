@@ -12,26 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import World, joined, leave
-from ifso.cli.options import add_pretrained, name_networks, real, seed
+from ifso.cli.inputs import data_options, name_networks, report_notes
+from ifso.cli.options import add_option, add_shared, real, seed
 from ifso.cli.progress import training_progress
-from ifso.cli.resume import check_same_options, resumable, stored_options, without_folders
-from ifso.cli.teachers import Teachers, add_teacher, check_teacher_options
+from ifso.cli.resume import check_same_options, resumable, stored_options
+from ifso.cli.teachers import Teachers, check_teacher_options
 from ifso.cli.train_options import (
     TEACHER,
     add_data,
     add_recipe,
     add_running,
     common_option,
-    data_options,
     gather,
     has_boxes,
-    report_notes,
     settings_of,
 )
 from ifso.common.text import with_error
 from ifso.errors import IfsoError
-from ifso.runs.arguments import FINETUNE
-from ifso.runs.open import OpenedRun, add_unverified, open_run
+from ifso.runs.arguments import FINETUNE, without_folders
+from ifso.runs.open import OpenedRun, open_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
     Outcome = dict[str, Any] | IfsoError
+    Say = Callable[[str], None]
 
 DESCRIPTION = (
     "Fine-tune the pruned network of a run, or those of several side by side, into RUN/finetune. "
@@ -54,35 +54,31 @@ DISTILL, DISTILL_BOXES = 0.9, 0.5
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("finetune", help="fine-tune pruned networks", description=DESCRIPTION)
-    _add_task(parser.add_argument_group("what is fine-tuned"))
+    group = parser.add_argument_group("what is fine-tuned")
+    group.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
+    add_option(group, "out", Path, "DIR", "another folder than RUN/finetune, for one run")
+    add_option(group, "model", str, "MODEL", "if its file has moved, or the run does not tell it")
+    add_option(group, "weights", str, "FILE", "of the unpruned network, if they have moved")
+    add_shared(group, "pretrained")
+    add_option(group, "data", str, "DATA", "what ifso prune takes as --data (that of the run)")
+    add_shared(group, "unverified")
+    add_data(group)
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
-    how.add_argument(
-        "--distill", nargs="?", type=_weight, const=True, metavar="WEIGHT",
-        help=f"learn from the unpruned network, too, with this weight ({DISTILL}, or {DISTILL_BOXES} on coco: data; "
-        "0 without --distill, 0.9 in ours)",
-    )  # fmt: skip
-    add_teacher(how)
-    how.add_argument("--temperature", type=real, metavar="T", help="that softens what the teacher says (4)")
-    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (that of the run)")
+    words = (
+        f"learn from the unpruned network, too, with this weight ({DISTILL}, or {DISTILL_BOXES} on coco: data; "
+        "0 without --distill, 0.9 in ours)"
+    )
+    add_option(how, "distill", _weight, "WEIGHT", words, nargs="?", const=True)
+    add_option(how, "teacher", str, "MODEL", "another teacher than the unpruned network, with --distill")
+    add_option(how, "teacher_weights", str, "FILE", "its weights, safetensors or .pth")
+    add_option(how, "temperature", real, "T", "that softens what the teacher says (4)")
+    add_option(how, "seed", seed, "N", "fixes everything that is random (that of the run)")
     where = parser.add_argument_group("where and how it runs")
     add_running(where)
-    where.add_argument(
-        "--padded", action=argparse.BooleanOptionalAction,
-        help="train in the shape before pruning, with zeros, where that is the same: quicker on a GPU (cuda: yes)",
-    )  # fmt: skip
+    words = "train in the shape before pruning, with zeros, where that is the same: quicker on a GPU (cuda: yes)"
+    add_option(where, "padded", bool, "", words)
     parser.set_defaults(run=run)
-
-
-def _add_task(group: Any) -> None:
-    group.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
-    group.add_argument("--out", type=Path, metavar="DIR", help="another folder than RUN/finetune, for one run")
-    group.add_argument("--model", metavar="MODEL", help="if its file has moved, or the run does not tell it")
-    group.add_argument("--weights", metavar="FILE", help="of the unpruned network, if they have moved")
-    add_pretrained(group)
-    group.add_argument("--data", metavar="DATA", help="what ifso prune takes as --data (that of the run)")
-    add_unverified(group)
-    add_data(group)
 
 
 def _weight(text: str) -> float:
@@ -117,19 +113,26 @@ def run(args: argparse.Namespace) -> int:
     options = [plan.options for plan in plans]
     common_option(options, "precision", "float32")
     command = ["finetune", "--resume", *([] if args.out is None else ["--out", str(args.out)]), *map(str, args.runs)]
-    folders = [plan.folder for plan in plans]
-    with (
-        joined(common_option(options, "device", "cpu")) as world,
-        resumable(command, *folders, shown=world.is_first),
-    ):
-        outcomes = _finetune(args, plans, world)
-    failures = {
-        str(plan.folder): each for plan, each in zip(plans, outcomes, strict=True) if isinstance(each, IfsoError)
-    }
+    device, folders = common_option(options, "device", "cpu"), [plan.folder for plan in plans]
+    with joined(device) as world, resumable(command, *folders, shown=world.is_first):
+
+        def prepare(numbers: Sequence[int], say: Say) -> list[Training]:
+            preparation = _Preparation(args, world, say)
+            return [preparation.training(plans[number]) for number in numbers]
+
+        outcomes = train_each("finetune", folders, prepare, args, world)
+    pairs = zip(plans, outcomes, strict=True)
+    failures = {str(plan.folder): each for plan, each in pairs if isinstance(each, IfsoError)}
     if failures and len(outcomes) == 1:
         raise next(iter(failures.values()))
-    if world.is_first:
-        _show(args, [each for each in outcomes if isinstance(each, dict)], failures)
+    summaries = [each for each in outcomes if isinstance(each, dict)]
+    if world.is_first and args.json:
+        words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
+        print_json({"runs": summaries, "failures": words})
+    elif world.is_first and summaries:
+        show_trained(summaries)
+    for folder, failure in failures.items() if world.is_first else ():
+        complain(f"error: {folder}: {failure}")
     return leave(max((failure.exit_status for failure in failures.values()), default=0))
 
 
@@ -146,20 +149,15 @@ def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
     run = open_run(folder, model=args.model, unverified=args.unverified)
     target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
-    options = gather(_weighted(args, known), target, known, "ifso finetune", folder)
+    if args.distill is True:
+        usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
+        args = argparse.Namespace(**{**vars(args), "distill": usual})
+    options = gather(args, target, known, "ifso finetune", folder)
     options["padded"] = _padded(args, target, options)
     settings = settings_of(options)
     check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
     return FinetunePlan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
-
-
-def _weighted(args: argparse.Namespace, known: Mapping[str, Any]) -> argparse.Namespace:
-    """The same with the usual weight of the teacher, if it is asked for without one."""
-    if args.distill is not True:
-        return args
-    usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
-    return argparse.Namespace(**{**vars(args), "distill": usual})
 
 
 def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) -> bool:
@@ -175,31 +173,35 @@ def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) 
     return stored.get("padded", default if args.padded is None else args.padded)
 
 
-def _finetune(args: argparse.Namespace, plans: Sequence[FinetunePlan], world: World) -> list[Outcome]:
+def train_each(
+    command: str,
+    folders: Sequence[Path],
+    prepare: Callable[[Sequence[int], Say], list[Training]],
+    args: argparse.Namespace,
+    world: World,
+) -> list[Outcome]:
+    """Train in all ``folders`` side by side what ``prepare`` makes for their numbers; what is finished is only read."""
     from ifso.training.runs import SilentTraining, finished_summary, remove_checkpoint, train_side_by_side
 
-    done: dict[int, Outcome] = {}
-    for number, plan in enumerate(plans):
-        summary = finished_summary(plan.folder) if args.resume else None
-        if summary is not None:
-            done[number] = summary
-            if world.is_first:
-                remove_checkpoint(plan.folder)
-    left = [number for number in range(len(plans)) if number not in done]
-    with training_progress("finetune") if world.is_first else nullcontext(SilentTraining()) as listener:
-        preparation = _Preparation(args, world, listener.said)
-        trainings = [preparation.training(plans[number]) for number in left]
-        for line in dict.fromkeys(args.said):
-            listener.said(line)
-        outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
-    done.update(zip(left, outcomes, strict=True))
-    return [done[number] for number in range(len(plans))]
+    found = {number: finished_summary(folder) if args.resume else None for number, folder in enumerate(folders)}
+    done: dict[int, Outcome] = {number: summary for number, summary in found.items() if summary is not None}
+    for number in done if world.is_first else ():
+        remove_checkpoint(folders[number])
+    left = [number for number in found if number not in done]
+    if left:
+        with training_progress(command) if world.is_first else nullcontext(SilentTraining()) as listener:
+            trainings = prepare(left, listener.said)
+            for line in dict.fromkeys(args.said):
+                listener.said(line)
+            outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
+        done.update(zip(left, outcomes, strict=True))
+    return [done[number] for number in found]
 
 
 class _Preparation:
     """Opens data and teachers once for all runs that share them."""
 
-    def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
+    def __init__(self, args: argparse.Namespace, world: World, say: Say) -> None:
         self._args, self._world, self._say = args, world, say
         self._data: dict[Any, Data] = {}
         self._teachers = Teachers(args, world, say)
@@ -211,18 +213,14 @@ class _Preparation:
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
         model = plan.run.pruned(self._world.device, data=data)
-        teaching = self._teachers.of(plan, data, model)
-        fixed = {
-            "weights": digest_of(model),
-            "data": without_folders(data.name),
-            "validation": plan.options.get("validation", 0),
-            **teaching.fixed,
-        }
+        teacher, before, fixed = self._teachers.of(plan, data, model)
+        told = {"data": without_folders(data.name), "validation": plan.options.get("validation", 0)}
         return Training(
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
-            teacher=teaching.network, validation=validation, every=plan.options.get("evaluate_every", 1), fixed=fixed,
+            teacher=teacher, validation=validation, every=plan.options.get("evaluate_every", 1),
+            fixed={"weights": digest_of(model), **told, **fixed},
             about={"run": str(plan.run.folder), "arguments": dict(plan.options)}, start="pruned",
-            before=teaching.before, wide=self._wide(plan, data),
+            before=before, wide=self._wide(plan, data),
         )  # fmt: skip
 
     def _wide(self, plan: FinetunePlan, data: Data) -> nn.Module | None:
@@ -234,23 +232,13 @@ class _Preparation:
         return plan.run._network(data, None).to(self._world.device)
 
     def _opened(self, plan: FinetunePlan) -> Data:
-        options = data_options(plan.options, plan.settings, self._world, self._args)
+        options = data_options(self._args, self._world, plan.settings.seed, plan.options.get("validation", 0))
         near = plan.run.folder.resolve().parent
         key = plan.options.get("data"), near, options["seed"], options["validation"]
         if key not in self._data:
             self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
             report_notes(self._data[key], self._say)
         return self._data[key]
-
-
-def _show(args: argparse.Namespace, summaries: Sequence[dict[str, Any]], failures: Mapping[str, IfsoError]) -> None:
-    if args.json:
-        words = {folder: " ".join(str(failure).split()) for folder, failure in failures.items()}
-        print_json({"runs": list(summaries), "failures": words})
-    elif summaries:
-        show_trained(summaries)
-    for folder, failure in failures.items():
-        complain(f"error: {folder}: {failure}")
 
 
 def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:
@@ -264,7 +252,8 @@ def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:
 def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each network that was trained: accuracies, mAP, or losses where the data has a loss of its own."""
     splits = sorted({summary["split"] for summary in summaries})
-    kind = _kind(summaries)
+    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
+    kind = "map" if all("last_map" in summary for summary in summaries) else "eval_loss" if own else "top1"
     stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
     rows = []
     for summary in summaries:
@@ -280,11 +269,3 @@ def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 
 
 TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}
-
-
-def _kind(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """What the networks are compared by."""
-    if all("last_map" in summary for summary in summaries):
-        return "map"
-    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
-    return "eval_loss" if own else "top1"

@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say
-from ifso.cli.options import (
-    MODEL,
-    add_json,
-    add_pretrained,
-    check_size,
-    detector_images,
-    name_networks,
-    shape,
-    shapes_of,
-)
+from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
+from ifso.cli.options import MODEL, add_option, add_shared, shape
 from ifso.common.text import amount
 from ifso.errors import TraceError, users_line
 
@@ -27,8 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ifso.costs import Cost
-    from ifso.graph.channel_graph import ChannelGraph, Group
-    from ifso.graph.printing import Column
+    from ifso.data import Data
+    from ifso.graph.channel_graph import ChannelGraph
     from ifso.graph.terms import Term
 
 CAPTION = (
@@ -59,20 +51,13 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("inspect", help="show coupled channels, their costs, and what is frozen and why")
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument(
-        "--input",
-        type=shape,
-        action="append",
-        metavar="1,3,224,224",
-        help="shape of the input; repeat it for several inputs (default: what is known of MODEL)",
-    )
-    add_pretrained(parser)
-    parser.add_argument("--data", metavar="DATA", help="of a run, if it has moved; its first input is taken")
-    parser.add_argument(
-        "--ignore", nargs="+", action="extend", default=[], metavar="NAME", help="modules to leave alone"
-    )
-    add_json(parser)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the tables into an SVG picture")
+    words = "shape of the input; repeat it for several inputs (default: what is known of MODEL)"
+    add_option(parser, "input", shape, "1,3,224,224", words, action="append")
+    add_shared(parser, "pretrained")
+    add_option(parser, "data", str, "DATA", "of a run, if it has moved; its first input is taken")
+    add_option(parser, "ignore", str, "NAME", "modules to leave alone", nargs="+", action="extend", default=[])
+    add_shared(parser, "json")
+    add_option(parser, "svg", Path, "FILE", "also draw the tables into an SVG picture")
     parser.set_defaults(run=run)
 
 
@@ -92,61 +77,47 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> Inspection:
+    """Of a new network; or of that of a run, whose data says how many classes there are and what it takes."""
     from ifso.costs import cost
     from ifso.costs.cost import MAC_KINDS
-
-    name, model = args.model, _network(args).eval()
-    graph = _trace(args, model)
-    return Inspection(
-        name=name,
-        graph=graph,
-        cost=cost(model, graph),
-        macs=_held(graph, [term for term in graph.terms if term.kind in MAC_KINDS]),
-        params=_held(graph, [term for term in graph.terms if term.kind == "parameter"]),
-    )
-
-
-def _network(args: argparse.Namespace) -> nn.Module:
-    """A new network; or that of a run, whose data says how many classes there are and, if need be, what it takes."""
     from ifso.data import open_data
     from ifso.models.registry import network_for
 
-    args.weights, named = None, args.model
+    name, args.weights = args.model, None
     said = name_networks(args)
     if args.model is None:
         raise TraceError(
-            f"{named} does not say which MODEL its network is of; in Python: "
+            f"{name} does not say which MODEL its network is of; in Python: "
             "print(ifso.trace(ifso.load(FOLDER, the_unpruned_model), example_inputs))"
         )
     if args.input and isinstance(args.input[0], int):
         args.input = [tuple(args.input)]
     data = None if args.data is None else open_data(args.data)
-    model = network_for(
-        args.model, None if data is None else data.num_classes, weights=args.weights, pretrained=args.pretrained
-    )
+    classes = None if data is None else data.num_classes
+    model = network_for(args.model, classes, weights=args.weights, pretrained=args.pretrained).eval()
     for line in said:
         say(line)
-    args.example = None if data is None else data.example_inputs()
-    return model
+    graph = _trace(args, model, data)
+    macs, params = ([term for term in graph.terms if term.kind in kinds] for kinds in (MAC_KINDS, ("parameter",)))
+    return Inspection(name, graph, cost(model, graph), _held(graph, macs), _held(graph, params))
 
 
-def _trace(args: argparse.Namespace, model: nn.Module) -> ChannelGraph:
+def _trace(args: argparse.Namespace, model: nn.Module, data: Data | None) -> ChannelGraph:
     """Trace, and speak of ``--input`` where the model does not run."""
     from ifso.graph.tracing import trace
 
-    inputs = _inputs(args, model)
+    inputs = _inputs(args, model) if args.input or data is None else data.example_inputs()
     try:
         return trace(model, inputs, ignore=tuple(args.ignore))
     except TraceError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, TraceError):
             raise
-        given = (
-            " and ".join(f"--input {','.join(map(str, shape))}" for shape in args.input or ()) or "its default input"
-        )
+        given = " and ".join(f"--input {','.join(map(str, shape))}" for shape in args.input or ())
         message = " ".join(str(cause).split())[:300] or "no message"
         raise TraceError(
-            f"{args.model} does not run on {given}: {type(cause).__name__}: {message}{users_line(cause)}; "
+            f"{args.model} does not run on {given or 'its default input'}: {type(cause).__name__}: {message}"
+            f"{users_line(cause)}; "
             "give the shape it takes with --input, once for each input"
         ) from error
 
@@ -175,8 +146,6 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
     from ifso.models.detectors import is_detector
 
     if not args.input:
-        if args.example is not None:
-            return args.example
         try:
             return default_inputs(args.model, model)
         except TraceError:
@@ -196,30 +165,21 @@ def _inputs(args: argparse.Namespace, model: nn.Module) -> Any:
 
 def _report(inspection: Inspection) -> list[RenderableType]:
     """The tables and lines that are printed."""
-    from ifso.graph.printing import details, groups_table
+    from ifso.graph.printing import Column, details, groups_table
 
-    groups = groups_table(inspection.graph, _columns(inspection), CAPTION) if inspection.graph.groups else NOTHING
-    return [groups, *details(inspection.graph), _totals(inspection)]
-
-
-def _columns(inspection: Inspection) -> list[Column]:
-    from ifso.graph.printing import Column
-
-    macs, params = max(inspection.cost.macs, 1), max(inspection.cost.params, 1)
-    return [
-        Column("MACs", lambda group: f"{inspection.macs[group.name] / macs:.1%}"),
-        Column("params", lambda group: f"{inspection.params[group.name] / params:.1%}"),
-    ]
-
-
-def _totals(inspection: Inspection) -> str:
     cost = inspection.cost
-    return (
+    columns = [
+        Column("MACs", lambda group: f"{inspection.macs[group.name] / max(cost.macs, 1):.1%}"),
+        Column("params", lambda group: f"{inspection.params[group.name] / max(cost.params, 1):.1%}"),
+    ]
+    groups = groups_table(inspection.graph, columns, CAPTION) if inspection.graph.groups else NOTHING
+    totals = (
         f"{inspection.name}: {amount(cost.params)} parameters, {amount(cost.macs)} MACs, {amount(cost.activations)} "
         f"activations (numbers that convolutions and matrix products write) on an input of {inspection.input}\n"
         f"MACs: {amount(cost.conv_macs)} in convolutions, {amount(cost.linear_macs)} in linear layers, "
         f"{amount(cost.matmul_macs)} in other matrix products; {COUNTED}"
     )
+    return [groups, *details(inspection.graph), totals]
 
 
 def _document(inspection: Inspection) -> dict[str, Any]:
@@ -229,25 +189,24 @@ def _document(inspection: Inspection) -> dict[str, Any]:
         "cost": inspection.cost.as_dict(),
         "counted": COUNTED,
         "units": inspection.graph.num_units,
-        "groups": [_group_entry(group, inspection) for group in inspection.graph.groups],
+        "groups": [
+            {
+                "name": group.name,
+                "units": group.size,
+                "flags": sorted(group.flags),
+                "members": [
+                    {name: getattr(each, name) for name in ("parameter", "dim", "role")} for each in group.members
+                ],
+                "macs": inspection.macs[group.name],
+                "params": inspection.params[group.name],
+                "macs_share": inspection.macs[group.name] / max(inspection.cost.macs, 1),
+                "params_share": inspection.params[group.name] / max(inspection.cost.params, 1),
+            }
+            for group in inspection.graph.groups
+        ],
         "frozen": [
             {"parameter": axis.parameter, "dim": axis.dim, "channels": len(axis.index), "reason": axis.reason}
             for axis in inspection.graph.frozen
         ],
         "notes": list(inspection.graph.notes),
-    }
-
-
-def _group_entry(group: Group, inspection: Inspection) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "units": group.size,
-        "flags": sorted(group.flags),
-        "members": [
-            {"parameter": member.parameter, "dim": member.dim, "role": member.role} for member in group.members
-        ],
-        "macs": inspection.macs[group.name],
-        "params": inspection.params[group.name],
-        "macs_share": inspection.macs[group.name] / max(inspection.cost.macs, 1),
-        "params_share": inspection.params[group.name] / max(inspection.cost.params, 1),
     }

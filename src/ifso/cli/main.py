@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import functools
 import os
 import signal
 import sys
@@ -17,12 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ifso._version import __version__
-from ifso.cli import bench, demo, evaluate, export, finetune, inspect, prune, report, repro, train
+from ifso.cli import bench, demo, evaluate, export, finetune, inspect, prune, report, train
 from ifso.cli.console import complain, give_up, steady_streams
 from ifso.cli.distributed import leave
 from ifso.errors import IfsoError
 
-COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench, repro)
+COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench)
+REPRO = (
+    "Run studies of the paper again, or what is left of them: tables, figures (their names are below), or rows such as "
+    "resnet32-cifar10-50 (network, data, per cent of MACs removed). What was interrupted goes on when the same command "
+    "is given again."
+)
 INTERRUPTED = 130
 _ENDED = "the network, its data or its loss ended the process by sys.exit({}); let it raise an error or return"
 DEBUG = "--debug"
@@ -30,7 +34,8 @@ TERMINATED = 143
 """The status of a process stopped by SIGTERM."""
 UNREAD = 141
 """The reader of standard output went away (``ifso … | head``): the status of a process stopped by SIGPIPE."""
-Command = Callable[[argparse.Namespace], int]
+NO_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
+"""What standard output fails with; the system names the file where it was another."""
 
 
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
@@ -54,7 +59,8 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             give_up(sys.stdout)
             return UNREAD
         except OSError as error:
-            if sys.stdout.closed or _is_stdout_failure(error):
+            unwritable = error.filename is None and error.errno in NO_OUTPUT
+            if sys.stdout.closed or unwritable:
                 give_up(sys.stdout)
                 complain(f"error: standard output cannot be written: {error.strerror}")
             else:
@@ -65,7 +71,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
 def _run(args: argparse.Namespace, *, debug: bool) -> int:
     """The status of a command; what went wrong is told in a line, after the traceback if ``debug``."""
     try:
-        return stoppable(args.run)(args)
+        return _stoppable(args)
     except IfsoError as error:
         if debug:
             traceback.print_exception(error)
@@ -80,11 +86,6 @@ def _run(args: argparse.Namespace, *, debug: bool) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return leave(INTERRUPTED)
-
-
-def _is_stdout_failure(error: OSError) -> bool:
-    """Is it standard output that failed? The system names the file where it was another."""
-    return error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
 
 
 def _describe(error: OSError) -> str:
@@ -120,6 +121,9 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
+    from ifso_repro.cli import add_commands
+
+    add_commands(commands.add_parser("repro", help="run studies of the paper again", description=REPRO, add_help=False))
     return parser
 
 
@@ -127,30 +131,24 @@ class Terminated(KeyboardInterrupt):
     """Raised where a command is when SIGTERM comes."""
 
 
-def stoppable(run: Command) -> Command:
-    """A command that cleans up after SIGTERM. Under ``torchrun`` the ranks settle that among themselves."""
+def _stoppable(args: argparse.Namespace) -> int:
+    """The status of a command that cleans up after SIGTERM; whoever has a handler of their own is not overruled.
 
-    @functools.wraps(run)
-    def stopped(args: argparse.Namespace) -> int:
-        if not _may_listen():
-            return run(args)
-        before = signal.signal(signal.SIGTERM, _terminate_once)
-        try:
-            return run(args)
-        except Terminated:
-            complain("terminated")
-            return TERMINATED
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    return stopped
-
-
-def _may_listen() -> bool:
-    """Only the main thread may, and nobody else who has a handler of their own is overruled."""
+    Under ``torchrun`` the ranks settle that among themselves.
+    """
+    run: Callable[[argparse.Namespace], int] = args.run
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     listening = threading.current_thread() is threading.main_thread()
-    return alone and listening and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not (alone and listening and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL):
+        return run(args)
+    before = signal.signal(signal.SIGTERM, _terminate_once)
+    try:
+        return run(args)
+    except Terminated:
+        complain("terminated")
+        return TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminate_once(*_: Any) -> NoReturn:

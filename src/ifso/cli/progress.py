@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ifso.common.progress import EVERY, BarDisplay, Clock, Estimate, PlainDisplay, shows_bars, stderr_console
 from ifso.common.text import duration, joined_error, loss_words, with_error
@@ -14,7 +14,6 @@ from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
-    from torch.utils.tensorboard import SummaryWriter
 
     from ifso.pruning.events import Plan, Removal, Stage
     from ifso.training.runs import TrainingListener
@@ -143,7 +142,7 @@ class TensorBoardListener:
         except ImportError as error:
             raise IfsoError('--tensorboard needs a package: pip install "ifso[tensorboard]"') from error
         self._make, self._folder = SummaryWriter, Path(folder)
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
         self._removals = 0
 
     def started(self, plan: Plan) -> None:
@@ -155,7 +154,6 @@ class TensorBoardListener:
 
     def removed(self, removal: Removal) -> None:
         """One point on every curve."""
-        assert self._writer is not None
         self._removals = removal.removal
         self._shares(removal.shares, removal.removal)
         for name, value in (("loss", removal.loss), ("score", removal.score), ("seconds", removal.seconds)):
@@ -163,7 +161,6 @@ class TensorBoardListener:
 
     def staged(self, stage: Stage) -> None:
         """The number of the stage, and one point for each measured value."""
-        assert self._writer is not None
         self._writer.add_scalar("stage", stage.number, self._removals)
         for name, value in stage.values.items():
             self._writer.add_scalar(f"measure/{name}", value, self._removals)
@@ -178,6 +175,5 @@ class TensorBoardListener:
             self._writer = None
 
     def _shares(self, shares: Mapping[str, float], step: int) -> None:
-        assert self._writer is not None
         for kind, share in shares.items():
             self._writer.add_scalar(f"share/{kind}", share, step)

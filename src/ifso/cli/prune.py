@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,9 @@ from ifso.cli.console import console, path_from, print_json, table
 from ifso.cli.distributed import World, device_of, joined, leave
 from ifso.cli.dry_run import DryRun, dry_run
 from ifso.cli.evaluation_report import accuracy
-from ifso.cli.options import add_help, detector_images, shapes_of, zeros
-from ifso.cli.prune_options import (
-    COSTS,
-    add_options,
-    gather,
-    prune_arguments,
-    takes_default_steps,
-    takes_steps,
-)
+from ifso.cli.inputs import data_options, example_input, report_notes, shapes_of
+from ifso.cli.options import add_help
+from ifso.cli.prune_options import COSTS, add_options, gather, prune_arguments, takes_default_steps, takes_steps
 from ifso.cli.resume import resumable
 from ifso.common.text import measured
 from ifso.errors import DataError, IfsoError
@@ -42,8 +35,6 @@ DESCRIPTION = (
     "form, without training. --preset paper is Algorithm 2 of the paper; so is any option that only Algorithm 2 has."
 )
 RANDOM = "the network has random weights; give trained ones with --weights FILE, or --pretrained for published ones"
-NETWORKS = "networks"
-"""Where a run folder has the networks for all budgets but the last, whose network is the run's own."""
 
 
 def add_parser(commands: Any) -> None:
@@ -87,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(result, DryRun):
         print_json(result.as_json()) if args.json else print(result)
     elif world.is_first and args.json:
-        print_json({**result.summary(), "path": [asdict(step) for step in path_of(result)]})
+        print_json({**result.summary(), "path": path_of(result)})
     elif world.is_first:
         print(result)
         value = result.measures[-1].values.get("accuracy") if result.measures else None
@@ -142,7 +133,6 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     """The arguments of ``ifso.prune``. Every rank has the same model, and its part of the joint batches."""
     import torch
 
-    from ifso.cli.train_options import report_notes
     from ifso.common.batches import shared_size
     from ifso.data import open_data
     from ifso.data.base import detects
@@ -155,15 +145,7 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     arguments = prune_arguments(settings)
     seed, precision = settings.get("seed", 0), settings.get("precision", "float32")
     torch.manual_seed(seed)
-    data = open_data(
-        settings["data"],
-        device=world.device,
-        seed=seed,
-        rank=world.rank,
-        ranks=world.ranks,
-        download=args.download,
-        workers=args.workers,
-    )
+    data = open_data(settings["data"], **data_options(args, world, seed))
     report_notes(data, listener.said)
     if detects(data) and not args.resume and takes_default_steps(settings):
         settings = {**settings, "lr": PRUNING_RATE[data.task]}
@@ -176,7 +158,7 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     if args.flops:
         listener.said(FLOPS)
     model.train(settings.get("train_mode", True))
-    example = _example_inputs(settings, data, world.device)
+    example = example_input(settings.get("input"), data, world.device)
     batch = settings.get("batch", PRUNING_BATCH[data.task])
     own = isinstance(data, FileData)
     each = shared_size(batch, world.ranks) if takes_steps(settings) and not own else batch
@@ -208,16 +190,6 @@ def _check_fits(model: nn.Module, data: Data) -> None:
         raise DataError(f"{data.name} has no boxes, but the network is a detector; give coco:PATH, or a classifier")
 
 
-def _example_inputs(settings: dict[str, Any], data: Data, device: str) -> Any:
-    from ifso.data.base import detects
-
-    if "input" not in settings:
-        return data.example_inputs()
-    if detects(data):
-        return detector_images(settings["input"], device=device)
-    return zeros(settings["input"], device)
-
-
 def evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
     """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.data.base import detects
@@ -232,72 +204,58 @@ def evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, fl
         return None
     if detects(data):
         check_evaluator()
-    return _Evaluation(batches, precision, detects=detects(data))
+    return _Evaluation(data, batches, precision)
 
 
 class _Evaluation:
     """Evaluates networks on ``batches``; ``samples`` is of how many an accuracy is, 0 for detectors."""
 
-    def __init__(self, batches: Iterable[Any], precision: str, *, detects: bool) -> None:
-        self._batches, self._precision, self._detects, self.samples = batches, precision, detects, 0
+    def __init__(self, data: Data, batches: Iterable[Any], precision: str) -> None:
+        self._data, self._batches, self._precision, self.samples = data, batches, precision, 0
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        from ifso.training.average_precision import evaluate_detector
-        from ifso.training.evaluation import evaluate
-        from ifso.training.precision import autocast
+        from ifso.training.evaluation import quality
 
-        with autocast(self._precision, next(model.parameters()).device):
-            if not self._detects:
-                found = evaluate(model, self._batches, over_ranks=True)
-                self.samples = found.samples
-                return {"accuracy": found.top1, "test_loss": found.loss}
-            average = evaluate_detector(model, self._batches, over_ranks=True)
-        values = {name: getattr(average, name) for name in ("map", "map50", "map75")}
+        found = quality(model, self._data, self._batches, self._precision, over_ranks=True)
+        values = {"accuracy": found.top1, "test_loss": found.loss}
+        if found.detection is None:
+            self.samples = found.samples
+        else:
+            values = {name: getattr(found.detection, name) for name in ("map", "map50", "map75")}
         return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Step:
-    """One network: the shares asked for (none of the unpruned one), those kept, what was measured, and its folder.
+def path_of(result: PruneResult) -> list[dict[str, Any]]:
+    """The unpruned network, one for each budget that was met on the way, and the one at the end.
 
-    ``folder`` is relative to that of the run, and None for the unpruned network.
+    Of each the shares asked for (none of the unpruned one), those kept, what was measured, and its folder, relative to
+    that of the run (None).
     """
+    from ifso.runs.files import NETWORKS
 
-    asked: Mapping[str, float]
-    shares: Mapping[str, float]
-    values: Mapping[str, float]
-    folder: str | None
-
-
-def path_of(result: PruneResult) -> tuple[Step, ...]:
-    """The unpruned network, one for each budget that was met on the way, and the one at the end."""
-    first = Step({}, dict.fromkeys(result.shares, 1.0), dict(result.measures[0].values), None)
+    undone = " ".join(note for note in result.notes if "undone: " in note)
+    kept = [one for one in result.measures if not one.stage.endswith("(undone)") and one.stage not in undone]
+    first: tuple[Any, ...] = {}, dict.fromkeys(result.shares, 1.0), dict(result.measures[0].values), None
     between = [
-        Step(stage["budget"], stage["shares"], stage["values"], f"{NETWORKS}/{stage['network']}")
+        (stage["budget"], stage["shares"], stage["values"], f"{NETWORKS}/{stage['network']}")
         for stage in result.stages
         if "budget" in stage and dict(stage["budget"]) != dict(result.targets)
     ]
-    undone = " ".join(note for note in result.notes if "undone: " in note)
-    kept = [one for one in result.measures if not one.stage.endswith("(undone)") and one.stage not in undone]
-    return first, *between, Step(dict(result.targets), dict(result.shares), dict(kept[-1].values), ".")
+    last = dict(result.targets), dict(result.shares), dict(kept[-1].values), "."
+    return [dict(zip(("asked", "shares", "values", "folder"), step, strict=True)) for step in (first, *between, last)]
 
 
-def path_table(path: Sequence[Step], samples: int | None = None) -> Table:
+def path_table(path: Sequence[Mapping[str, Any]], samples: int | None = None) -> Table:
     """One row for each network; ``samples`` are those that an accuracy is of."""
     from ifso.pruning.result import LABELS
 
-    asked, values = path[-1].asked, list(dict.fromkeys(name for step in path for name in step.values))
-    costs = list(dict.fromkeys(("macs", *asked)))
-    return table(
-        ("folder", *(f"{LABELS[cost]} kept" for cost in costs), "asked for", *values),
-        (
-            (
-                step.folder or "unpruned",
-                *(f"{step.shares[cost]:.1%}" for cost in costs),
-                ", ".join(f"{share:.1%}" for share in step.asked.values()),
-                *(measured(name, step.values[name], samples) if name in step.values else "" for name in values),
-            )
-            for step in path
-        ),
-        title="a network for each budget",
-    )
+    names = list(dict.fromkeys(name for step in path for name in step["values"]))
+    costs = list(dict.fromkeys(("macs", *path[-1]["asked"])))
+    rows = []
+    for step in path:
+        kept = [f"{step['shares'][cost]:.1%}" for cost in costs]
+        asked = [f"{share:.1%}" for share in step["asked"].values()]
+        values = [measured(name, step["values"][name], samples) if name in step["values"] else "" for name in names]
+        rows.append((step["folder"] or "unpruned", *kept, ", ".join(asked), *values))
+    headings = ("folder", *(f"{LABELS[cost]} kept" for cost in costs), "asked for", *names)
+    return table(headings, rows, title="a network for each budget")

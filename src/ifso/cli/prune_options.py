@@ -10,21 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.distributed import add_device
-from ifso.cli.options import (
-    BATCH,
-    DATA,
-    MODEL,
-    WEIGHTS,
-    add_json,
-    add_opening,
-    add_option,
-    add_pretrained,
-    name_networks,
-    real,
-    seed,
-    shape,
-)
+from ifso.cli.inputs import name_networks
+from ifso.cli.options import BATCH, SHARED, WEIGHTS, add_option, add_shared, real, seed, shape
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 from ifso.runs.arguments import opened_with
@@ -79,11 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_task(group: Any) -> None:
     words = "the folder of a run or a training, whose network is pruned further; then nothing else is needed here"
     group.add_argument("source", nargs="?", type=Path, metavar="RUN", help=words)
-    add_option(group, "model", str, "MODEL", MODEL)
+    add_shared(group, "model")
     add_option(group, "weights", str, "FILE", f"{WEIGHTS} (random ones otherwise)")
-    add_pretrained(group)
-    add_option(group, "data", str, "DATA", DATA)
-    add_opening(group)
+    add_shared(group, "pretrained", "data", "download", "workers")
     add_option(group, "input", shape, "1,3,32,32", "shape of the input that costs are counted on (the data's)")
     few, many = PRUNING_BATCH["detection"], PRUNING_BATCH["classification"]
     add_option(group, "batch", int, "N", f"{BATCH} ({many}; {few} with boxes)")
@@ -106,10 +91,8 @@ def _add_method(group: Any) -> None:
     add_option(group, "min_units", functools.partial(floor, int), "N", words, nargs="+")
     words = "share of its units that every layer keeps (0.1; 0 in Algorithm 2); NAME=X of layers by name or pattern"
     add_option(group, "min_share", functools.partial(floor, real), "X", words, nargs="+")
-    group.add_argument(
-        "--eval-mode", action="store_const", const=False, dest="train_mode",
-        help="score (and step) with the running statistics of batch norms and without dropout",
-    )  # fmt: skip
+    words = "score (and step) with the running statistics of batch norms and without dropout"
+    group.add_argument("--eval-mode", action="store_const", const=False, dest="train_mode", help=words)
     words = "batches to renew batch-norm statistics with (20; all calibration batches in a staged run); 0: none"
     add_option(group, "recalibrate", int, "N", words)
     add_option(group, "weight_update", int, "N", "batches for ΔW of Proposition 1 (0: none)")
@@ -121,13 +104,8 @@ def _add_stages(group: Any) -> None:
     add_option(group, "recover", int, "N", words)
     words = "end with the last network that lost at most X points on the test set (accuracy, or mAP with boxes)"
     add_option(group, "stop", real, "X", words)
-    add_option(
-        group,
-        "calibration",
-        int,
-        "N",
-        "training samples that each process looks at, in whole batches (1024; fewer for large networks)",
-    )
+    words = "training samples that each process looks at, in whole batches (1024; fewer for large networks)"
+    add_option(group, "calibration", int, "N", words)
 
 
 def _add_algorithm_2(group: Any) -> None:
@@ -141,20 +119,18 @@ def _add_algorithm_2(group: Any) -> None:
 
 
 def _add_running(group: Any) -> None:
-    group.add_argument("--out", type=Path, metavar="RUN", help="the folder of the run")
+    add_option(group, "out", Path, "RUN", "the folder of the run")
     words = "write nothing: show the stages, about how long they take, and the smallest budget that can be reached"
-    group.add_argument("--dry-run", action="store_true", help=words)
-    group.add_argument(
-        "--resume", nargs="?", const=True, choices=("auto",), metavar="auto",
-        help="go on with the run in RUN, which needs no other options; --resume auto: start one if there is none",
-    )  # fmt: skip
-    group.add_argument("--overwrite", action="store_true", help="give up the run that RUN holds, once all is checked")
+    add_option(group, "dry_run", None, "", words)
+    words = "go on with the run in RUN, which needs no other options; --resume auto: start one if there is none"
+    add_option(group, "resume", str, "auto", words, nargs="?", const=True, choices=("auto",))
+    add_option(group, "overwrite", None, "", "give up the run that RUN holds, once all is checked")
     add_option(group, "seed", seed, "N", "fixes everything that is random (0)")
-    add_device(group)
+    add_shared(group, "device")
     add_option(group, "precision", str, "NAME", "of the network (float32)")
-    group.add_argument("--channels-last", action="store_true", default=None, help="channels-last memory layout")
-    group.add_argument("--tensorboard", action="store_true", help="write scalars into RUN/tensorboard")
-    add_json(group)
+    add_option(group, "channels_last", *SHARED["channels_last"], default=None)
+    add_option(group, "tensorboard", None, "", "write scalars into RUN/tensorboard")
+    add_shared(group, "json")
 
 
 def floor(kind: Callable[[str], Any], text: str) -> tuple[str, Any]:

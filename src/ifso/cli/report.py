@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.console import print_json
-from ifso.runs.open import add_finetuned
+from ifso.cli.options import add_option, add_shared
 
 DESCRIPTION = (
     "Write one HTML page about a pruning run, or about several to compare them. It needs no network and no other file. "
@@ -19,11 +19,8 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("report", help="write a page that shows runs", description=DESCRIPTION)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that ifso prune --out made")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (report.html in RUN, or in the folder that all runs lie in)"
-    )
-    add_finetuned(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_option(parser, "out", Path, "FILE", "the page (report.html in RUN, or in the folder that all runs lie in)")
+    add_shared(parser, "finetuned", "json")
     parser.set_defaults(run=run)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +11,10 @@ from typing import Any
 
 from ifso.cli.console import chatter_to_stderr
 from ifso.errors import RunError
-from ifso.runs.arguments import EXECUTED, refuse_foreign, told_options
+from ifso.runs.arguments import EXECUTED, refuse_foreign, told_options, without_folders
 
 MAY_CHANGE = ("device",)
 """Options that a resumed run may have others of."""
-
-FOLDERS = re.compile(r"[^:]*/")
 
 
 def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
@@ -44,22 +41,11 @@ def check_same_options(given: Mapping[str, Any], stored: Mapping[str, Any], run:
     for option in EXECUTED:
         if option in stored and option not in given:
             refuse_foreign(option, str(stored[option]), (run, *others))
-    from ifso.runs.files import differences
+    from ifso.runs.files import refuse_other
 
     new = {name: without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
     old = {name: without_folders(stored[name]) for name in new if name in stored}
-    changed = differences(new, old)
-    if changed:
-        raise RunError(f"other settings than the run in {run}: {'; '.join(changed)}")
-
-
-def without_folders(value: Any) -> Any:
-    """A name without the folders of a path in it.
-
-    >>> without_folders("cifar10:sets/cifar.npz"), without_folders("nets/small.py:make"), without_folders(8)
-    ('cifar10:cifar.npz', 'small.py:make', 8)
-    """
-    return FOLDERS.sub("", value) if isinstance(value, str) else value
+    refuse_other(new, old, f"the run in {run}")
 
 
 @contextmanager

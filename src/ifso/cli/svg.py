@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from ifso.cli.console import write_text
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.console import RenderableType
 
 INK, PAPER, LINE, ACCENT = "#24292f", "#ffffff", "#c4ccd4", "#0b5394"
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
@@ -24,9 +23,7 @@ FORMAT = (
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <title></title>
 <style>
-.{unique_id}-matrix {{ font-family: """
-    + FONTS
-    + """; font-size: {char_height}px; }}
+.{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; }}
 {styles}
 </style>
 <defs>
@@ -37,7 +34,9 @@ FORMAT = (
 {matrix}
 </g>
 </svg>
-""".replace("PAPER", PAPER).replace("LINE", LINE)
+""".replace("FONTS", FONTS)
+    .replace("PAPER", PAPER)
+    .replace("LINE", LINE)
 )
 
 
@@ -48,13 +47,21 @@ def write_svg(path: Path, command: str, parts: Sequence[RenderableType]) -> None
 
 def draw(command: str, parts: Sequence[RenderableType]) -> str:
     """The SVG document; the same parts always give the same text."""
+    from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.terminal_theme import TerminalTheme
+    from rich.theme import Theme
 
-    console = _console()
+    from ifso.graph.printing import WIDTH
+
+    looks = Theme({"table.title": f"bold {ACCENT}", "table.header": f"bold {INK}", "table.caption": "#57606a"})
+    console = Console(
+        file=StringIO(), record=True, width=WIDTH, theme=looks, highlight=False, markup=False, emoji=False
+    )
     tables = [part for part in parts if isinstance(part, Table)]
-    for table in tables:
-        _calm(table)
+    for table in tables:  # upright lines fall apart where a font is not made for them
+        table.box, table.border_style = box.SIMPLE_HEAD, LINE
     console.width = max((console.measure(table).maximum for table in tables), default=console.width - 1) + 1
     console.print(f"$ {command}")
     for part in parts:
@@ -63,25 +70,6 @@ def draw(command: str, parts: Sequence[RenderableType]) -> str:
     svg = console.export_svg(title="", theme=theme, code_format=FORMAT, font_aspect_ratio=ASPECT, unique_id="ifso")
     lines = (line.rstrip() for line in svg.splitlines())
     return "\n".join(lines).replace("<title></title>", f"<title>{escape(command)}</title>", 1) + "\n"
-
-
-def _console() -> Console:
-    from rich.console import Console
-    from rich.theme import Theme
-
-    from ifso.graph.printing import WIDTH
-
-    looks = {"table.title": f"bold {ACCENT}", "table.header": f"bold {INK}", "table.caption": "#57606a"}
-    return Console(
-        file=StringIO(), record=True, width=WIDTH, highlight=False, markup=False, emoji=False, theme=Theme(looks)
-    )
-
-
-def _calm(table: Table) -> None:
-    """A thin rule under the headings only: upright lines fall apart where a font is not made for them."""
-    from rich import box
-
-    table.box, table.border_style = box.SIMPLE_HEAD, LINE
 
 
 def _rgb(colour: str) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,6 @@ if TYPE_CHECKING:
     from ifso.cli.finetune import FinetunePlan
     from ifso.data import Data
     from ifso.training.settings import TrainSettings
-
-
-def add_teacher(group: Any) -> None:
-    """Another teacher."""
-    group.add_argument("--teacher", metavar="MODEL", help="another teacher than the unpruned network, with --distill")
-    group.add_argument("--teacher-weights", metavar="FILE", help="its weights, safetensors or .pth")
 
 
 def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
@@ -45,59 +38,44 @@ def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *
         )
 
 
-@dataclass(frozen=True)
-class Teaching:
-    """Who teaches, what networks beside the pruned one are worth, and what must be the same on resume."""
-
-    network: nn.Module | None = None
-    before: Mapping[str, float] = field(default_factory=dict)
-    fixed: Mapping[str, str] = field(default_factory=dict)
-
-
 class Teachers:
     """Opens teachers, and measures what they are worth, once for all runs that share them."""
 
     def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
         self._args, self._world, self._say = args, world, say
-        self._pretrained: bool = args.pretrained
         self._known: dict[Any, tuple[nn.Module, float | None]] = {}
         self._digests: dict[nn.Module, str] = {}
 
-    def of(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> Teaching:
-        """The teacher of a run, if it has one. One that cannot teach ``pruned`` is refused before it is measured."""
-        if not plan.settings.distill:
-            return Teaching()
-        if "teacher" not in plan.options:
-            network, worth = self._unpruned(plan, data)
-            return Teaching(network, _measured(unpruned=worth))
-        network, worth = self._named(plan, data, pruned)
-        before = _measured(unpruned=self._unpruned_worth(plan, data), teacher=worth)
-        return Teaching(network, before, {"teacher_weights": self._digest(network)})
+    def of(
+        self, plan: FinetunePlan, data: Data, pruned: nn.Module
+    ) -> tuple[nn.Module | None, dict[str, float], dict[str, str]]:
+        """The teacher, what networks beside the pruned one are worth, and what must be the same on resume.
 
-    def _unpruned(self, plan: FinetunePlan, data: Data) -> tuple[nn.Module, float | None]:
-        key = _key(plan, data)
-        if key not in self._known:
-            self._known[key] = self._judged(self._original(plan, data), plan, data)
-        return self._known[key]
-
-    def _unpruned_worth(self, plan: FinetunePlan, data: Data) -> float | None:
-        """None, and a word about it, where the unpruned network, which is not needed, is not there any more."""
+        A teacher that cannot teach ``pruned`` is refused before it is measured.
+        """
         from ifso.common.distributed import together
+        from ifso.surgery.recipe import digest_of
 
-        key = _key(plan, data)
-        if key not in self._known:
-            try:
-                model = together(partial(self._original, plan, data))
-            except IfsoError as error:
-                self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
-                return None
-            self._known[key] = self._judged(model, plan, data)
-        return self._known[key][1]
-
-    def _original(self, plan: FinetunePlan, data: Data) -> nn.Module:
-        return plan.run.original(
-            device=self._world.device, weights=plan.changed("weights"), pretrained=self._pretrained, data=data
-        )
+        if not plan.settings.distill:
+            return None, {}, {}
+        shared = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        original = partial(plan.run.original, weights=plan.changed("weights"), data=data, **where)
+        if "teacher" not in plan.options:
+            network, worth = self._judged(shared, original, plan, data)
+            return network, _measured(unpruned=worth), {}
+        network, worth = self._named(plan, data, pruned)
+        if network not in self._digests:
+            self._digests[network] = digest_of(network)
+        unpruned = None
+        try:
+            model = self._known[shared][0] if shared in self._known else together(original)
+        except IfsoError as error:
+            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
+        else:
+            _, unpruned = self._judged(shared, lambda: model, plan, data)
+        before = _measured(unpruned=unpruned, teacher=worth)
+        return network, before, {"teacher_weights": self._digests[network]}
 
     def _named(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
         """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
@@ -109,9 +87,7 @@ class Teachers:
         made = partial(self._made, str(name), weights, plan, data)
         model = self._known[key][0] if key in self._known else together(made)
         together(partial(check_teacher, model, pruned, data))
-        if key not in self._known:
-            self._known[key] = self._judged(model, plan, data)
-        return self._known[key]
+        return self._judged(key, lambda: model, plan, data)
 
     def _option(self, plan: FinetunePlan, option: str) -> str | None:
         given: str | None = getattr(self._args, option)
@@ -122,35 +98,27 @@ class Teachers:
 
         from ifso.models.registry import network_for
 
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(plan.settings.seed)
-            return network_for(
-                name, data.num_classes, weights=weights, pretrained=self._pretrained, device=self._world.device
-            )
+            return network_for(name, data.num_classes, weights=weights, **where)
 
-    def _judged(self, model: nn.Module, plan: FinetunePlan, data: Data) -> tuple[nn.Module, float | None]:
-        """The network in the memory layout of training, and its accuracy or mAP."""
+    def _judged(
+        self, key: Any, make: Callable[[], nn.Module], plan: FinetunePlan, data: Data
+    ) -> tuple[nn.Module, float | None]:
+        """The network in the memory layout of training, and its accuracy or mAP; known by its key from now on."""
         import torch
 
         from ifso.data.base import headline
         from ifso.training.evaluation import evaluate_once
 
-        if plan.settings.channels_last:
-            model = model.to(memory_format=torch.channels_last)
-        worth = evaluate_once(model, data, plan.settings, validation=bool(plan.options.get("validation")))
-        return model, worth.get(headline(data))
-
-    def _digest(self, network: nn.Module) -> str:
-        from ifso.surgery.recipe import digest_of
-
-        if network not in self._digests:
-            self._digests[network] = digest_of(network)
-        return self._digests[network]
-
-
-def _key(plan: FinetunePlan, data: Data) -> tuple[Any, ...]:
-    """What runs must share to have the same unpruned network."""
-    return plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        if key not in self._known:
+            model = make()
+            if plan.settings.channels_last:
+                model = model.to(memory_format=torch.channels_last)
+            worth = evaluate_once(model, data, plan.settings, validation=bool(plan.options.get("validation")))
+            self._known[key] = model, worth.get(headline(data))
+        return self._known[key]
 
 
 def _measured(**worth: float | None) -> dict[str, float]:

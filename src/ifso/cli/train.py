@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import path_from, print_json
 from ifso.cli.distributed import World, joined, leave
-from ifso.cli.finetune import show_trained
-from ifso.cli.options import DATA, MODEL, WEIGHTS, add_pretrained, name_networks, seed
-from ifso.cli.progress import training_progress
-from ifso.cli.resume import resumable, without_folders
-from ifso.cli.train_options import add_data, add_recipe, add_running, data_options, gather, report_notes, settings_of
+from ifso.cli.finetune import show_trained, train_each
+from ifso.cli.inputs import data_options, name_networks, report_notes
+from ifso.cli.options import WEIGHTS, add_option, add_shared, seed
+from ifso.cli.resume import resumable
+from ifso.cli.train_options import add_data, add_recipe, add_running, gather, settings_of
 from ifso.errors import IfsoError
-from ifso.runs.arguments import PATHS
+from ifso.runs.arguments import PATHS, without_folders
 from ifso.runs.open import found_again
+
+if TYPE_CHECKING:
+    from ifso.training.runs import Training
 
 DESCRIPTION = (
     "Train a network; DIR/model.safetensors is then what ifso prune takes as --weights. "
@@ -28,15 +32,14 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("train", help="train a network to be pruned", description=DESCRIPTION)
     task = parser.add_argument_group("what is trained")
-    task.add_argument("--model", metavar="MODEL", help=MODEL)
-    task.add_argument("--weights", metavar="FILE", help=f"{WEIGHTS}, to begin with (random ones otherwise)")
-    add_pretrained(task)
-    task.add_argument("--data", metavar="DATA", help=DATA)
-    task.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder of the training")
+    add_shared(task, "model")
+    add_option(task, "weights", str, "FILE", f"{WEIGHTS}, to begin with (random ones otherwise)")
+    add_shared(task, "pretrained", "data")
+    add_option(task, "out", Path, "DIR", "the folder of the training", required=True)
     add_data(task)
     how = parser.add_argument_group("how it is trained")
     add_recipe(how)
-    how.add_argument("--seed", type=seed, metavar="N", help="fixes everything that is random (0)")
+    add_option(how, "seed", seed, "N", "fixes everything that is random (0)")
     add_running(parser.add_argument_group("where and how it runs"))
     parser.set_defaults(run=run)
 
@@ -54,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
             raise IfsoError(f"--{name} is missing; ifso train --help says what it can be")
     command = ["train", "--resume", "--out", str(args.out)]
     with joined(options["device"]) as world, resumable(command, args.out, shown=world.is_first):
-        summary = _train(args, options, world)
+        prepare = partial(_training, args, options, world)
+        (summary,) = train_each("train", [args.out], lambda _, say: [prepare(say)], args, world)
+        if isinstance(summary, IfsoError):
+            raise summary
     if world.is_first and args.json:
         print_json(summary)
     elif world.is_first:
@@ -63,44 +69,28 @@ def run(args: argparse.Namespace) -> int:
     return leave(0)
 
 
-def _train(args: argparse.Namespace, options: dict[str, Any], world: World) -> dict[str, Any]:
+def _training(args: argparse.Namespace, options: dict[str, Any], world: World, say: Callable[[str], None]) -> Training:
+    """All that it takes: data, network, settings."""
     import torch
 
     from ifso.data import open_data
     from ifso.models.registry import network_for
     from ifso.surgery.recipe import digest_of
-    from ifso.training.runs import SilentTraining, Training, finished_summary, remove_checkpoint, train_side_by_side
+    from ifso.training.runs import Training
 
-    settings = settings_of(options)
-    summary = finished_summary(args.out) if args.resume else None
-    if summary is not None:
-        if world.is_first:
-            remove_checkpoint(args.out)
-        return summary
-    with training_progress("train") if world.is_first else nullcontext(SilentTraining()) as listener:
-        data = open_data(options["data"], **data_options(options, settings, world, args))
-        report_notes(data, listener.said)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            weights = options.get("weights")
-            model = network_for(
-                options["model"], data.num_classes, weights=weights, pretrained=args.pretrained, device=world.device
-            )
-        validation, given = options.get("validation", 0), bool(weights or args.pretrained)
-        fixed = {
-            "model": without_folders(options["model"]),
-            "data": without_folders(data.name),
-            "validation": validation,
-            **({"weights": digest_of(model)} if given else {}),
-        }
-        training = Training(
-            name=options["model"], folder=args.out, model=model, data=data, settings=settings,
-            validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
-            about={"arguments": options}, start="weights given" if given else None,
-        )  # fmt: skip
-        for line in args.said:
-            listener.said(line)
-        outcome = train_side_by_side([training], listener, resume=args.resume, ranks=world.ranks)[0]
-    if isinstance(outcome, IfsoError):
-        raise outcome
-    return outcome
+    settings, validation, weights = settings_of(options), options.get("validation", 0), options.get("weights")
+    data = open_data(options["data"], **data_options(args, world, settings.seed, validation))
+    report_notes(data, say)
+    given = {"weights": weights, "pretrained": args.pretrained}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = network_for(options["model"], data.num_classes, device=world.device, **given)
+    fixed = {
+        "model": without_folders(options["model"]), "data": without_folders(data.name), "validation": validation,
+        **({"weights": digest_of(model)} if any(given.values()) else {}),
+    }  # fmt: skip
+    return Training(
+        name=options["model"], folder=args.out, model=model, data=data, settings=settings,
+        validation=bool(validation), every=options.get("evaluate_every", 1), fixed=fixed,
+        about={"arguments": options}, start="weights given" if any(given.values()) else None,
+    )  # fmt: skip

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ifso.cli.distributed import World, add_device, device_of
-from ifso.cli.options import BATCH, add_former, add_json, add_opening, add_settings, positive, share
+from ifso.cli.distributed import device_of
+from ifso.cli.options import BATCH, add_former, add_option, add_settings, add_shared, positive, share
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import IfsoError, TrainingError
+from ifso.runs.arguments import SPELLED
 from ifso.training.settings import ADAM_RATE, OPTIMIZERS, RECIPES, SCHEDULES, TrainSettings, training_recipe
-
-if TYPE_CHECKING:
-    from ifso.data import Data
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainSettings))
 TEACHER = ("teacher", "teacher_weights")
@@ -54,13 +52,10 @@ SETTINGS = {
     "accumulate": ("N", "micro-batches that make a batch ({})"),
 }
 
-SPELLED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
-"""Settings whose options are called otherwise, as in ``ifso prune`` the same words are other things."""
-
 
 def add_recipe(group: Any) -> None:
     """Recipe and settings that change it. None has a default here: what is not given is left to the recipe."""
-    group.add_argument("--recipe", metavar="NAME", help=RECIPE_NAMES)
+    add_option(group, "recipe", str, "NAME", RECIPE_NAMES)
     add_settings(group, TrainSettings(), SETTINGS, **SPELLED)
     add_former(group, "schedule", "lr-schedule", str, dest="schedule")
     add_former(group, "accumulate", "micro-batches", int, dest="accumulate")
@@ -68,23 +63,21 @@ def add_recipe(group: Any) -> None:
 
 def add_data(group: Any) -> None:
     """Downloading and what is set apart."""
-    add_opening(group)
-    group.add_argument(
-        "--validation", type=share, metavar="SHARE",
-        help="of the training set, or number of images, set apart and evaluated on in place of the test set (0)",
-    )  # fmt: skip
+    add_shared(group, "download", "workers")
+    words = "of the training set, or number of images, set apart and evaluated on in place of the test set (0)"
+    add_option(group, "validation", share, "SHARE", words)
 
 
 def add_running(group: Any) -> None:
     """Device, precision, and how to go on."""
-    add_device(group)
+    add_shared(group, "device")
     precisions = "float32, tf32, bf16 or fp16 ({}; bf16 and channels-last on cuda)"
     layout, compiled = ("", "channels-last memory layout"), ("", "torch.compile the network")
     names = {"precision": ("NAME", precisions), "channels_last": layout, "compile": compiled}
     add_settings(group, TrainSettings(), names)
-    group.add_argument("--evaluate-every", type=positive, metavar="N", help="epochs between two evaluations (1)")
-    group.add_argument("--resume", action="store_true", help="go on after an interruption; needs no other options")
-    add_json(group)
+    add_option(group, "evaluate_every", positive, "N", "epochs between two evaluations (1)")
+    add_option(group, "resume", None, "", "go on after an interruption; needs no other options")
+    add_shared(group, "json")
 
 
 def gather(
@@ -122,27 +115,6 @@ def settings_of(options: Mapping[str, Any]) -> TrainSettings:
 def has_boxes(data: str | None) -> bool:
     """Whether DATA is a name of images with boxes."""
     return data is not None and data.startswith("coco:")
-
-
-def data_options(
-    options: Mapping[str, Any], settings: TrainSettings, world: World, args: argparse.Namespace
-) -> dict[str, Any]:
-    """What data is opened with."""
-    return {
-        "device": world.device,
-        "seed": settings.seed,
-        "validation": options.get("validation", 0),
-        "rank": world.rank,
-        "ranks": world.ranks,
-        "download": args.download,
-        "workers": args.workers,
-    }
-
-
-def report_notes(data: Data, say: Callable[[str], None]) -> None:
-    """Report the notes of data: boxes that were left out, a file that stands in for another."""
-    for note in getattr(data, "notes", ()):
-        say(note)
 
 
 def common_option(options: Sequence[Mapping[str, Any]], name: str, default: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -209,7 +209,7 @@ class BatchStream:
             )
         self._batches, self._seed = batches, seed
         self._epoch, self._index = position[0], 0
-        self._inner = _States.seeded(seed, self._epoch)
+        self._inner = _RandomStates.seeded(seed, self._epoch)
         self._items: Iterator[Any] | None = None
         for _ in range(position[1]):
             next(self)
@@ -250,17 +250,16 @@ class BatchStream:
                 "(a list, a DataLoader), not a generator"
             )
         self._epoch, self._index, self._items = self._epoch + 1, 0, None
-        self._inner = _States.seeded(self._seed, self._epoch)
+        self._inner = _RandomStates.seeded(self._seed, self._epoch)
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        outer = _States.current()
-        self._inner.put()
-        try:
-            yield
-        finally:
-            self._inner = _States.current()
-            outer.put()
+        with same_random_numbers():
+            self._inner.put()
+            try:
+                yield
+            finally:
+                self._inner = _RandomStates.current()
 
 
 REMEMBERS = (
@@ -324,18 +323,19 @@ def _parts(batches: Any) -> list[Any]:
     return [*(part for one in inner if one is not None for part in _parts(one)), batches]
 
 
-class _States:
+class _RandomStates(NamedTuple):
     """The global random states of torch (CPU), numpy and Python."""
 
-    def __init__(self, torch_state: Tensor, numpy_state: Any, python_state: Any) -> None:
-        self._torch, self._numpy, self._python = torch_state, numpy_state, python_state
+    of_torch: Tensor
+    of_numpy: Any
+    of_python: Any
 
     @classmethod
-    def current(cls) -> _States:
+    def current(cls) -> _RandomStates:
         return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002 (what users use)
 
     @classmethod
-    def seeded(cls, seed: int, epoch: int) -> _States:
+    def seeded(cls, seed: int, epoch: int) -> _RandomStates:
         number = _number(seed, epoch)
         return cls(
             torch.Generator().manual_seed(number).get_state(),
@@ -344,9 +344,19 @@ class _States:
         )
 
     def put(self) -> None:
-        torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        random.setstate(self._python)
+        torch.set_rng_state(self.of_torch)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002
+        random.setstate(self.of_python)
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Put the global random states on the CPU back, which a user's own batches may draw from."""
+    before = _RandomStates.current()
+    try:
+        yield
+    finally:
+        before.put()
 
 
 def _number(seed: int, epoch: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ifso.common.devices import let_go_of
 from ifso.common.text import describe_error
+from ifso.common.torch_state import uncollected
 
 CONSTANTS = (type(None), bool, int, float, str)
 """What may go into captured work beside tensors; the graph keeps it."""
@@ -39,29 +40,25 @@ def capturing(
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     offset = generator.get_offset()
     gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            try:
-                yield
-            except BaseException as error:
-                cause = error
-                raise
-    except BaseException as error:
-        torch.cuda.set_stream(outside)
-        torch.cuda.synchronize()
-        _free_pool(graph, pool)
-        _free_generator(generator, offset)
-        cause = cause or error
-        if not isinstance(cause, Exception):
-            raise cause from None
-        reason = describe_error(_first(cause))
-        let_go_of(error)
-        raise NotCaptured(reason) from cause
-    finally:
-        if enabled:
-            gc.enable()
+    with uncollected():
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                try:
+                    yield
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException as error:
+            torch.cuda.set_stream(outside)
+            torch.cuda.synchronize()
+            _free_pool(graph, pool)
+            _free_generator(generator, offset)
+            cause = cause or error
+            if not isinstance(cause, Exception):
+                raise cause from None
+            reason = describe_error(_first(cause))
+            let_go_of(error)
+            raise NotCaptured(reason) from cause
 
 
 def _first(error: Exception) -> Exception:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,16 +23,8 @@ BROKEN = ("gloo/", "connection closed by peer", "connection reset by peer", "bro
 """What errors of collectives speak of, in small letters."""
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Scores [units] added up over ``count`` batches."""
-
-    total: Tensor
-    count: int
-
-
-def over_ranks(outcome: Sum | Exception, size: int) -> Sum:
-    """What all ranks have found together; raises on all of them if one has failed. ``size`` is the number of units."""
+def over_ranks(outcome: Tensor | Exception, size: int) -> Tensor:
+    """The sum of what all ranks found; raises on all of them if one has failed. ``size`` is the number of units."""
     sizes = gathered(-1 if isinstance(outcome, Exception) else size)
     if isinstance(outcome, Exception):
         raise outcome
@@ -42,11 +33,7 @@ def over_ranks(outcome: Sum | Exception, size: int) -> Sum:
         raise ScoreError(f"no score, because rank {', '.join(failed)} failed on its batches; see its own message")
     if len(set(sizes)) > 1:
         raise ScoreError(f"ranks score graphs of different sizes ({sizes} units); trace the same model on all of them")
-    if not is_distributed():
-        return outcome
-    packed = torch.cat([outcome.total, outcome.total.new_tensor([outcome.count])]).to(collective_device())
-    collective(dist.all_reduce, packed)
-    return Sum(packed[:-1].cpu(), round(float(packed[-1])))
+    return sum_over_ranks(outcome.to(collective_device())).cpu() if is_distributed() else outcome
 
 
 def gathered(number: int) -> list[int]:

@@ -135,25 +135,17 @@ def clear_scratch(path: Path) -> None:
 
 def exists(path: Path) -> bool:
     """Return whether there is anything; False where the system will not say, as with a name that is too long."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+    return os.path.exists(path)  # noqa: PTH110 (Path.exists raises there)
 
 
 def is_folder(path: str | Path) -> bool:
     """Return whether it is a folder; what cannot be a path is none."""
-    with suppress(OSError, ValueError):
-        return Path(path).is_dir()
-    return False
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def is_file(path: Path) -> bool:
     """Return whether there is a file, also by a link; False where the system will not say."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_plain(path: Path) -> bool:

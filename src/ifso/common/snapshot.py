@@ -117,26 +117,16 @@ def _dict(items: dict[Any, Any]) -> tuple[Undo, list[Any]]:
     return undo, [value for _, value in before[:LONGEST]]
 
 
-def _sequence(items: Any) -> Look:
-    before = list(items)
+def _collection(items: Any) -> Look:
+    """A list, a deque or a set."""
+    before, fill = list(items), items.update if isinstance(items, set) else items.extend
 
     def undo() -> None:
         if not _same(before, list(items)):
             items.clear()
-            items.extend(before)
+            fill(before)
 
     return undo, before[:LONGEST]
-
-
-def _set(items: set[Any]) -> Look:
-    before = set(items)
-
-    def undo() -> None:
-        if items != before:
-            items.clear()
-            items.update(before)
-
-    return undo, list(before)[:LONGEST]
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
@@ -223,32 +213,18 @@ def _wrapped(item: Any) -> Look:
     return undo, [*inside, *attributes]
 
 
-def _attributes_of_tensor(tensor: Tensor) -> Look:
-    return _dict(tensor.__dict__)
-
-
-def _generator(generator: torch.Generator) -> Look:
-    state = generator.get_state()
-
-    def undo() -> None:
-        generator.set_state(state)
-
-    return undo, ()
-
-
 _LOOKS: tuple[tuple[Any, Callable[[Any], Look]], ...] = (
     (nn.Module, _module),
-    (Tensor, _attributes_of_tensor),
+    (Tensor, lambda tensor: _dict(tensor.__dict__)),
     (dict, _dict),
-    ((list, deque), _sequence),
-    (set, _set),
+    ((list, deque, set), _collection),
     ((tuple, frozenset), lambda items: (None, list(items)[:LONGEST])),
     (types.FunctionType, _function),
     (types.MethodType, lambda method: (None, (method.__self__, method.__func__))),
     (functools.partial, lambda call: (None, (call.func, *call.args, *call.keywords.values()))),
     (type, _class),
     ((staticmethod, classmethod, property, functools._lru_cache_wrapper), _wrapped),
-    (torch.Generator, _generator),
+    (torch.Generator, lambda random: (functools.partial(random.set_state, random.get_state()), ())),
 )
 
 

@@ -111,6 +111,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return []
 
 
+def to_float32(leaf: Any) -> Any:
+    """A tensor of half precision as float32; anything else unchanged."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+
+
 def placed(vector: Tensor, dim: int, ndim: int) -> Tensor:
     """A vector along one of ``ndim`` dims, the others of size 1.
 

@@ -33,7 +33,31 @@ class Ready:
 
     def seconds(self) -> float:
         """Time of one call."""
-        return _cuda_seconds(self.call) if self.device.type == "cuda" else _cpu_seconds(self.call)
+        start = now(self.device)
+        self.call()
+        end = now(self.device)
+        wait(self.device)
+        return between(start, end)
+
+
+def now(device: torch.device) -> Any:
+    """A moment of the work on a device: the time, or an event on a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Seconds from one moment to another; a GPU must have come so far."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU is through."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def make_ready(function: Callable[[], Any], device: torch.device) -> Ready:
@@ -73,21 +97,6 @@ def machine(device: torch.device) -> dict[str, Any]:
     """The device that is timed, the version of torch and its threads."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"torch": torch.__version__, "device_name": name, "threads": torch.get_num_threads()}
-
-
-def _cpu_seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def _cuda_seconds(function: Callable[[], Any]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000
 
 
 def _captured(function: Callable[[], Any]) -> Callable[[], None] | None:

@@ -98,9 +98,13 @@ def quiet_torch() -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave running statistics, other buffers, cached tensors and the random state as they were.
 
-    So two passes in a row also see the same dropout. Checkpoints of the reentrant kind are made passable.
+    So two passes in a row also see the same dropout. Checkpoints of the reentrant kind are made passable, and so are
+    recurrent layers in eval mode: cuDNN has gradients in train mode only, which is the same without dropout.
     """
     modules = list(model.modules())
+    recurrent = [
+        (module, module.dropout) for module in modules if isinstance(module, nn.RNNBase) and not module.training
+    ]
     norms = [
         module
         for module in modules
@@ -117,12 +121,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         for module in norms:
             module.track_running_stats = False
+        for module, _ in recurrent:
+            module.training, module.dropout = True, 0.0
         with torch.random.fork_rng(devices=sorted(devices, key=str), enabled=not capturing), not_reentrant():
             yield
     finally:
         _forget_caches_of(modules)
         for module in norms:
             module.track_running_stats = True
+        for module, dropout in recurrent:
+            module.training, module.dropout = False, dropout
         if others:
             with torch.no_grad():
                 torch._foreach_copy_(others, copies)

@@ -12,7 +12,6 @@ from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.naming import wiring_difference, wiring_of
-from ifso.graph.terms import Term
 
 MAC_KINDS = ("conv", "linear", "matmul")
 
@@ -192,10 +191,13 @@ def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph)
         known = wanted.get((term.kind, term.where))
         if known is None:
             strange.append(f"{place} is new")
-        elif known and 0 not in term.shape and not any(_costs_as(term, *one) for one in known):
+        elif (
+            known
+            and 0 not in term.shape
+            and not any(
+                len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row
+                for rank, dims, per_row in known
+            )
+        ):
             strange.append(f"{place} costs otherwise for each row: its shape is {term.shape}")
     return list(dict.fromkeys(strange))
-
-
-def _costs_as(term: Term, rank: int, dims: list[int], per_row: int) -> bool:
-    return len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row

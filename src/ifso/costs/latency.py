@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from ifso.common.module_state import device_of
 from ifso.common.tensors import WatchedCalls, WatchedLeavings, map_tensors
-from ifso.common.timing import middle
+from ifso.common.timing import between, middle, now, wait
 from ifso.common.torch_state import preserved
 from ifso.costs.cost import MAC_KINDS, check_fits
 from ifso.errors import IfsoError, RunError, StaleGraphError
@@ -140,14 +139,19 @@ class LatencyModel:
     def from_json(cls, document: Any) -> LatencyModel:
         """What :meth:`to_json` gave."""
         try:
-            terms = tuple((_text(kind), _text(where)) for kind, where, _ in document["terms"])
-            weights = tuple(_finite(weight) for _, _, weight in document["terms"])
-            found = cls(terms, weights, _finite(document["constant"]), _finite(document["total"]))
+            terms = tuple((kind, where) for kind, where, _ in document["terms"])
+            numbers = [*(weight for _, _, weight in document["terms"]), document["constant"], document["total"]]
+            right = all(type(word) is str for term in terms for word in term) and all(
+                type(number) in (int, float) and math.isfinite(number) for number in numbers
+            )
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise RunError("the latencies stored with the run are damaged; start the run again") from None
-        if min(weights, default=0.0) < 0 or found.total <= 0:
+            right = False
+        if not right:
+            raise RunError("the latencies stored with the run are damaged; start the run again")
+        *weights, constant, total = map(float, numbers)
+        if min(weights, default=0.0) < 0 or total <= 0:
             raise RunError("the latencies stored with the run are not positive; start the run again")
-        return found
+        return cls(terms, tuple(weights), constant, total)
 
 
 Spans = list[tuple[str, float]]
@@ -163,15 +167,15 @@ def _ready(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> Iterato
 
     def run(marks: Marks) -> Spans:
         copies = map_tensors(inputs, lambda tensor: tensor.detach().to(device, copy=True))
-        _wait(device)
-        marks[:] = [("", _now(device))]
+        wait(device)
+        marks[:] = [("", now(device))]
         try:
             call_model(model, copies)
         except Exception as error:
             raise explain(error, model, copies) from error
-        marks.append(("", _now(device)))
-        _wait(device)
-        return [(name, _between(start, end)) for (name, start), (_, end) in pairwise(marks)]
+        marks.append(("", now(device)))
+        wait(device)
+        return [(name, between(start, end)) for (name, start), (_, end) in pairwise(marks)]
 
     gpus = [device] if device.type == "cuda" else []
     on_device = torch.cuda.device(device) if gpus else contextlib.nullcontext()
@@ -197,23 +201,6 @@ def _device(model: nn.Module) -> torch.device:
     return device
 
 
-def _now(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _own_seconds(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> dict[str, float]:
     """For each module the seconds of one pass spent in it but in none of its children: medians over the runs."""
     device = _device(model)
@@ -223,29 +210,26 @@ def _own_seconds(model: nn.Module, inputs: Any, repeats: int, warm_up: int) -> d
     def entering(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             stack.append(name)
-            marks.append((name, _now(device)))
+            marks.append((name, now(device)))
 
         return hook
 
     def leaving(*_: Any) -> None:
         stack.pop()
-        marks.append((stack[-1], _now(device)))
+        marks.append((stack[-1], now(device)))
 
     with _ready(model, inputs, repeats, warm_up) as run:
         for name, module in model.named_modules():
             if name:
                 module.register_forward_pre_hook(entering(name), prepend=True)
                 module.register_forward_hook(leaving)
-        runs = [_summed(run(marks)) for _ in range(1 + repeats)][1:]
-    names = {name for found in runs for name in found}
-    return {name: statistics.median(found.get(name, 0.0) for found in runs) for name in sorted(names)}
-
-
-def _summed(spans: Spans) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for name, seconds in spans:
-        sums[name] = sums.get(name, 0.0) + seconds
-    return sums
+        runs = [run(marks) for _ in range(1 + repeats)][1:]
+    names = sorted({name for spans in runs for name, _ in spans})
+    sums = [dict.fromkeys(names, 0.0) for _ in runs]
+    for found, spans in zip(sums, runs, strict=True):
+        for name, seconds in spans:
+            found[name] += seconds
+    return {name: statistics.median(found[name] for found in sums) for name in names}
 
 
 def _dealt_out(graph: ChannelGraph, own: dict[str, float]) -> tuple[list[float], float]:
@@ -269,15 +253,3 @@ def _dealt_out(graph: ChannelGraph, own: dict[str, float]) -> tuple[list[float],
 
 def _kinds(graph: ChannelGraph) -> tuple[tuple[str, str], ...]:
     return tuple((term.kind, term.where) for term in graph.terms)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(value)
-    return float(value)

@@ -138,6 +138,13 @@ class Criterion(ABC):
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:  # noqa: B027 (most need not)
         """Look at all batches that will be scored; only where it ``prepares``."""
 
+    def unread(self, task: Task, batch: Any) -> Mapping[str, str]:  # noqa: ARG002 (most take any use)
+        """Parameters that read units in a way of which this criterion knows nothing, each with that way.
+
+        A run leaves such units alone.
+        """
+        return {}
+
     def note(self, task: Task) -> str:  # noqa: ARG002 (most have nothing to say)
         """How scores of the task were computed, if not as usual; else empty."""
         return ""

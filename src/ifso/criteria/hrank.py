@@ -34,24 +34,21 @@ class HRank(Criterion):
         number = task.graph.num_units
         ranks, maps = torch.zeros(2, number, dtype=torch.float64, device=task.device)
 
-        def visit(name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
-            of_maps = _ranks(in_rows(x, dim), name)
+        def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+            of_maps = _ranks(in_rows(x, dim), layers.reader.parameter)
             ranks.add_(sum_by_unit(of_maps.sum(0), owner, number))
             maps.add_(sum_by_unit(torch.full_like(of_maps[0], of_maps.shape[0]), owner, number))
             return x
 
         with undisturbed(task.model), ReadingLayers(task, visit, everywhere=False):
             task.loss_fn(task.model, batch)
-        self._refuse_unseen(task, maps)
-        return ranks / maps.clamp(min=1)
-
-    def _refuse_unseen(self, task: Task, maps: Tensor) -> None:
         for group in task.graph.groups:
             if not bool(maps[group.units].all()):
                 raise ScoreError(
                     f"criterion 'hrank' saw no feature map of group {group.name!r}: no conv or linear layer that ran "
                     "reads it; use ifso, taylor or magnitude, which allow for other layers"
                 )
+        return ranks / maps.clamp(min=1)
 
 
 def _ranks(maps: Tensor, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,9 +15,9 @@ from ifso.criteria.base import Task
 from ifso.curvature.weight_space import Reader
 from ifso.errors import ScoreError
 
-Visit = Callable[[str, Tensor, int, Tensor], Tensor]
-"""``visit(parameter, x, dim, owner)`` gets a feature map, its channel dim and the unit of each channel; what it returns
-takes the place of ``x``."""
+Visit = Callable[["ReadingLayers", Tensor, int, Tensor], Tensor]
+"""``visit(layers, x, dim, owner)`` gets a feature map, its channel dim and the unit of each channel; what it returns
+takes the place of ``x``. ``layers`` says which reader it is for."""
 
 CONVS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 TRANSPOSED: dict[Any, int] = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
@@ -64,6 +64,9 @@ class ReadingLayers(TorchFunctionMode):
     [tokens, samples], or the other way round. ``samples`` is how many attention has seen.
     """
 
+    reader: Reader
+    groups: int
+
     def __init__(self, task: Task, visit: Visit, everywhere: bool, in_rows: bool = False) -> None:
         super().__init__()
         self._visit, self._everywhere = visit, everywhere
@@ -73,8 +76,6 @@ class ReadingLayers(TorchFunctionMode):
         self.grid: tuple[int, int] | None = None
         self.samples = 0
         self.regions: Tensor | None = None
-        self.reader: Reader | None = None
-        self.groups = 1
         self._samples = 0
         self._cutting = False
         self._seen: set[str] = set()
@@ -118,11 +119,19 @@ class ReadingLayers(TorchFunctionMode):
                     same = [reader for reader in readers if _as_long(one, tensor, reader)]
                     setattr(one, _COMPUTED_FROM, same)
 
+    def unseen(self) -> dict[str, str]:
+        """Parameters that read units in a way that was not visited: the function that uses each."""
+        return {parameter: use for parameter, use in self._other_uses.items() if parameter not in self._seen}
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The parameter and the dim of the reader that is visited."""
+        return self.reader.parameter, self.reader.dim
+
     def refuse_unseen(self) -> None:
-        """Raise if a parameter reads units in a way that was not visited."""
-        for parameter, use in self._other_uses.items():
-            if parameter not in self._seen:
-                raise _used_otherwise(parameter, use)
+        """Raise if there are any."""
+        for parameter, use in self.unseen().items():
+            raise _used_otherwise(parameter, use)
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Attention has [tokens, samples, features] within: what is visited has the samples first."""
@@ -167,13 +176,13 @@ class ReadingLayers(TorchFunctionMode):
             owner = reader.owner if reader.dim == 0 else reader.channels(groups)
             if not self._samples and self._in_rows and func is F.linear and x.dim() == 3:
                 self.grid = (x.shape[0], x.shape[1])
-                rows = self._visit(reader.parameter, x.flatten(0, 1), 1, owner)
+                rows = self._visit(self, x.flatten(0, 1), 1, owner)
                 self.grid = None
                 return rows.view(x.shape)
             if not self._samples:
-                return self._visit(reader.parameter, x, x.dim() - LAYERS[func] - 1, owner)
+                return self._visit(self, x, x.dim() - LAYERS[func] - 1, owner)
             tokens = x.unflatten(0, (-1, self._samples)) if x.dim() == 2 else x
-            tokens = self._visit(reader.parameter, tokens.transpose(0, 1), 2, owner).transpose(0, 1)
+            tokens = self._visit(self, tokens.transpose(0, 1), 2, owner).transpose(0, 1)
             return tokens.flatten(0, 1) if x.dim() == 2 else tokens
 
     def _refuse_other_uses(self, func: Any, arguments: Any, result: Any) -> None:
@@ -204,15 +213,12 @@ def argument(args: Any, kwargs: Any, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in nested containers."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def in_rows(x: Tensor, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Criteria by name. A new one is a short file and a line here."""
+"""Criteria by name. A new one is a class, in a short file of its own or beside its kin, and a line here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HOME = {
     "ifso": ("ifso", "Ifso"),
     "true-loss": ("true_loss", "TrueLoss"),
     "authors": ("finite_difference", "Authors"),
-    "group-fisher": ("group_fisher", "GroupFisher"),
-    "taylor": ("taylor", "Taylor"),
-    "magnitude": ("magnitude", "Magnitude"),
-    "magnitude-average": ("magnitude", "MagnitudeAverage"),
-    "fpgm": ("fpgm", "Fpgm"),
-    "bn-scale": ("bn_scale", "BnScale"),
+    "group-fisher": ("gradients", "GroupFisher"),
+    "taylor": ("gradients", "Taylor"),
+    "magnitude": ("weights", "Magnitude"),
+    "magnitude-average": ("weights", "MagnitudeAverage"),
+    "fpgm": ("weights", "Fpgm"),
+    "bn-scale": ("weights", "BnScale"),
     "hrank": ("hrank", "HRank"),
-    "random": ("random", "Random"),
+    "random": ("weights", "Random"),
 }
 """Name: module of this package and class."""
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ifso.common.batches import looks_like_one_batch, micro_batches
-from ifso.common.distributed import Sum, over_ranks
+from ifso.common.distributed import over_ranks
 from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.module_state import named_tensors
 from ifso.common.snapshot import Image
@@ -167,18 +168,18 @@ def score(
     >>> score(net, trace(net, torch.zeros(1, 2)), None, None, "magnitude")
     {'0': tensor([4., 6.], dtype=torch.float64)}
     """
-    outcome: Sum | Exception
+    outcome: Tensor | Exception
     try:
         with trainable():
             outcome = _score_on_this_rank(model, graph, loss_fn, batches, _as_criterion(criterion, options), keep)
     except Exception as error:
         outcome = error
     result = over_ranks(outcome, graph.num_units)
-    if not result.count:
+    if not result[-1]:
         raise ScoreError(
             "batches ran out before the first one; give an iterable with a batch in it (a generator can be used once)"
         )
-    mean = result.total / result.count
+    mean = result[:-1] / result[-1]
     return {group.name: mean[group.units].clone() for group in graph.groups}
 
 
@@ -201,8 +202,8 @@ def _score_on_this_rank(
     batches: Iterable[Any] | None,
     criterion: Criterion,
     keep: Keep | None,
-) -> Sum:
-    """The sum over the batches of this rank."""
+) -> Tensor:
+    """The sum over the batches of this rank [units + 1], and last their number."""
     check_model(model)
     check_fits(model, graph)
     if not graph.num_units:
@@ -216,7 +217,7 @@ def _score_on_this_rank(
     soft = contextlib.nullcontext() if keep is None or criterion.masks_itself else masked(model, graph, keep)
     with same_modes(model), soft, _written_back(model, graph):
         if not criterion.needs_batches:
-            return Sum(scorer.checked_units(None), 1)
+            return F.pad(scorer.checked_units(None), (0, 1), value=1)
         total, count = torch.zeros(graph.num_units, dtype=torch.float64, device="cpu"), 0
         batches = _iterable(batches, criterion)
         if criterion.prepares:
@@ -229,7 +230,7 @@ def _score_on_this_rank(
         note = criterion.note(scorer.task) if count else ""
         if note:
             warnings.warn(f"criterion {criterion.name!r}: {note}", ScoreWarning, stacklevel=3)
-        return Sum(total, count)
+        return F.pad(total, (0, 1), value=count)
 
 
 @contextlib.contextmanager

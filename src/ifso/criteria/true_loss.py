@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ifso.common.batches import rough_count
 from ifso.common.loss_fn import checked, output_tensors, outputs_of
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.criteria.group_fisher import MaskTap, mask_gradients, summed_by_sample
+from ifso.criteria.gradients import MaskTap, mask_gradients, summed_by_sample
 from ifso.criteria.moments import Halves, Moments, in_first_half, mean_size
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
 from ifso.curvature.weight_space import unit_indices
@@ -57,33 +58,63 @@ class TrueLoss(Criterion):
     damping: float = DAMPING
     seed: int = 0
 
+    def unread(self, task: Task, batch: Any) -> Mapping[str, str]:
+        """Parameters that are no weights of layers, and weights of layers whose inputs are not of the samples."""
+        taps: list[MaskTap] = []
+
+        def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+            taps.append(MaskTap.at(layers, x, dim, owner))
+            return x
+
+        layers = ReadingLayers(task, visit, everywhere=False, in_rows=True)
+        with undisturbed(task.model), torch.no_grad(), layers:
+            task.loss_fn(task.model, batch)
+        taps = [tap for tap in taps if tap.images is None and tap.grid is None]
+        samples = max(rough_count(batch), 1)
+        odd = {tap.name: "a layer whose rows are no samples" for tap in taps if len(tap.mask) % samples}
+        usual = 2 * sum(tap.name not in odd for tap in taps) > len(taps)  # else the batch is counted in another way
+        return {**layers.unseen(), **(odd if usual else {})}
+
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:
         """See what every reading layer reads."""
         task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
-        inputs = task.renew(_KEY, lambda: _InputStatistics(self.damping, task.kept.cpu(), _units_at_positions(task)))
-        with ReadingLayers(task, inputs.visit, everywhere=False, in_rows=True) as inputs.layers:
+        task.renew(_KEY, lambda: None)
+        inputs = _InputStatistics(task.kept.cpu(), _units_at_positions(task))
+        with ReadingLayers(task, inputs.visit, everywhere=False, in_rows=True):
             for batch in batches:
                 with undisturbed(task.model), torch.no_grad():
                     task.loss_fn(task.model, batch)
                 inputs.number += 1
-        inputs.close()
+        residuals = {reader: channels.residuals(self.damping) for reader, channels in inputs.seen.items()}
+        task.renew(_KEY, lambda: residuals)
 
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores [units]."""
-        if task.memo(_KEY, lambda: None) is None:
+        residuals = task.memo(_KEY, lambda: None)
+        if residuals is None:
             self.prepare(task, [batch])
             try:
                 return self.units(task, batch)
             finally:
                 task.renew(_KEY, lambda: None)
-        taps = _ResidualTaps(task.memo(_KEY, lambda: None), task.count(_KEY))
+        taps: list[MaskTap] = []
+        number = task.count(_KEY)
+
+        def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+            """``x`` plus a mask, now zero, times what is left of each unit when the others predict it."""
+            if layers.key not in residuals:
+                return x
+            taps.append(MaskTap.at(layers, x, dim, owner))
+            mask = taps[-1].mask
+            first = in_first_half(len(mask), number)
+            return _ShiftedByResidual.apply(x, mask, dim, residuals[layers.key], first)
+
         with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
-            layers = ReadingLayers(task, taps.visit, everywhere=False, in_rows=True)
-            with layers as taps.layers, outputs_of(task.model) as caught:
+            with ReadingLayers(task, visit, everywhere=False, in_rows=True) as layers, outputs_of(task.model) as caught:
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
-            objective = self._objective(loss, caught, taps.number)
-            gradients = mask_gradients(objective, taps.seen, self.name, layers.samples)
+            objective = self._objective(loss, caught, number)
+            gradients = mask_gradients(objective, taps, self.name, layers.samples)
         samples, by_sample = summed_by_sample(gradients, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
@@ -166,24 +197,18 @@ def _by_unit(inverse: Tensor, owner: Tensor) -> Tensor:
 
 @dataclass
 class _InputStatistics:
-    """What the reading layers read: first added up, then, when closed, as the maps to residuals.
+    """What the reading layers read, added up; ``number`` is that of the batch."""
 
-    ``number`` is that of the batch.
-    """
-
-    damping: float
     kept: Tensor
     positions: dict[str, Tensor]
     seen: dict[_ReaderKey, _ReadChannels] = field(default_factory=dict)
-    residuals: dict[_ReaderKey, list[_Residual]] = field(default_factory=dict)
-    layers: ReadingLayers | None = None
     number: int = 0
 
-    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+    def visit(self, layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
         """Add the channels of ``x`` up, at some positions of each row."""
-        key, groups = reader_key(self.layers)
+        key = layers.key
         rows = in_rows(x.detach(), dim).unsqueeze(-1).flatten(2)
-        units = self.positions.get(name)
+        units = self.positions.get(layers.reader.parameter)
         if units is not None and len(units) % rows.shape[2] == 0:
             rows = rows[:, :, self.kept[units[: rows.shape[2]]].to(x.device)]
         if rows.shape[2] > POSITIONS:
@@ -195,42 +220,8 @@ class _InputStatistics:
             self.seen[key].halves.add(rows, samples, self.number)
         else:
             kept = self.kept[unit_indices(owner, len(self.kept) - 1).cpu()].to(x.device)
-            self.seen[key] = _ReadChannels(groups, owner, kept, Halves.of(rows, samples, self.number))
+            self.seen[key] = _ReadChannels(layers.groups, owner, kept, Halves.of(rows, samples, self.number))
         return x
-
-    def close(self) -> None:
-        """All batches were seen."""
-        for key, channels in self.seen.items():
-            self.residuals[key] = channels.residuals(self.damping)
-        self.seen.clear()
-
-
-def reader_key(layers: ReadingLayers | None) -> tuple[_ReaderKey, int]:
-    """Which reader is being visited, and in how many groups its channels are read."""
-    assert layers is not None
-    assert layers.reader is not None
-    reader = layers.reader
-    return (reader.parameter, reader.dim), layers.groups
-
-
-@dataclass
-class _ResidualTaps:
-    """A mask for every call of a reading layer, through which residuals are added."""
-
-    inputs: _InputStatistics
-    number: int
-    seen: list[MaskTap] = field(default_factory=list)
-    layers: ReadingLayers | None = None
-
-    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
-        """``x`` plus a mask, now zero, times what is left of each unit when the others predict it."""
-        key, _ = reader_key(self.layers)
-        if key not in self.inputs.residuals:
-            return x
-        tap = MaskTap.at(name, x, dim, owner, self.layers)
-        self.seen.append(tap)
-        first = in_first_half(len(tap.mask), self.number)
-        return _ShiftedByResidual.apply(x, tap.mask, dim, self.inputs.residuals[key], first)
 
 
 class _ShiftedByResidual(Function):

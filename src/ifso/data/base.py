@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,16 +138,8 @@ class Opening(NamedTuple):
     options: Mapping[str, Any]
 
 
-class _Divisible(Protocol):
-    """Samples of which parts can be taken."""
-
-    def __len__(self) -> int: ...
-
-    def part(self, indices: Tensor) -> Self:
-        """Those at ``indices``."""
-
-
-Samples = TypeVar("Samples", bound=_Divisible)
+Samples = TypeVar("Samples", bound=Any)
+"""They have a length, and a method ``part`` for those at some indices."""
 
 
 def split(images: Samples, validation: float | int, seed: int) -> tuple[Samples, Samples | None]:

@@ -90,6 +90,18 @@ def in_turn(shard: Shard, work: Callable[[], Result]) -> Result:
     return result
 
 
+def every_nth(labels: Tensor, n: int) -> Tensor:
+    """Which samples [N] are the n-th, 2n-th … of their class.
+
+    >>> every_nth(torch.tensor([3, 7, 3, 7, 7, 3]), 2).tolist()
+    [False, False, True, True, False, False]
+    """
+    order = labels.argsort(stable=True)
+    ordered = labels[order]
+    within = torch.arange(len(labels)) - torch.searchsorted(ordered, ordered)
+    return torch.empty(len(labels), dtype=torch.bool).index_copy_(0, order, within % n == n - 1)
+
+
 def check_batch_size(batch_size: int) -> None:
     """DataError unless ``batch_size`` is a whole number of 1 or more."""
     if type(batch_size) is not int or batch_size < 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ifso.common.text import describe_error, one_line
 from ifso.data.batches import Augmentation, Images
-from ifso.errors import DataError
+from ifso.errors import DataError, required
 
 MOST_BYTES = 2**31
 """Of all arrays in a file, unpacked; CIFAR takes a tenth of it."""
@@ -150,14 +150,9 @@ def _refuse_smaller_kind(kind: str, train: Images, path: Path) -> None:
 
 def _from_folder(about: Cifar, path: Path, download: bool) -> tuple[Any, ...]:
     """The arrays, read by torchvision, which compares the files with their known checksums first."""
-    try:
-        from torchvision import datasets
-    except ImportError as error:
-        raise DataError(
-            f"a folder of {about.reader} is read with torchvision, which cannot be imported ({error}); "
-            'pip install "ifso[vision]", or give an .npz'
-        ) from error
-    reader = getattr(datasets, about.reader)
+    need = f"a folder of {about.reader} is read with torchvision"
+    torchvision = required("torchvision", need, "vision", DataError, ", or give an .npz")
+    reader = getattr(torchvision.datasets, about.reader)
     if download and _fault(reader, path):
         _download(reader, path)
     try:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ifso.data.base import CocoOptions, Data, Opening, read_options, split
+from ifso.data.base import CocoOptions, Opening, read_options, split
 from ifso.data.batches import WHOLE, Shard
-from ifso.data.coco_batches import Batch, BoxDataset, BoxLoading, BoxSamples, BoxTestFiles, Resizing
+from ifso.data.coco_batches import BoxDataset, BoxLoading, BoxSamples, Resizing
 from ifso.data.coco_format import (
     SplitFiles,
     categories_of,
@@ -22,7 +22,7 @@ from ifso.data.coco_format import (
     read_instances,
     refuse_others,
 )
-from ifso.data.decoding import TrainFiles, need_torchvision, workers_for
+from ifso.data.decoding import DecodedData, need_torchvision, workers_for
 from ifso.errors import DataError
 from ifso.tasks.detection import detection_loss
 
@@ -34,7 +34,7 @@ MOST_LABELS = 2**16
 
 
 @dataclass(frozen=True, eq=False)
-class CocoData(Data):
+class CocoData(DecodedData):
     """Images with boxes. ``train`` is without ``validation``, which is None if there is none.
 
     ``categories`` are names by label − 1, empty where no category has the label. ``notes`` say what is otherwise than
@@ -53,6 +53,7 @@ class CocoData(Data):
 
     task = "detection"
     loss_fn = staticmethod(detection_loss)
+    batch_sizes = (2, 8)
 
     @property
     def num_classes(self) -> int:  # type: ignore[override]
@@ -65,38 +66,13 @@ class CocoData(Data):
         sizes = {*self.train.sizes, *self.test.sizes}
         return (3, *sizes.pop()) if len(sizes) == 1 else None
 
-    def train_batches(self, batch_size: int = 2, augment: bool = True, drop_last: bool = True) -> TrainFiles:
-        """Shuffled batches of (images, targets), mirrored in half of all cases unless ``augment`` is False."""
-        source, loading = BoxDataset(self.train, augment, self.seed), self._loading(self.train)
-        return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, shard=self.shard, loading=loading)
-
-    def validation_batches(self, batch_size: int = 8) -> BoxTestFiles:
-        """What was set apart, in a fixed order; ``truth`` are the boxes in it."""
-        return self._unchanged(self._held_out(), batch_size)
-
-    def test_batches(self, batch_size: int = 8) -> BoxTestFiles:
-        """The test set in the order of its file; ``truth`` are the boxes in it."""
-        return self._unchanged(self.test, batch_size)
+    def decoded(self, samples: BoxSamples, augment: bool) -> BoxDataset:
+        """The images and their boxes, mirrored in half of all cases or as they are."""
+        return BoxDataset(samples, augment, self.seed)
 
     def example_inputs(self) -> tuple[list[Tensor]]:
         """The first test image [3, H, W] in a list, as a detector in eval mode takes it."""
         return (self._first(self.test, 1)[0],)
-
-    def first_batch(self) -> Batch:
-        """Two training images and their targets, without augmentation."""
-        return self._first(self.train, 2)
-
-    def _unchanged(self, samples: BoxSamples, batch_size: int) -> BoxTestFiles:
-        source = BoxDataset(samples, False, self.seed)
-        return BoxTestFiles(source, batch_size=batch_size, shard=self.shard, loading=self._loading(samples))
-
-    def _first(self, samples: BoxSamples, count: int) -> Batch:
-        batch = BoxDataset(samples, False, self.seed).batch(0, list(range(min(count, len(samples)))))
-        return self.loading.to_device(*batch)
-
-    def _loading(self, samples: BoxSamples) -> BoxLoading:
-        """Images that are held need no processes to decode them."""
-        return self.loading if samples.pixels is None else replace(self.loading, workers=0)
 
 
 def open_coco(path: str, opening: Opening) -> CocoData:
@@ -124,6 +100,7 @@ def open_coco(path: str, opening: Opening) -> CocoData:
         parts["validation"] = held_out
     if _is_held(parts, opening.device) if options.hold is None else options.hold:
         parts = {part: samples.held(opening.device, loading.workers) for part, samples in parts.items()}
+        loading = replace(loading, workers=0)
     train, test, held_out = parts["train"], parts["test"], parts.get("validation")
     notes = tuple(reader.notes)
     return CocoData(name, reader.categories, train, held_out, test, opening.seed, loading, opening.shard, notes)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ifso.data.batches import generator
-from ifso.data.decoding import DecodedDataset, ImageFiles, Loading, TestFiles
+from ifso.data.decoding import DecodedDataset, ImageFiles, Loading
 from ifso.errors import DataError
 
 Size = tuple[int, int]
@@ -231,30 +231,19 @@ class BoxDataset(DecodedDataset):
     """Batches are images in uint8 and their targets, mirrored in half of all cases if ``mirror``."""
 
     def __init__(self, samples: BoxSamples, mirror: bool, seed: int) -> None:
-        self.samples, self.mirror, self.seed = samples, mirror, seed
+        self.samples, self.mirror, self.seed, self.truth = samples, mirror, seed, samples.annotations
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def batch(self, epoch: int, indices: list[int]) -> tuple[Any, list[Target]]:
         """The images and the boxes in them."""
-        mirrored = [self.mirror and self._is_mirrored(epoch, index) for index in indices]
+        mirrored = [False] * len(indices)
+        if self.mirror:
+            drawn = (generator(self.seed, f"mirror {epoch}/{index}") for index in indices)
+            mirrored = [bool(torch.rand((), generator=random) < 0.5) for random in drawn]
         targets = [self.samples.target(index, turned) for index, turned in zip(indices, mirrored, strict=True)]
         return self.samples.images(indices, mirrored), targets
-
-    def _is_mirrored(self, epoch: int, index: int) -> bool:
-        return bool(torch.rand((), generator=generator(self.seed, f"mirror {epoch}/{index}")) < 0.5)
-
-
-class BoxTestFiles(TestFiles):
-    """All images in the order of their file; of several processes, each has its own."""
-
-    source: BoxDataset
-
-    @property
-    def truth(self) -> Annotations:
-        """The boxes of all images."""
-        return self.source.samples.annotations
 
 
 class BoxLoading(Loading):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batches import same_random_numbers
 from ifso.common.text import describe_error
 from ifso.common.torch_state import same_modes, undisturbed
 from ifso.data.base import Data, detects
@@ -59,18 +57,6 @@ def check_fits(model: nn.Module, data: Data) -> None:
         _check_labels(labels, outputs, data.name)
 
 
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Put the random states on the CPU back, which a user's own batches may draw from."""
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state that users have)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-
-
 def _pair(batch: Any, name: str) -> tuple[Tensor, Tensor]:
     """The images and labels of a batch."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
@@ -84,11 +70,16 @@ def _pair(batch: Any, name: str) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
+def answer(model: nn.Module, images: Any) -> Any:
+    """What the network returns in eval mode; it is left as it was."""
+    with torch.no_grad(), same_modes(model), undisturbed(model.eval()):
+        return logits_in(model(images))
+
+
 def _evaluated(model: nn.Module, images: Any, fault: str, remedy: str) -> Any:
     """What the network returns in eval mode; if it fails, a DataError of ``fault``, the error and ``remedy``."""
     try:
-        with torch.no_grad(), same_modes(model), undisturbed(model.eval()):
-            return logits_in(model(images))
+        return answer(model, images)
     except IfsoError:
         raise
     except Exception as error:

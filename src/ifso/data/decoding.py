@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from ifso.common.files import is_file
 from ifso.common.text import one_line
+from ifso.data.base import Data
 from ifso.data.batches import WHOLE, Batch, Epochs, Shard, check_batch_size, generator
-from ifso.errors import DataError
+from ifso.errors import DataError, required
 
 Colours = tuple[float, ...]
 
@@ -39,31 +40,9 @@ Key = tuple[int, list[int]]
 """The epoch, and the numbers of a batch's images."""
 
 
-class ImageSource(Protocol):
-    """Images that are decoded when they are asked for."""
-
-    @property
-    def labels(self) -> Tensor:
-        """Of all images [N], in int64."""
-
-    def __len__(self) -> int: ...
-
-    def part(self, indices: Tensor | slice) -> Self:
-        """The images at ``indices``."""
-
-    def read(self, index: int) -> Tensor:
-        """One image [3, H, W] in uint8."""
-
-
 def need_torchvision(name: str, extra: str) -> None:
     """DataError if images cannot be decoded, with the extra of ifso that brings what the data ``name`` needs."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"{name}: images are decoded with torchvision, which cannot be imported ({error}); "
-            f'pip install "ifso[{extra}]"'
-        ) from error
+    required("torchvision", f"{name}: images are decoded with torchvision", extra, DataError)
 
 
 def workers_for(asked: int | None) -> int:
@@ -109,6 +88,7 @@ class DecodedDataset(Dataset[Any]):
     """
 
     seed: int
+    truth: Any = None
 
     def __getitem__(self, key: Key) -> Any:
         try:
@@ -122,27 +102,6 @@ class DecodedDataset(Dataset[Any]):
     @abstractmethod
     def batch(self, epoch: int, indices: list[int]) -> Any:
         """What :meth:`Loading.to_device` takes; all that is random in it follows from seed, epoch and sample."""
-
-
-class DecodedImages(DecodedDataset):
-    """Batches are pixels [N, 3, H, W] in uint8 and labels [N]; ``cut`` makes images of one size."""
-
-    def __init__(self, files: ImageSource, cut: Callable[[Tensor], Tensor], seed: int) -> None:
-        self.files, self.cut, self.seed = files, cut, seed
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def batch(self, epoch: int, indices: list[int]) -> Batch:
-        """The images, each cut in a way of its own."""
-        return torch.stack([self.image(epoch, index) for index in indices]), self.files.labels[indices]
-
-    def image(self, epoch: int, index: int) -> Tensor:
-        """One image [3, H, W] in uint8."""
-        image = self.files.read(index)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(generator(self.seed, f"{epoch}/{index}").initial_seed())
-            return self.cut(image)
 
 
 class DecodedBatches:
@@ -204,19 +163,59 @@ class TrainFiles(DecodedBatches, Epochs):
 
 
 class TestFiles(DecodedBatches):
-    """All images in the order of their names; of several processes, each has its own."""
+    """All images in their own order; of several processes, each has its own. ``truth``: the boxes, if any."""
 
     __test__ = False
 
     def __init__(self, source: DecodedDataset, *, batch_size: int, loading: Loading, shard: Shard = WHOLE) -> None:
         super().__init__(source, batch_size=batch_size, loading=loading)
-        self._order = torch.arange(len(source))[shard.every]
+        self._order, self.truth = torch.arange(len(source))[shard.every], source.truth
 
     def __len__(self) -> int:
         return math.ceil(len(self._order) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._in_order(0, self._order)
+
+
+class DecodedData(Data):
+    """Images that are decoded when they are needed; ``train`` is without ``validation``, which may be None."""
+
+    train: Any
+    validation: Any
+    test: Any
+    shard: Shard
+    loading: Loading
+    batch_sizes: ClassVar[tuple[int, int]] = (128, 500)
+
+    @abstractmethod
+    def decoded(self, samples: Any, augment: bool) -> DecodedDataset:
+        """The samples, in batches that are augmented or always the same."""
+
+    def train_batches(self, batch_size: int | None = None, augment: bool = True, drop_last: bool = True) -> TrainFiles:
+        """Shuffled batches of (images, labels or targets), augmented unless ``augment`` is False."""
+        size = self.batch_sizes[0] if batch_size is None else batch_size
+        source = self.decoded(self.train, augment)
+        return TrainFiles(source, batch_size=size, drop_last=drop_last, shard=self.shard, loading=self.loading)
+
+    def validation_batches(self, batch_size: int | None = None) -> TestFiles:
+        """What was set apart, in a fixed order and without augmentation."""
+        return self._tested(self._held_out(), batch_size)
+
+    def test_batches(self, batch_size: int | None = None) -> TestFiles:
+        """The test set in its own order, without augmentation."""
+        return self._tested(self.test, batch_size)
+
+    def first_batch(self) -> Any:
+        """Two training images with their labels or targets, without augmentation."""
+        return self._first(self.train, 2)
+
+    def _tested(self, samples: Any, batch_size: int | None) -> TestFiles:
+        size = self.batch_sizes[1] if batch_size is None else batch_size
+        return TestFiles(self.decoded(samples, False), batch_size=size, shard=self.shard, loading=self.loading)
+
+    def _first(self, samples: Any, count: int) -> Any:
+        return self.loading.to_device(*self.decoded(samples, False).batch(0, list(range(min(count, len(samples))))))
 
 
 Read = TypeVar("Read")

@@ -13,11 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ifso.data.batches import Augmentation, Images, every_nth
+
 GREYS = 16
 """The largest value of a pixel in the file: how many of 4×4 dots were black."""
 
 TEST_EVERY = 5
 """Of each digit's images, in the order of the file, every fifth is a test image."""
+
+AUGMENTATION = Augmentation(shift=1, mirror=False)
 
 
 class Digits(NamedTuple):
@@ -41,6 +45,11 @@ def digits() -> Digits:
     with files("ifso.data").joinpath("digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"]).long()
     x = images.float().div(GREYS).unsqueeze(1)
-    place_in_class = torch.nn.functional.one_hot(labels).cumsum(0).gather(1, labels[:, None]).squeeze(1)
-    test = place_in_class % TEST_EVERY == 0
+    test = every_nth(labels, TEST_EVERY)
     return Digits(x[~test], labels[~test], x[test], labels[test])
+
+
+def open_digits() -> tuple[Images, Images]:
+    """Training and test images, with pixels from −0.5 to 0.5 after normalisation."""
+    data, middle, one = digits(), torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)
+    return Images(data.x_train, data.y_train, middle, one), Images(data.x_test, data.y_test, middle, one)

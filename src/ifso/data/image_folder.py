@@ -14,19 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.text import one_line
-from ifso.data.base import Data, FolderOptions, Opening, read_options, split
-from ifso.data.batches import Batch, Shard
+from ifso.data.base import FolderOptions, Opening, read_options, split
+from ifso.data.batches import Batch, Shard, every_nth, generator
 from ifso.data.cifar import as_labels, read_npz
-from ifso.data.decoding import (
-    DecodedImages,
-    ImageFiles,
-    ImageSource,
-    Loading,
-    TestFiles,
-    TrainFiles,
-    need_torchvision,
-    workers_for,
-)
+from ifso.data.decoding import DecodedData, DecodedDataset, ImageFiles, Loading, need_torchvision, workers_for
 from ifso.errors import DataError
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
@@ -38,9 +29,6 @@ MOST_CLASSES = 2**20
 
 CROP = 224
 """Pixels of an image of ImageNet in width and height."""
-
-Cut = Callable[[Tensor], Tensor]
-"""Makes an image [3, size, size] out of one of any size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,14 +113,74 @@ def _is_image(name: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageFolderData(Data):
-    """Images that are decoded when they are needed. ``train`` is without ``validation``, which may be None."""
+class JpegBytes:
+    """Image i is ``data[starts[i]:ends[i]]``; ``numbers`` [N] are those of the file, ``labels`` [N] in int64."""
+
+    path: Path
+    data: Tensor
+    starts: Tensor
+    ends: Tensor
+    numbers: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, indices: Tensor | slice) -> JpegBytes:
+        """The images at ``indices``; the bytes are shared."""
+        some = (tensor[indices] for tensor in (self.starts, self.ends, self.numbers, self.labels))
+        return JpegBytes(self.path, self.data, *some)
+
+    def read(self, index: int) -> Tensor:
+        """One image [3, 224, 224] in uint8; its size is looked at before anything is decoded."""
+        from PIL import Image, UnidentifiedImageError
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        data = self.data[int(self.starts[index]) : int(self.ends[index])].clone()
+        try:
+            with Image.open(io.BytesIO(data.numpy().tobytes()), formats=("JPEG",)) as image:
+                width, height = image.size
+            if (width, height) != (CROP, CROP):
+                raise DataError(f"it has {width}×{height} pixels; give {CROP}×{CROP}")
+            return decode_jpeg(data, ImageReadMode.RGB)
+        except Exception as error:
+            strange = isinstance(error, UnidentifiedImageError)
+            reason = "it is no JPEG" if strange else one_line(error) or type(error).__name__
+            raise DataError(f"{self.path}: image {int(self.numbers[index])} cannot be used: {reason}") from error
+
+
+Files = ImageFiles | JpegBytes
+
+
+class DecodedImages(DecodedDataset):
+    """Batches are pixels [N, 3, H, W] in uint8 and labels [N]; ``cut`` makes images of one size."""
+
+    def __init__(self, files: Files, cut: Callable[[Tensor], Tensor], seed: int) -> None:
+        self.files, self.cut, self.seed = files, cut, seed
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def batch(self, epoch: int, indices: list[int]) -> Batch:
+        """The images, each cut in a way of its own."""
+        cut = []
+        for index in indices:
+            image = self.files.read(index)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(generator(self.seed, f"{epoch}/{index}").initial_seed())
+                cut.append(self.cut(image))
+        return torch.stack(cut), self.files.labels[indices]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFolderData(DecodedData):
+    """Images with a label each, in folders of classes or in one file."""
 
     name: str
     classes: tuple[str, ...]
-    train: ImageSource
-    validation: ImageSource | None
-    test: ImageSource
+    train: Files
+    validation: Files | None
+    test: Files
     seed: int
     shard: Shard
     loading: Loading
@@ -149,46 +197,24 @@ class ImageFolderData(Data):
         """As many as there are class folders."""
         return len(self.classes)
 
-    def train_batches(self, batch_size: int = 128, augment: bool = True, drop_last: bool = True) -> TrainFiles:
-        """Shuffled batches of (images [N, 3, H, W], labels [N]); a random window of each image, mirrored or not."""
-        source = DecodedImages(self.train, self._window() if augment else self._whole(), self.seed)
-        return TrainFiles(source, batch_size=batch_size, drop_last=drop_last, shard=self.shard, loading=self.loading)
+    def decoded(self, samples: Files, augment: bool) -> DecodedImages:
+        """Of each image the middle, of 7/8 of the shorter edge, or what was cut out already.
 
-    def validation_batches(self, batch_size: int = 500) -> TestFiles:
-        """What was set apart, in a fixed order; of each image the middle."""
-        return self._tested(self._held_out(), batch_size)
+        If ``augment``, a random window of 8 to 100 % of it, up to 4:3 or 3:4, mirrored in half of all cases.
+        """
+        from torchvision.transforms import v2
 
-    def test_batches(self, batch_size: int = 500) -> TestFiles:
-        """The test images in the order of their names; of each image the middle."""
-        return self._tested(self.test, batch_size)
+        if augment:
+            cut = v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
+        elif isinstance(samples, JpegBytes):
+            cut = nn.Identity()
+        else:
+            cut = v2.Compose([v2.Resize(self.size * 8 // 7, antialias=True), v2.CenterCrop(self.size)])
+        return DecodedImages(samples, cut, self.seed)
 
     def example_inputs(self) -> Tensor:
         """The first test image [1, 3, H, W], normalised."""
         return self._first(self.test, 1)[0]
-
-    def first_batch(self) -> Batch:
-        """Two training images and their labels, without augmentation."""
-        return self._first(self.train, 2)
-
-    def _first(self, files: ImageSource, count: int) -> Batch:
-        batch = DecodedImages(files, self._whole(), self.seed).batch(0, list(range(min(count, len(files)))))
-        return self.loading.to_device(*batch)
-
-    def _tested(self, files: ImageSource, batch_size: int) -> TestFiles:
-        source = DecodedImages(files, self._whole(), self.seed)
-        return TestFiles(source, batch_size=batch_size, shard=self.shard, loading=self.loading)
-
-    def _whole(self) -> Cut:
-        """How an image is cut to size where nothing is left to chance: its middle, of 7/8 of the shorter edge."""
-        from torchvision.transforms import v2
-
-        return v2.Compose([v2.Resize(self.size * 8 // 7, antialias=True), v2.CenterCrop(self.size)])
-
-    def _window(self) -> Cut:
-        """A random window of 8 to 100 % of the image, up to 4:3 or 3:4, mirrored in half of all cases."""
-        from torchvision.transforms import v2
-
-        return v2.Compose([v2.RandomResizedCrop(self.size, antialias=True), v2.RandomHorizontalFlip()])
 
 
 def open_imagenet(path: str, opening: Opening) -> ImageFolderData:
@@ -244,52 +270,7 @@ def _split_folder(root: Path, share: float) -> ImageFolders:
     return ImageFolders(classes, train, test, tuple(notes))
 
 
-@dataclass(frozen=True, eq=False)
-class JpegBytes:
-    """Image i is ``data[starts[i]:ends[i]]``; ``numbers`` [N] are those of the file, ``labels`` [N] in int64."""
-
-    path: Path
-    data: Tensor
-    starts: Tensor
-    ends: Tensor
-    numbers: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def part(self, indices: Tensor | slice) -> JpegBytes:
-        """The images at ``indices``; the bytes are shared."""
-        some = (tensor[indices] for tensor in (self.starts, self.ends, self.numbers, self.labels))
-        return JpegBytes(self.path, self.data, *some)
-
-    def read(self, index: int) -> Tensor:
-        """One image [3, 224, 224] in uint8; its size is looked at before anything is decoded."""
-        from PIL import Image, UnidentifiedImageError
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        data = self.data[int(self.starts[index]) : int(self.ends[index])].clone()
-        try:
-            with Image.open(io.BytesIO(data.numpy().tobytes()), formats=("JPEG",)) as image:
-                width, height = image.size
-            if (width, height) != (CROP, CROP):
-                raise DataError(f"it has {width}×{height} pixels; give {CROP}×{CROP}")
-            return decode_jpeg(data, ImageReadMode.RGB)
-        except Exception as error:
-            strange = isinstance(error, UnidentifiedImageError)
-            reason = "it is no JPEG" if strange else one_line(error) or type(error).__name__
-            raise DataError(f"{self.path}: image {int(self.numbers[index])} cannot be used: {reason}") from error
-
-
-@dataclass(frozen=True, eq=False)
-class JpegData(ImageFolderData):
-    """Images that are cut already: without augmentation they are taken as they are."""
-
-    def _whole(self) -> Cut:
-        return nn.Identity()
-
-
-def open_jpegs(path: str, opening: Opening) -> JpegData:
+def open_jpegs(path: str, opening: Opening) -> ImageFolderData:
     """The images of an .npz with ``data`` (the bytes of all files), ``offsets`` [N + 1] and ``labels`` [N].
 
     Of each class, in the order of the file, every second image is for the test and the others are for training.
@@ -297,25 +278,13 @@ def open_jpegs(path: str, opening: Opening) -> JpegData:
     name = f"jpegs:{path}"
     need_torchvision(name, "vision")
     images = _read_jpegs(Path(path))
-    tested = every_second(images.labels)
+    tested = every_nth(images.labels, 2)
     if not bool(tested.any()):
         raise DataError(f"{path} has one image of each class; give two at least, one of them to measure on")
     train, held_out = split(images.part(~tested), opening.validation, opening.seed)
     classes = tuple(map(str, range(int(images.labels.max()) + 1)))
     loading = Loading(opening.device, workers_for(opening.workers))
-    return JpegData(name, classes, train, held_out, images.part(tested), opening.seed, opening.shard, loading)
-
-
-def every_second(labels: Tensor) -> Tensor:
-    """Which samples [N] are the second, fourth … of their class.
-
-    >>> every_second(torch.tensor([3, 7, 3, 7, 7, 3])).tolist()
-    [False, False, True, True, False, False]
-    """
-    order = labels.argsort(stable=True)
-    ordered = labels[order]
-    within = torch.arange(len(labels)) - torch.searchsorted(ordered, ordered)
-    return torch.empty(len(labels), dtype=torch.bool).index_copy_(0, order, within % 2 == 1)
+    return ImageFolderData(name, classes, train, held_out, images.part(tested), opening.seed, opening.shard, loading)
 
 
 def _read_jpegs(path: Path) -> JpegBytes:

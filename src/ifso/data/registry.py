@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from ifso.common.devices import usable_device
+from ifso.data import cifar, digits
 from ifso.data.base import OPTIONS, Data, ImageData, Opening, split
 from ifso.data.batches import Augmentation, Images, Shard, in_turn
-from ifso.data.cifar import AUGMENTATION, CIFAR, open_cifar
 from ifso.data.coco import open_coco
-from ifso.data.digits import digits
 from ifso.data.from_file import FileData
 from ifso.data.image_folder import open_folder, open_imagenet, open_jpegs
 from ifso.errors import DataError
@@ -87,13 +86,11 @@ def _held_images(name: str, shard: Shard, download: bool) -> tuple[Images, Image
     """Training and test images of a set that is held in memory, on the CPU; their augmentation and classes."""
     kind, _, path = name.partition(":")
     if name == "digits":
-        data, middle, one = digits(), torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)
-        train, test = ((data.x_train, data.y_train), (data.x_test, data.y_test))
-        return Images(*train, middle, one), Images(*test, middle, one), Augmentation(shift=1, mirror=False), 10
-    if kind in CIFAR and path:
-        open_it = partial(open_cifar, kind, path, download)
-        return *(in_turn(shard, open_it) if download else open_it()), AUGMENTATION, CIFAR[kind].num_classes
-    close = get_close_matches(kind, ("digits", *CIFAR, *FILES), n=1)
+        return *digits.open_digits(), digits.AUGMENTATION, 10
+    if kind in cifar.CIFAR and path:
+        open_it = partial(cifar.open_cifar, kind, path, download)
+        return *(in_turn(shard, open_it) if download else open_it()), cifar.AUGMENTATION, cifar.CIFAR[kind].num_classes
+    close = get_close_matches(kind, ("digits", *cifar.CIFAR, *FILES), n=1)
     hint = f"; did you mean {close[0]}{'' if close[0] == 'digits' else ':PATH'}?" if close else ""
     with suppress(OSError, RuntimeError):
         if name and Path(name).expanduser().is_dir():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,16 +114,10 @@ def _write_detector(model: nn.Module, sample: Sample, path: Path, opset: int, ou
 def _tidy(model: Any) -> None:
     """Call the batch by its name, and leave out notes on the source that each node came from."""
     symbols = {dim.value for entry in model.graph.inputs for dim in entry.shape[:1] if not isinstance(dim, int)}
-    for value in _values(model.graph):
+    for value in (*model.graph.inputs, *(output for node in model.graph for output in node.outputs)):
         value.metadata_props.clear()
         for place, dim in enumerate(value.shape or ()):
             for symbol in () if isinstance(dim, int) else symbols:
                 value.shape[place] = re.sub(rf"\b{symbol}\b", BATCH, str(value.shape[place]))
     for node in model.graph:
         node.metadata_props.clear()
-
-
-def _values(graph: Any) -> Iterator[Any]:
-    yield from graph.inputs
-    for node in graph:
-        yield from node.outputs

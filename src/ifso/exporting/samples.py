@@ -19,7 +19,6 @@ BATCHES = (1, 2, 5)
 """Sizes that a file with a dynamic batch is checked on."""
 
 NOISE = 1 / 3
-
 WHILE_TRACING = 2
 """PyTorch takes sizes of 0 and 1 for constants, so a batch that is to vary has to be traced with more."""
 

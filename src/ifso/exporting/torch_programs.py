@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import subprocess
@@ -21,7 +22,6 @@ from ifso.common.torch_state import forget_caches, quiet_torch
 from ifso.errors import ExportError
 from ifso.exporting.samples import Sample
 
-WORKER = Path(__file__).with_name("fresh_process.py")
 LONGEST = 300
 """Characters of what PyTorch says that are passed on."""
 
@@ -54,7 +54,8 @@ def run_program(path: Path, samples: Sequence[Sample]) -> list[list[Tensor]]:
         inputs, outputs = Path(folder) / "inputs.safetensors", Path(folder) / "outputs.safetensors"
         flat = {f"{s}.{t}": tensor for s, sample in enumerate(samples) for t, tensor in enumerate(sample.tensors)}
         save_file(storable(flat), inputs)
-        command = [sys.executable, "-P", str(WORKER), str(path), str(inputs), str(outputs)]
+        worker = f"{inspect.getsource(_run_stored)}\n_run_stored(*__import__('sys').argv[1:])"
+        command = [sys.executable, "-P", "-c", worker, str(path), str(inputs), str(outputs)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
@@ -62,6 +63,30 @@ def run_program(path: Path, samples: Sequence[Sample]) -> list[list[Tensor]]:
         found = load_file(outputs)
     counts = [sum(name.startswith(f"{number}.") for name in found) for number in range(len(samples))]
     return [[found[f"{number}.{place}"] for place in range(count)] for number, count in enumerate(counts)]
+
+
+def _run_stored(program: str, inputs: str, outputs: str) -> None:
+    """All that a fresh process knows: runs a program on stored inputs, without ifso.
+
+    Inputs and outputs are named by sample and place: ``2.0`` is the first tensor of the third sample.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from torch.utils._pytree import tree_leaves, tree_unflatten
+
+    with open(program, "rb") as file:  # noqa: PTH123
+        loaded = torch.export.load(file)
+    module, spec = loaded.module(), loaded.call_spec.in_spec
+    stored = load_file(inputs)
+    results = {}
+    for sample in sorted({name.partition(".")[0] for name in stored}):
+        count = sum(name.startswith(f"{sample}.") for name in stored)
+        args, kwargs = tree_unflatten([stored[f"{sample}.{place}"] for place in range(count)], spec)
+        with torch.no_grad():
+            leaves = tree_leaves(module(*args, **kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results.update({f"{sample}.{place}": tensor.clone().contiguous() for place, tensor in enumerate(tensors)})
+    save_file(results, outputs)
 
 
 @contextlib.contextmanager

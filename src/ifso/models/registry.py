@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from torch import nn
 
 from ifso.common.files import is_folder
 from ifso.common.text import one_line
-from ifso.errors import IfsoError, ModelNotFound, TraceError
+from ifso.errors import IfsoError, ModelNotFound, TraceError, required
 from ifso.models.detectors import (
     SMALL,
     example_images,
@@ -143,13 +142,8 @@ def _cached_only() -> Iterator[None]:
 
 
 def _package(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise ModelNotFound(
-            f'{package}: models need {package}, which cannot be imported ({error}); pip install "ifso[vision]"'
-        ) from error
+    package = name.partition(".")[0]
+    return required(name, f"{package}: models need {package}", "vision", ModelNotFound)
 
 
 PROVIDERS = {

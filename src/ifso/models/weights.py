@@ -112,7 +112,9 @@ def _read_checkpoint(path: Path) -> State:
         if inner is None:
             break
         content = inner
-    if not isinstance(content, Mapping) or not all(map(_is_entry, content.items())):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    ):
         raise WeightsError(f"{path} holds no state dict (looked at the top level and under {', '.join(WRAPPERS)})")
     return content
 
@@ -122,10 +124,6 @@ def _reason(error: Exception) -> str:
     match = re.search(r"(?:WeightsUnpickler error: |Trying to load )([^\n]+?)(?:\.\s|\.?$)", str(error), re.MULTILINE)
     first = match[1] if match else next(iter(str(error).splitlines()), "")
     return type(error).__name__ if not first or "weights_only" in first else one_line(first)
-
-
-def _is_entry(item: tuple[Any, Any]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _rename(state: State, target: State) -> State:

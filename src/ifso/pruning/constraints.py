@@ -18,7 +18,7 @@ from ifso.graph.balancing import cells_of, connected_balances
 from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Group
 from ifso.graph.naming import fits
 from ifso.pruning.cost_tracker import Incidence, incidence
-from ifso.runs.values import is_number, is_whole
+from ifso.runs.values import is_kind
 
 Pattern = tuple[int, ...]
 """How many units an elementary move takes from each cell of a family."""
@@ -223,7 +223,7 @@ ALL = "*"
 
 def checked_channels(name: str, value: Any) -> int:
     """The value of an option that is a number of channels; BudgetError if it is none."""
-    if not is_whole(value) or value < 1:
+    if not is_kind(value, int) or value < 1:
         raise BudgetError(f"{name} must be a whole number of channels from 1 up, got {value!r}")
     return int(value)
 
@@ -251,7 +251,7 @@ class Floors:
         for value in _by_pattern(self.min_units, 1).values():
             checked_channels("min_units", value)
         for value in _by_pattern(self.min_share, 0.0).values():
-            if not is_number(value) or not 0 <= value < 1:
+            if not is_kind(value, float) or not 0 <= value < 1:
                 raise BudgetError(f"min_share must be a share from 0 up to, but not, 1, got {value!r}")
 
     def least(self, size: int) -> int:

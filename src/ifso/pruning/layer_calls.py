@@ -163,7 +163,7 @@ class LayerCalls(TorchFunctionMode):
         elif func is F.batch_norm:
             known = _given(args, kwargs, "running_mean", 1, None), _given(args, kwargs, "weight", 3, None)
             self._into_norm(argument(args, kwargs, "input"), known)
-        elif next(tensors_in(result), None) is not None:
+        elif tensors_in(result):
             self._elsewhere(func, (args, kwargs))
         return result
 

@@ -247,7 +247,7 @@ class _Recorder(TorchFunctionMode):
             self.broken |= isinstance(error, Exception)
             raise
         with torch._C.DisableTorchFunction():
-            apart = next(tensors_in([args, kwargs, result]), None) is None
+            apart = not tensors_in([args, kwargs, result])
             self._past.append((func, _RUNS_AGAIN if apart else _mapped(self._gave, result)))
         return result
 

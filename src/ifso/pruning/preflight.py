@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from ifso.common.distributed import from_first, rank, together
 from ifso.common.loss_fn import LossFn, WatchedLoss
 from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
+from ifso.criteria.base import Task
 from ifso.errors import BudgetError, DataError, TraceError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.execution import unmarked
@@ -89,6 +91,30 @@ def trace_and_moves(model: nn.Module, example_inputs: Any, settings: Settings, p
         progress.notes += [note] if note else []
         limits = {name: getattr(settings, name) for name in ("round_to", "min_units", "min_share", "only")}
         return Traced(graph, left_alone, together(lambda: Moves(graph, **limits)))
+
+
+def without_unread(
+    model: nn.Module, traced: Traced, settings: Settings, example_inputs: Any, loss_fn: LossFn, batch: Any
+) -> tuple[Traced, list[str]]:
+    """``traced`` without the units that the criterion cannot score, and a note on each parameter that reads them."""
+
+    def find() -> dict[str, str]:
+        graph = traced.graph
+        task = Task(model, graph, loss_fn, graph.kept(None))
+        with unmarked(model):
+            return dict(settings.criterion.unread(task, on_device(batch, task.device)))
+
+    unread = together(find)
+    if not unread:
+        return traced, []
+    ignore = (*traced.left_alone, *unread)
+    again = trace_and_moves(model, example_inputs, replace(settings, ignore=ignore), Progress())
+    name = settings.criterion.name
+    return again, [
+        f"units that {parameter} reads are left alone: it is used by {use}, of which {name} knows nothing; "
+        "criterion='ifso' allows for any use"
+        for parameter, use in unread.items()
+    ]
 
 
 def checked_batches(

@@ -34,6 +34,7 @@ from ifso.pruning.preflight import (
     check_budget,
     checked_batches,
     trace_and_moves,
+    without_unread,
 )
 from ifso.pruning.progress import listener_for
 from ifso.pruning.recovery import Evaluate
@@ -190,6 +191,7 @@ def prune(
         traced = trace_and_moves(model, example_inputs, settings, so_far)
         least = LOSS_BATCHES if evaluate is None or weight_update > 0 else 1
         batches, notes = checked_batches(model, traced.graph, settings, train_batches, loss_fn, least)
+        traced, unread = without_unread(model, traced, settings, example_inputs, loss_fn, batches[0])
         if resume is None:
             check_budget(model, traced, settings, so_far)
         with _opened(config, resume, out, overwrite=overwrite) as folder:
@@ -202,7 +204,7 @@ def prune(
                 model, traced, settings, loss_fn, make_optimizer, train_batches, batches, so_far, checkpoint,
                 listener=told, evaluate=evaluate, config=config, checkpoint_every=checkpoint_every, shrink=compact,
             ))  # fmt: skip
-            for note in notes:
+            for note in (*notes, *unread):
                 run.say(note)
             if folder is not None and rank() == 0:
                 _write_into(folder, run, remembered=remembers(train_batches))

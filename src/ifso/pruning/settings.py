@@ -18,7 +18,7 @@ from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import NORMALIZERS, STAGED, Budget, Mixed, Schedule, phases, usual
 from ifso.pruning.constraints import ALL, MinShare, MinUnits
 from ifso.pruning.selection import of_budget
-from ifso.runs.values import is_number, is_whole
+from ifso.runs.values import is_kind
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
 
@@ -79,7 +79,7 @@ class Settings:
             raise BudgetError(f"accumulation={self.accumulation!r} is unknown; choose {names}")
         for name, least in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            if not is_whole(value) or value < least:
+            if not is_kind(value, int) or value < least:
                 raise BudgetError(f"{name} must be a whole number from {least} up, got {value!r}")
         if not isinstance(self.damping, (int, float)) or not 0 < self.damping < math.inf:
             raise BudgetError(f"damping={self.damping!r} must be above 0")
@@ -91,7 +91,7 @@ class Settings:
         for name in ("update", "train_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise BudgetError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.stop is not None and not (is_number(self.stop) and self.stop >= 0):
+        if self.stop is not None and not (is_kind(self.stop, float) and self.stop >= 0):
             raise BudgetError(f"stop must be how far the measure may fall, a number from 0 up, got {self.stop!r}")
         if self.calibration is not None and not (type(self.calibration) is int and self.calibration > 0):
             raise BudgetError(f"calibration must be a number of samples from 1 up, got {self.calibration!r}")

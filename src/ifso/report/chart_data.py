@@ -14,12 +14,10 @@ from ifso.runs.structure import GroupRecord
 from ifso.runs.values import numbers
 
 COSTS = ("macs", "params", "activations", "latency")
-
 LEVELS = 250
 """Steps of a scale that fits a byte; 0 is kept for what is not there."""
 
 MOST_POINTS = 400
-
 LARGEST_RECIPE = 2**19
 """Compressed bytes of a recipe that a page carries for download, at most."""
 

@@ -70,7 +70,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     articles = [{kind: body for kind in LINKS if (body := draw[kind](run)).strip()} for run in runs]
     together = Comparison(runs, names) if len(runs) > 1 else None
     script = "\n".join(["'use strict';(()=>{", *map(_asset, SCRIPTS), "})();"])
-    groups = together.groups if together and together.is_fair else []
+    fair = together if together and together.is_fair else None
     return templates.get_template("page.html").render(
         title=f"{len(runs)} pruning runs compared" if together else f"{runs[0].model} pruned",
         version=__version__,
@@ -84,7 +84,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         together=together,
         data={
             "runs": [chart_data.chart_data(run, name) for run, name in zip(runs, names, strict=True)],
-            "groups": [[each.name, list(each.values.items()), *each.row[2:]] for each in groups],
+            "groups": [[name, list(fair.groups[name].items()), *more] for name, _, *more in fair.means] if fair else [],
         },
     )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ifso.pruning.result import LABELS
 from ifso.report.results import STAGES, Quality, binding, costs_in_words, quality
+from ifso.runs.arguments import FINETUNE, SPELLED
 from ifso.runs.records import RunRecord, TuningRecord
 from ifso.runs.structure import layer_of
 from ifso.runs.values import at, mapping, number, numbers, text, whole
@@ -173,9 +174,6 @@ def duration(seconds: float) -> str:
 REPEATED = ("criterion_option",)
 """Options that are given once for each value."""
 
-RENAMED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
-"""Options of trainings that are stored under another name."""
-
 JOINED = ("input",)
 """Options whose values stand behind commas."""
 
@@ -199,7 +197,7 @@ def finetune_command(run: RunRecord, tuning: TuningRecord) -> str | None:
     given = mapping(at(tuning.config, "about", "arguments"))
     if told is not None or not given:
         return told
-    out = [] if tuning.folder == run.folder / "finetune" else ["--out", str(tuning.folder)]
+    out = [] if tuning.folder == run.folder / FINETUNE else ["--out", str(tuning.folder)]
     return shlex.join(["ifso", "finetune", str(run.folder), *options(given, negatable=True), *out])
 
 
@@ -233,7 +231,7 @@ def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[st
     """
     found: list[str] = []
     for name, value in arguments.items():
-        word = (RENAMED.get(name, name) if negatable else name).replace("_", "-")
+        word = (SPELLED.get(name, name) if negatable else name).replace("_", "-")
         option = f"--{word}"
         if isinstance(value, bool):
             found += [option] if value else [f"--no-{word}"] if negatable else []
@@ -247,20 +245,6 @@ def options(arguments: Mapping[str, Any], *, negatable: bool = False) -> list[st
         elif value is not None:
             found += [option, str(value)]
     return found
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Runs of one criterion and budget: the quality of each in the end, by the number of the run."""
-
-    name: str
-    values: dict[int, float]
-
-    @property
-    def row(self) -> tuple[str, int, float, float | None]:
-        """Name, number of runs, mean, and standard deviation if there are several."""
-        values = list(self.values.values())
-        return self.name, len(values), fmean(values), stdev(values) if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -293,15 +277,21 @@ class Comparison:
         return bool(layers[0]) and all(each == layers[0] for each in layers)
 
     @property
-    def groups(self) -> list[Alike]:
-        """Runs of the same criterion and budget together, in order."""
+    def groups(self) -> dict[str, dict[int, float]]:
+        """The quality in the end of runs of the same criterion and budget, by the number of the run."""
         budgets = [costs_in_words(run.targets, 0) for run in self.runs]
         groups: dict[str, dict[int, float]] = {}
         for place, (run, each, budget) in enumerate(zip(self.runs, self.qualities, budgets, strict=True)):
             if each.last is not None:
                 name = f"{run.criterion}, {budget}" if len(set(budgets)) > 1 and budget else run.criterion
                 groups.setdefault(name, {})[place] = each.last
-        return [Alike(name, values) for name, values in groups.items()]
+        return groups
+
+    @property
+    def means(self) -> list[tuple[str, int, float, float | None]]:
+        """Of each group: name, number of runs, mean, and standard deviation if there are several."""
+        groups = {name: list(values.values()) for name, values in self.groups.items()}
+        return [(name, len(v), fmean(v), stdev(v) if len(v) > 1 else None) for name, v in groups.items()]
 
     @property
     def table(self) -> Table:

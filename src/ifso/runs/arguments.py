@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ifso.common.text import shown
 from ifso.errors import RunError
-from ifso.runs.values import Kind, at, dict_of, is_number, is_text, is_truth, is_whole, list_of
+from ifso.runs.values import at, is_kind
 
 EXECUTED = ("model", "data", "teacher")
 """Options whose value may name a program."""
 
 PATHS = ("model", "weights", "data")
 """Options whose value may hold a path."""
+
+SPELLED = {"decay_all": "decay_norms", "schedule": "lr_schedule", "accumulate": "micro_batches"}
+"""Settings of trainings whose options are called otherwise, as in ``ifso prune`` the same words are other things."""
 
 TOLD = ("model", "weights", "data", "input")
 """What may be told of a run that Python begins."""
@@ -139,9 +144,15 @@ def parts_of(option: str, value: str) -> tuple[str, str | None, str]:
     """
     if option in ("weights", "teacher_weights"):
         return "", value, ""
-    path = _program(option, value)
-    if path is not None:
-        return "", path, value.removeprefix(path)
+    program = value.rpartition(":")[0] if option == "data" else ""
+    if option != "data":
+        from ifso.errors import ModelNotFound
+        from ifso.models.registry import read_name
+
+        with suppress(ModelNotFound):
+            program = read_name(value).source
+    if program.endswith(".py"):
+        return "", program, value.removeprefix(program)
     kind, colon, path = value.partition(":")
     if option == "data" and path:
         from ifso.data.base import path_and_options
@@ -151,19 +162,13 @@ def parts_of(option: str, value: str) -> tuple[str, str | None, str]:
     return "", None, value
 
 
-def _program(option: str, value: str) -> str | None:
-    """The Python file that a MODEL or DATA names, if it does, as those who open it read the name."""
-    from ifso.errors import ModelNotFound
-    from ifso.models.registry import read_name
+def without_folders(value: Any) -> Any:
+    """A name without the folders of a path in it.
 
-    if option == "data":
-        path = value.rpartition(":")[0]
-    else:
-        try:
-            path = read_name(value).source
-        except ModelNotFound:
-            return None
-    return path if path.endswith(".py") else None
+    >>> without_folders("cifar10:sets/cifar.npz"), without_folders("nets/small.py:make"), without_folders(8)
+    ('cifar10:cifar.npz', 'small.py:make', 8)
+    """
+    return re.sub(r"[^:]*/", "", value) if isinstance(value, str) else value
 
 
 def told_options(config: Mapping[str, Any], where: Path) -> dict[str, Any] | None:
@@ -181,48 +186,37 @@ def told_names(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 def _checked(arguments: Mapping[str, Any], where: Path) -> dict[str, Any]:
     for name, value in arguments.items():
-        is_right, words = KINDS.get(name, (lambda _: True, ""))
-        if not is_right(value):
+        kind, words, *more = KINDS.get(name, (None, ""))
+        if name in KINDS and not (is_kind(value, kind) and all(holds(value) for holds in more)):
             raise RunError(f"{where}: {name} must be {words}, got {shown(value)}; restore the file, or start anew")
     return dict(arguments)
 
 
-def _is_shape(value: Any) -> bool:
-    return list_of(is_whole)(value) and bool(value) and all(0 < size < 2**31 for size in value)
-
-
-def _is_budget(value: Any) -> bool:
-    return is_number(value) or (list_of(is_number)(value) and bool(value))
-
-
-_TEXT, _WHOLE = (is_text, "a text"), (is_whole, "a whole number")
-
-_NUMBER, _TRUTH = (is_number, "a number"), (is_truth, "true or false")
-
-KINDS: Mapping[str, tuple[Kind, str]] = {
+KINDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("model", "weights", "data", "device", "precision", "criterion", "schedule", "preset", "normalize",
-         "accumulation", "recipe", "teacher", "teacher_weights", "opt"), _TEXT
+         "accumulation", "recipe", "teacher", "teacher_weights", "opt"), (str, "a text")
     ),
     **dict.fromkeys(
         ("batch", "seed", "round_to", "recalibrate", "weight_update", "recover", "calibration",
-         "accumulate", "batches_per_score", "units_per_step", "epochs", "warm_up_steps"), _WHOLE
+         "accumulate", "batches_per_score", "units_per_step", "epochs", "warm_up_steps"), (int, "a whole number")
     ),
     **dict.fromkeys(
         ("lr", "stop", "factor", "warm_up", "momentum", "weight_decay", "label_smoothing", "ema", "clip",
-         "distill", "temperature", "cutmix", "mixup", "validation"), _NUMBER
+         "distill", "temperature", "cutmix", "mixup", "validation"), (float, "a number")
     ),
     **dict.fromkeys(
-        ("train_mode", "update", "channels_last", "nesterov", "decay_all", "compile", "padded"), _TRUTH
+        ("train_mode", "update", "channels_last", "nesterov", "decay_all", "compile", "padded"), (bool, "true or false")
     ),
     **dict.fromkeys(
-        ("macs", "conv_macs", "params", "activations", "latency"), (_is_budget, "a share, or a list of shares")
+        ("macs", "conv_macs", "params", "activations", "latency"),
+        ((float, [float]), "a share, or a list of shares", lambda value: value != []),
     ),
-    **dict.fromkeys(("criterion_option", "ignore", "only"), (list_of(is_text), "a list of texts")),
-    "min_units": (lambda value: is_whole(value) or dict_of(is_whole)(value), "a whole number, or one by layer"),
-    "min_share": (lambda value: is_number(value) or dict_of(is_number)(value), "a number, or one by layer"),
-    "evaluate_every": (lambda value: is_whole(value) and value > 0, "a whole number from 1 up"),
-    "milestones": (list_of(is_number), "a list of numbers"),
-    "input": (_is_shape, "a list of sizes"),
+    **dict.fromkeys(("criterion_option", "ignore", "only"), ([str], "a list of texts")),
+    "min_units": ((int, {str: int}), "a whole number, or one by layer"),
+    "min_share": ((float, {str: float}), "a number, or one by layer"),
+    "evaluate_every": (int, "a whole number from 1 up", lambda value: value > 0),
+    "milestones": ([float], "a list of numbers"),
+    "input": ([int], "a list of sizes", lambda value: value != [] and all(0 < size < 2**31 for size in value)),
 }  # fmt: skip
-"""What the value of each option is, as JSON has it."""
+"""What the value of each option is, as JSON has it: its kind, in words, and what else must hold."""

@@ -11,27 +11,18 @@ from typing import Any
 from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, refuse_special, strict_json
 from ifso.common.text import shown
 from ifso.errors import RunError
-from ifso.runs.values import dict_of, is_number, is_text, is_truth, is_whole, list_of, optional, with_keys
+from ifso.runs.values import is_kind
 from ifso.surgery.store import RECIPE, RUN_SUMMARY, seal_of
 
 CONFIG = "config.json"
-
 SCORES = "scores.safetensors"
-
 FIRST_SCORES = "first_scores.safetensors"
-
 STRUCTURE = "structure.json"
-
 METRICS = "metrics.jsonl"
-
 SUMMARY = RUN_SUMMARY
-
 CHECKPOINTS = "checkpoints"
-
 NETWORKS = "networks"
-
 LOCK = ".lock"
-
 TRAINING = "training"
 """The name of the settings that tell a training from a pruning."""
 
@@ -42,7 +33,6 @@ DIGESTS = "digests"
 """In a summary: the files that it belongs to."""
 
 _BOUND = {"settings": CONFIG, "recipe": f"{RECIPE} and the weights", "metrics": METRICS}
-
 HEAD = {"format": "ifso-run", "version": 1}
 
 
@@ -172,34 +162,21 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """What the summary of a finished pruning says, each part of it known to be right; RunError if one is not."""
     summary = read_object(folder / SUMMARY)
     with located(folder / SUMMARY):
-        if not _IS_SUMMARY(summary):
+        if summary is None or not is_kind(summary, _SUMMARY):
             raise RunError("damaged; remove it and resume the run, which then writes it again")
-        assert summary is not None
         if not summary["targets"] or not summary["targets"].keys() <= summary["shares"].keys():
             raise RunError("says nothing of its budget; remove it and resume the run, which then writes it again")
     return summary
 
 
-def _is_measure(value: object) -> bool:
-    """A stage, and what was measured then."""
-    return isinstance(value, dict) and is_text(value.get("stage")) and _ARE_VALUES({**value, "stage": None})
-
-
-_ARE_NUMBERS, _ARE_VALUES = dict_of(is_number), dict_of(optional(is_number))
+_NUMBERS: Any = {str: float}
+_VALUES: Any = {str: (float, None)}
 """Of values that were measured, one that was not finite is null."""
-
-_IS_CHECK = with_keys({"name": is_text, "passed": is_truth, "detail": is_text, "error": optional(is_number)})
-
-_IS_STAGE = with_keys(
-    {"stage": is_whole, "units": is_whole, "shares": _ARE_NUMBERS, "values": _ARE_VALUES, "seconds": is_number}
-)
-
-_IS_SUMMARY = with_keys(
-    {
-        "targets": _ARE_NUMBERS, "shares": _ARE_NUMBERS, "timings": _ARE_NUMBERS, "removals": is_number,
-        "seconds": is_number, "checks": list_of(lambda one: _IS_CHECK(one) and len(one) == 4),
-        "measures": list_of(_is_measure), "notes": list_of(is_text),
-        "latency": optional(with_keys(dict.fromkeys(("before", "after", "share"), is_number))),
-    },
-    later={"stages": list_of(_IS_STAGE), "floors": list_of(is_text)},
-)  # fmt: skip
+_SUMMARY: Any = {
+    "targets": _NUMBERS, "shares": _NUMBERS, "timings": _NUMBERS, "removals": float, "seconds": float,
+    "checks": [{"name": str, "passed": bool, "detail": str, "error": (float, None), str: ()}],
+    "measures": [{"stage": str, **_VALUES}], "notes": [str],
+    "latency": (None, dict.fromkeys(("before", "after", "share"), float)), "floors?": [str],
+    "stages?": [{"stage": int, "units": int, "shares": _NUMBERS, "values": _VALUES, "seconds": float}],
+}  # fmt: skip
+"""What earlier versions did not write need not be there."""

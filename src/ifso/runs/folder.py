@@ -73,7 +73,6 @@ _OF_A_RUN = re.compile(
 """What ifso writes into the folder of a run."""
 
 KEPT_CHECKPOINTS = 2
-
 _CHECKPOINT_BEGUN = re.compile(r"\.(\d{8,}\.safetensors)\.new(?:\.d)?")
 
 Checkpoint = tuple[int, dict[str, Tensor], dict[str, Any]]
@@ -102,7 +101,10 @@ class RunFolder:
         Nothing else is ever deleted to make room for it. None: whoever starts the run cannot ask for that.
         """
         path = Path(path)
-        _refuse_no_text(path)
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise RunError(f"{str(path)!r} is no UTF-8 name, which safetensors needs; give another") from None
         if overwrite and holds_run(path):
             _clear(path)
         hint = "" if overwrite is None else ", or give it up (overwrite=True, --overwrite)"
@@ -264,13 +266,9 @@ class RunFolder:
                     raise error.__cause__ from error
             raise
 
-    def network(self, name: str) -> Path:
-        """Where the network for one budget of several is."""
-        return self.path / NETWORKS / name
-
     def write_network(self, name: str, model: nn.Module, recipe: Recipe) -> Path:
         """Write the network for one budget of several, for :func:`ifso.load`, and return its folder."""
-        folder = self.network(name)
+        folder = self.path / NETWORKS / name
         with located(folder):
             _refuse_link(self.path / NETWORKS)
             _refuse_link(folder)
@@ -338,13 +336,6 @@ def _refuse_link(folder: Path) -> None:
         raise NotPlain(f"it is a link to {os.readlink(folder)}, which other runs may use; put the folder itself there")  # noqa: PTH115
 
 
-def _refuse_no_text(path: Path) -> None:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise RunError(f"{str(path)!r} is no UTF-8 name, which safetensors needs; give another") from None
-
-
 def _refuse_taken(path: Path, hint: str = "") -> None:
     """RunError if a new run would find anything but an empty folder."""
     with located(path):
@@ -354,9 +345,11 @@ def _refuse_taken(path: Path, hint: str = "") -> None:
             raise RunError("is no folder; give another place for the run")
         inside = {entry.name for entry in path.iterdir()} - {LOCK, provisional(path / CONFIG).name}
     if CONFIG in inside and is_config(path / CONFIG):
+        kind = "epoch" if TRAINING in read_config(path / CONFIG)["settings"] else "removal"
+        done = max((number_of(line, kind) for line in read_lines(path / METRICS)[0]), default=0)
         state = "finished" if (path / SUMMARY).is_file() else "unfinished"
         raise RunError(
-            f"{path} already holds a run ({_done(path)}, {state}); "
+            f"{path} already holds a run ({done} {kind}s, {state}); "
             f"resume it (resume=…, --resume) or give another folder{hint}"
         )
     if inside:
@@ -381,12 +374,6 @@ def _clear(path: Path) -> None:
             (path / CONFIG).unlink()
     finally:
         lock.release()
-
-
-def _done(path: Path) -> str:
-    """How far the run in a folder has come, in removals or, if a network is trained in it, in epochs."""
-    kind = "epoch" if TRAINING in read_config(path / CONFIG)["settings"] else "removal"
-    return f"{max((number_of(line, kind) for line in read_lines(path / METRICS)[0]), default=0)} {kind}s"
 
 
 def _locked(path: Path) -> FolderLock:

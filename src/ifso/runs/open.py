@@ -274,12 +274,6 @@ def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[st
     return {**arguments, **{name: run.there(name) for name in names}}
 
 
-def add_unverified(group: Any) -> None:
-    """The name by which a network is asked for that failed its check."""
-    words = "take the network even if a check of it failed, or the files of the run do not belong together"
-    group.add_argument("--unverified", action="store_true", help=words)
-
-
 def open_run(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
 
@@ -305,22 +299,23 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     by_python = arguments is None
     arguments = told_names(config, folder / CONFIG) if arguments is None else arguments
     if TRAINING in config["settings"]:
-        raise RunError(_not_pruned(folder, at(config, "about", "run"), arguments))
+        run = at(config, "about", "run")
+        if isinstance(run, str):
+            raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {run}")
+        how = f"ifso prune and ifso eval take it as --weights {folder / 'model.safetensors'}"
+        if "model" in arguments:
+            how = f"ifso eval --model {folder} measures it, ifso prune {folder} prunes it"
+        raise RunError(f"{folder} holds a training and no pruning; {how}")
     if not (folder / SUMMARY).is_file():
         how = "ifso.prune(…, resume=…)" if by_python else f"ifso prune --resume --out {folder}"
         raise RunError(f"the pruning in {folder} is not finished; go on with it: {how}")
     if not unverified:
         refuse_failed_run(folder)
         refuse_other_files(folder, config)
-    digest = config["settings"].get("weights")
-    told = frozenset(given)
-    return OpenedRun(folder, {**arguments, **given}, digest, told=told, unverified=unverified, by_python=by_python)
-
-
-def add_finetuned(group: Any) -> None:
-    """Where the fine-tuned network is, if somebody else's program trained it."""
-    words = "its fine-tuned network: a folder that ifso.save(model, DIR) wrote, or ifso finetune (RUN/finetune)"
-    group.add_argument("--finetuned", type=Path, metavar="DIR", help=words)
+    return OpenedRun(
+        folder, {**arguments, **given}, config["settings"].get("weights"), told=frozenset(given),
+        unverified=unverified, by_python=by_python,
+    )  # fmt: skip
 
 
 def open_tuned(
@@ -334,21 +329,9 @@ def open_tuned(
 
     if finetuned is not None:
         refuse_no_network(finetuned)
-        return replace(open_run(folder, model=model, unverified=unverified), tuned=finetuned)
-    if not is_there(folder / CONFIG):
-        return open_run(folder, model=model, unverified=unverified)
-    config = read_config(folder / CONFIG)
-    name = at(config, "about", "run") if TRAINING in config["settings"] else None
-    if not isinstance(name, str):
-        return open_run(folder, model=model, unverified=unverified)
-    return replace(open_run(pruning_of(folder, name), model=model, unverified=unverified), tuned=folder)
-
-
-def _not_pruned(folder: Path, run: Any, arguments: Mapping[str, Any]) -> str:
-    """What to do with a folder that holds a training and no pruning."""
-    if isinstance(run, str):
-        return f"{folder} is the fine-tuning of a run; give the run itself, {run}"
-    words = f"{folder} holds a training and no pruning"
-    if "model" in arguments:
-        return f"{words}; ifso eval --model {folder} measures it, ifso prune {folder} prunes it"
-    return f"{words}; ifso prune and ifso eval take it as --weights {folder / 'model.safetensors'}"
+    elif is_there(folder / CONFIG):
+        config = read_config(folder / CONFIG)
+        name = at(config, "about", "run") if TRAINING in config["settings"] else None
+        if isinstance(name, str):
+            folder, finetuned = pruning_of(folder, name), folder
+    return replace(open_run(folder, model=model, unverified=unverified), tuned=finetuned)

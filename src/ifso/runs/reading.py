@@ -26,7 +26,7 @@ from ifso.runs.files import (
     read_object,
 )
 from ifso.runs.records import RemovalRecord, RunRecord, ScoresRecord, TuningRecord
-from ifso.runs.structure import Structure, from_document, from_recipe, gone_by_group
+from ifso.runs.structure import Structure, document_of, from_document
 from ifso.runs.values import at, mapping, number, numbers, text, whole, wholes
 from ifso.surgery.recipe import Recipe
 from ifso.surgery.store import RECIPE, WEIGHTS, read_recipe
@@ -62,15 +62,11 @@ def _config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder; give one that ifso prune --out made")
     inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-    hint = (
-        f", but {_some(inside)} within it may: give those" if inside else "; give a folder that ifso prune --out made"
-    )
+    hint = "; give a folder that ifso prune --out made"
+    if inside:
+        more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
+        hint = f", but {one_line(', '.join(inside[:4]))}{more} within it may: give those"
     raise RunError(f"{folder} holds no run (no {CONFIG}){hint}")
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return one_line(", ".join(names[:limit])) + more
 
 
 class _Reader:
@@ -99,7 +95,7 @@ class _Reader:
             tuning=self._tuning(tuned),
             evaluation=self._json(folder / EVALUATION, "networks"),
             scores=self._scores(structure),
-            recipe=None if recipe is None else _bytes_of(folder / RECIPE),
+            recipe=None if recipe is None else (folder / RECIPE).read_bytes(),
             weights_bytes=_size_of(folder / WEIGHTS),
             problems=tuple(self._problems),
         )
@@ -120,15 +116,10 @@ class _Reader:
         whole_lines = [line for line in lines if told(line)]
         count = broken + len(lines) - len(whole_lines)
         if count:
-            self._say_broken(path, count)
+            place = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+            words, were = ("line is", "was") if count == 1 else ("lines are", "were")
+            self._problems.append(f"{place}: {count} {words} no whole JSON of a run and {were} left out")
         return whole_lines
-
-    def _say_broken(self, path: Path, count: int) -> None:
-        place = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
-        words = "line is" if count == 1 else "lines are"
-        self._problems.append(
-            f"{place}: {count} {words} no whole JSON of a run and {'was' if count == 1 else 'were'} left out"
-        )
 
     def _removals(self) -> list[RemovalRecord]:
         found = filter(None, map(_removal, self._lines(self._folder / METRICS, _removal)))
@@ -151,14 +142,12 @@ class _Reader:
         for removal in removals:
             for name, places in removal.units.items():
                 gone.setdefault(name, {}).update(dict.fromkeys(places, removal.number))
-        if document is None:
-            return Structure() if recipe is None else from_recipe(recipe, gone)
         if recipe is not None:
-            known = gone_by_group(recipe)
-            gone = {
-                name: {place: gone.get(name, {}).get(place) for place in sorted(lost)} for name, lost in known.items()
-            }
-        return from_document(document, gone, recipe)
+            last = recipe.rounds[-1].groups if recipe.rounds else ()
+            lost = {group.name: sorted({*range(group.size)} - {*group.kept}) for group in last}
+            gone = {name: {place: gone.get(name, {}).get(place) for place in lost[name]} for name in lost}
+            document = document_of(recipe) if document is None else document
+        return Structure() if document is None else from_document(document, gone, recipe)
 
     def _state(self) -> dict[str, Any]:
         """What the newest checkpoint that can be read says beside its tensors."""
@@ -203,12 +192,6 @@ class _Reader:
 def _size_of(path: Path) -> int | None:
     with suppress(OSError):
         return path.stat().st_size if path.is_file() else None
-    return None
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    with suppress(OSError):
-        return path.read_bytes()
     return None
 
 

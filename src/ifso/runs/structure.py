@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,16 +66,6 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
-class AxisRecord:
-    """An axis that cannot be pruned, so many slices of it."""
-
-    parameter: str
-    dim: int
-    reason: str
-    slices: int
-
-
-@dataclass(frozen=True)
 class ReasonRecord:
     """Why something cannot be pruned: how many channels (slices along axes) of which parameters."""
 
@@ -118,41 +108,29 @@ def from_document(
     """
     shapes = {name: wholes(shape) for name, shape in mapping(document.get("shapes")).items()}
     groups = [found for each in objects(document.get("groups")) if (found := _group(each, gone)) is not None]
-    frozen = [
-        AxisRecord(
-            parameter,
-            whole(each.get("dim")) or 0,
-            text(each.get("reason")) or "not told",
-            whole(each.get("slices")) or 0,
-        )
-        for each in objects(document.get("frozen"))
-        if (parameter := text(each.get("parameter"))) is not None
-    ]
+    frozen = [each for each in objects(document.get("frozen")) if text(each.get("parameter"))]
+    fixed = {each["parameter"] for each in frozen if not whole(each.get("dim"))}
     macs = {name: each for name, each in mapping(document.get("macs")).items() if whole(each) is not None}
-    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe, macs)), tuple(_reasons(frozen)))
+    return Structure(tuple(groups), tuple(_layers(groups, shapes, fixed, recipe, macs)), tuple(_reasons(frozen)))
 
 
-def from_recipe(recipe: Recipe, gone: Mapping[str, Mapping[int, int | None]]) -> Structure:
-    """From the last round of a recipe, which tells no roles: the first axis of a weight is taken for its output."""
-    shapes = {name: change.before for name, change in recipe.shapes.items()}
+def document_of(recipe: Recipe) -> dict[str, Any]:
+    """What ``structure.json`` would say, as far as a recipe knows; the first axis of a weight is taken for its output.
+
+    MACs are not told, nor costs.
+    """
+    shapes = {name: list(change.before) for name, change in recipe.shapes.items()}
     last = recipe.rounds[-1] if recipe.rounds else Round()
     groups = []
-    for each in last.groups:
-        members = tuple(MemberRecord(name, dim, _role(shapes, name, dim), each.size) for name, dim in each.members)
-        known, kept = gone.get(each.name, {}), set(each.kept)
-        lost = {place: known.get(place) for place in range(each.size) if place not in kept}
-        groups.append(GroupRecord(each.name, each.size, each.flags, members, lost))
+    for group in last.groups:
+        members = [{"parameter": name, "dim": dim, "role": _role(shapes, name, dim)} for name, dim in group.members]
+        groups.append({"name": group.name, "size": group.size, "flags": list(group.flags), "members": members})
     frozen = [
-        AxisRecord(each.parameter, each.dim, each.reason, _size(shapes, each.parameter, each.dim))
+        {"parameter": each.parameter, "dim": each.dim, "reason": each.reason,
+         "slices": _size(shapes, each.parameter, each.dim)}
         for each in last.frozen
-    ]
-    return Structure(tuple(groups), tuple(_layers(groups, shapes, frozen, recipe, {})), tuple(_reasons(frozen)))
-
-
-def gone_by_group(recipe: Recipe) -> dict[str, set[int]]:
-    """The units that the last round of a recipe removed."""
-    groups = recipe.rounds[-1].groups if recipe.rounds else ()
-    return {group.name: set(range(group.size)) - set(group.kept) for group in groups}
+    ]  # fmt: skip
+    return {"groups": groups, "frozen": frozen, "shapes": shapes}
 
 
 def _role(shapes: Shapes, parameter: str, dim: int) -> str:
@@ -173,14 +151,11 @@ def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | No
     flags = tuple(flag for flag in listing(document.get("flags")) if isinstance(flag, str))
     members = tuple(
         MemberRecord(
-            parameter,
-            whole(each.get("dim")) or 0,
-            text(each.get("role")) or "follows",
+            parameter, whole(each.get("dim")) or 0, text(each.get("role")) or "follows",
             whole(each.get("positions")) or size,
         )
-        for each in objects(document.get("members"))
-        if (parameter := text(each.get("parameter"))) is not None
-    )
+        for each in objects(document.get("members")) if (parameter := text(each.get("parameter"))) is not None
+    )  # fmt: skip
     lost = {place: when for place, when in gone.get(name, {}).items() if place < size}
     return GroupRecord(name, size, flags, members, lost)
 
@@ -188,23 +163,25 @@ def _group(document: Mapping[str, Any], gone: Mapping[str, Mapping[int, int | No
 def _layers(
     groups: Sequence[GroupRecord],
     shapes: Shapes,
-    frozen: Sequence[AxisRecord],
+    frozen: Collection[str],
     recipe: Recipe | None,
     macs: Mapping[str, int],
 ) -> Iterator[LayerRecord]:
-    """Every weight of two axes or more that writes channels, in the order of the network."""
+    """Every weight of two axes or more that writes channels, in the order of the network.
+
+    Those called in ``frozen`` write some that cannot be pruned.
+    """
     writers: dict[str, dict[int, MemberRecord]] = {}
     for number, group in enumerate(groups):
         for member in group.members:
             if len(shapes.get(member.parameter, ())) >= 2 and _writes(member):
                 writers.setdefault(member.parameter, {})[number] = member
-    fixed = {axis.parameter for axis in frozen if axis.dim == 0 and len(shapes.get(axis.parameter, ())) >= 2}
     after = _shapes_after(groups, shapes, recipe)
     for parameter, shape in shapes.items():
         parts = writers.get(parameter, {})
         dim = next((member.dim for member in parts.values()), 0)
         size = _size(shapes, parameter, dim)
-        if size and (parts or parameter in fixed):
+        if size and (parts or (parameter in frozen and len(shape) >= 2)):
             before, left = math.prod(shape), math.prod(after[parameter])
             bias = f"{parameter.removesuffix('weight')}bias"
             params = (before + math.prod(shapes[bias]), left + math.prod(after[bias])) if bias in shapes else None
@@ -235,16 +212,15 @@ def _writes(member: MemberRecord) -> bool:
     return member.role == "produces" or (member.role == "follows" and member.dim == 0)
 
 
-def _reasons(frozen: Sequence[AxisRecord]) -> list[ReasonRecord]:
+def _reasons(frozen: Sequence[Mapping[str, Any]]) -> list[ReasonRecord]:
     """By reason, the most channels first."""
-    alike: dict[str, list[AxisRecord]] = {}
+    slices: Counter[str] = Counter()
+    parameters: dict[str, dict[str, None]] = {}
     for axis in frozen:
-        alike.setdefault(axis.reason, []).append(axis)
-    found = [
-        ReasonRecord(reason, sum(axis.slices for axis in axes), tuple(dict.fromkeys(axis.parameter for axis in axes)))
-        for reason, axes in alike.items()
-    ]
-    return sorted(found, key=lambda each: -each.slices)
+        reason = text(axis.get("reason")) or "not told"
+        slices[reason] += whole(axis.get("slices")) or 0
+        parameters.setdefault(reason, {})[axis["parameter"]] = None
+    return [ReasonRecord(reason, count, tuple(parameters[reason])) for reason, count in slices.most_common()]
 
 
 def structure_of(graph: channel_graph.ChannelGraph) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Values from files that people and older versions may have written: of the type that is wanted, or not there.
 
-Where a file must be right, a ``Kind`` says whether a value is.
+Where a file must be right, a :data:`Kind` says what a value has to be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 LARGEST = 1e30
@@ -15,7 +15,11 @@ LARGEST = 1e30
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number that torch takes, as a seed among other things."""
 
-Kind = Callable[[Any], bool]
+Kind = Any
+"""``str``, ``bool``, ``int``, ``float``, a constant; a tuple of kinds for one of them, ``[kind]`` for a list of such.
+
+An object is a dict of kinds, in which a name with ``?`` need not be there, and ``str`` stands for all other names.
+"""
 
 
 def number(value: object) -> float | None:
@@ -91,49 +95,29 @@ def at(document: Mapping[str, Any], *path: str) -> Any:
     return found
 
 
-def is_text(value: object) -> bool:
-    """Return whether it is a text without NUL, which no path can hold."""
-    return isinstance(value, str) and "\0" not in value
+def is_kind(value: Any, kind: Kind) -> bool:
+    """Return whether a JSON value is of a kind; numbers must be finite, and whole ones not larger than torch takes.
 
-
-def is_truth(value: object) -> bool:
-    """Return whether it is true or false."""
-    return isinstance(value, bool)
-
-
-def is_whole(value: object) -> bool:
-    """Return whether it is a whole number that torch takes."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_WHOLE
-
-
-def is_number(value: object) -> bool:
-    """Return whether it is a finite number."""
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def optional(kind: Kind) -> Kind:
-    """None, or a value of a kind."""
-    return lambda value: value is None or kind(value)
-
-
-def list_of(kind: Kind) -> Kind:
-    """A list of values of a kind."""
-    return lambda value: isinstance(value, list) and all(map(kind, value))
-
-
-def dict_of(kind: Kind) -> Kind:
-    """An object whose values are of a kind."""
-    return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
-
-
-def with_keys(needed: Mapping[str, Kind], later: Mapping[str, Kind] | None = None) -> Kind:
-    """An object with these keys, each of its kind; those that came ``later`` need not be there.
-
-    >>> with_keys({"a": is_whole}, {"b": is_text})({"a": 1, "c": 2}), with_keys({"a": is_whole})({"a": "1"})
+    >>> is_kind(3, int), is_kind(True, int), is_kind(None, (float, None)), is_kind(["a", 1], [str])
+    (True, False, True, False)
+    >>> is_kind({"a": 1, "c": 2}, {"a": int, "b?": str}), is_kind({"a": 1, "b": "x"}, {"a": int, str: float})
     (True, False)
     """
-    return lambda value: (
-        isinstance(value, dict)
-        and all(name in value and kind(value[name]) for name, kind in needed.items())
-        and all(kind(value[name]) for name, kind in (later or {}).items() if name in value)
-    )
+    if isinstance(kind, tuple):
+        return any(is_kind(value, each) for each in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(is_kind(each, kind[0]) for each in value)
+    if isinstance(kind, dict):
+        named = {name.removesuffix("?"): name for name in kind if name is not str}
+        return (
+            isinstance(value, dict)
+            and all(is_kind(value[name], kind[key]) if name in value else key[-1] == "?" for name, key in named.items())
+            and (str not in kind or all(is_kind(each, kind[str]) for name, each in value.items() if name not in named))
+        )
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_WHOLE
+    if kind is float:
+        return is_kind(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if kind is str:  # NUL stands in no path
+        return isinstance(value, str) and "\0" not in value
+    return isinstance(value, bool) if kind is bool else bool(value == kind)

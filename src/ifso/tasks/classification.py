@@ -1,4 +1,4 @@
-"""The loss of a classifier: ``loss_fn(model, batch)`` with a batch of (images, labels)."""
+"""The losses of a classifier: ``loss_fn(model, batch)`` with a batch of (images, labels), or of mixed images."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ifso.common.loss_fn import LossFn
 from ifso.errors import TrainingError
 
 
@@ -20,6 +21,45 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     """
     images, labels = batch
     return F.cross_entropy(logits_in(model(images)), labels)
+
+
+def classification(label_smoothing: float = 0.0, *, mixed: bool = False) -> LossFn:
+    """The cross entropy to labels of which the share ``label_smoothing`` is spread evenly over all K classes.
+
+    (1 − ε) · CE(label) + ε/K · Σₖ CE(k). Without smoothing it is :func:`cross_entropy` itself. With ``mixed``, batches
+    are those of :class:`ifso.training.objective.MixedBatches`, whose images have two labels
+    (:func:`mixed_cross_entropy`).
+
+    >>> import torch
+    >>> batch = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
+    >>> [round(float(classification(smoothing)(nn.Identity(), batch)), 3) for smoothing in (0.0, 0.1)]
+    [0.0, 0.45]
+    """
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if mixed:
+            images, labels, others, share = batch
+            return mixed_cross_entropy(logits_in(model(images)), labels, others, share, label_smoothing=label_smoothing)
+        images, labels = batch
+        return F.cross_entropy(logits_in(model(images)), labels, label_smoothing=label_smoothing)
+
+    return loss_fn if mixed or label_smoothing else cross_entropy
+
+
+def mixed_cross_entropy(
+    logits: Tensor, labels: Tensor, others: Tensor, share: Tensor, *, label_smoothing: float = 0.0
+) -> Tensor:
+    """The mean over images of s · CE(label) + (1 − s) · CE(other label), with the share s [N] of the first label.
+
+    >>> import torch
+    >>> logits, sure = torch.tensor([[0.0, 9.0]]), torch.tensor([1])
+    >>> [round(float(mixed_cross_entropy(logits, sure, 0 * sure, torch.tensor([s]))), 3) for s in (1.0, 0.75)]
+    [0.0, 2.25]
+    """
+    own, other = (
+        F.cross_entropy(logits, each, reduction="none", label_smoothing=label_smoothing) for each in (labels, others)
+    )
+    return (share * own + (1 - share) * other).mean()
 
 
 def logits_in(answer: Any) -> Any:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ifso.common.loss_fn import is_random
+from ifso.common.module_state import unwrapped
+from ifso.common.tensors import to_float32
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
 
@@ -94,12 +96,6 @@ ANCHORS = ("anchor_generator", "rpn.anchor_generator")
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The network inside a compiled module or DistributedDataParallel."""
-    model = getattr(model, "_orig_mod", model)
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 @contextmanager
 def float32_heads(model: nn.Module) -> Iterator[None]:
     """Under autocast, let heads return float32 and anchors be made in float32 for a while.
@@ -111,7 +107,7 @@ def float32_heads(model: nn.Module) -> Iterator[None]:
         return
     with ExitStack() as stack:
         for module in _named(model, HEADS):
-            stack.enter_context(module.register_forward_hook(_outputs_to_float32))
+            stack.enter_context(module.register_forward_hook(lambda _, _inputs, outputs: tree_map(to_float32, outputs)))
         for module in _named(model, ANCHORS):
             stack.enter_context(module.register_forward_pre_hook(_features_to_float32))
         yield
@@ -123,15 +119,6 @@ def _named(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
         with suppress(AttributeError):
             found.append(network.get_submodule(name))
     return found
-
-
-def _outputs_to_float32(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
-    return tree_map(to_float32, outputs)
-
-
-def to_float32(leaf: Any) -> Any:
-    """A tensor of half precision as float32; anything else unchanged."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
 def _features_to_float32(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ifso.common.distributed import collective_device, is_distributed, rank, sum_over_ranks, together
+from ifso.common.distributed import collective_device, gathered, is_distributed, rank, sum_over_ranks, together
 from ifso.common.torch_state import eval_mode
 from ifso.data.coco_batches import Annotations
 from ifso.data.compatibility import is_detections
-from ifso.errors import DataError, DivergedError, IfsoError
+from ifso.errors import DataError, DivergedError, required
 from ifso.tasks.detection import float32_heads
 
 FIFTY, SEVENTY_FIVE = 0, 5
@@ -64,13 +64,7 @@ def evaluate_detector(
 
 def check_evaluator() -> None:
     """Raise if ``faster-coco-eval`` cannot be imported."""
-    try:
-        import faster_coco_eval  # noqa: F401
-    except ImportError as error:
-        raise IfsoError(
-            f"average precision is computed by faster-coco-eval, which cannot be imported ({error}); "
-            'pip install "ifso[detection]"'
-        ) from error
+    required("faster_coco_eval", "average precision is computed by faster-coco-eval", "detection")
 
 
 def average_precision(detections: Tensor, truth: Annotations, images: Sequence[int]) -> AveragePrecision:
@@ -89,8 +83,9 @@ def average_precision(detections: Tensor, truth: Annotations, images: Sequence[i
     """
     from faster_coco_eval import COCO, COCOeval_faster
 
-    coco = COCO(truth.as_coco())
-    evaluator = COCOeval_faster(coco, coco.loadRes(_with_sizes(detections)), iouType="bbox")
+    coco, rows = COCO(truth.as_coco()), detections.double()
+    of_sizes = torch.cat([rows[:, :3], rows[:, 3:5] - rows[:, 1:3], rows[:, 5:]], 1)  # left, top, width, height
+    evaluator = COCOeval_faster(coco, coco.loadRes(of_sizes.cpu().numpy()), iouType="bbox")
     evaluator.params.imgIds = sorted(images)
     evaluator.evaluate()
     evaluator.accumulate()
@@ -239,11 +234,9 @@ def _joined(seen: _Seen) -> _Seen:
 
 def _gathered(rows: Tensor) -> Tensor:
     """The rows of all ranks, one rank after the other."""
-    counts = torch.zeros(torch.distributed.get_world_size(), dtype=torch.int64, device=collective_device())
-    counts[rank()] = len(rows)
-    counts = sum_over_ranks(counts).cpu()
-    start = int(counts[: rank()].sum())
-    whole = rows.new_zeros(int(counts.sum()), rows.shape[1])
+    counts = gathered(len(rows))
+    start = sum(counts[: rank()])
+    whole = rows.new_zeros(sum(counts), rows.shape[1])
     whole[start : start + len(rows)] = rows
     return sum_over_ranks(whole.to(collective_device())).cpu()
 
@@ -263,12 +256,6 @@ def _targets_as_truth(seen: _Seen) -> Annotations:
         crowd=targets[:, 7] != 0,
         categories={label: str(label) for label in labels},
     )
-
-
-def _with_sizes(detections: Tensor) -> Any:
-    """The detections as an array with boxes of left, top, width, height."""
-    rows = detections.double()
-    return torch.cat([rows[:, :3], rows[:, 3:5] - rows[:, 1:3], rows[:, 5:]], 1).cpu().numpy()
 
 
 def _mean(precision: Any) -> float | None:

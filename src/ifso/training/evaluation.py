@@ -228,8 +228,7 @@ def quality(model: nn.Module, data: Data, batches: Iterable[Any], precision: str
             return Evaluation(None, detection.images, detection=detection)
         if has_own_loss(data):
             return _by_loss(model, WatchedLoss(data.loss_fn), batches, over_ranks)
-        found = evaluate(model, batches, over_ranks=over_ranks)
-        return Evaluation(found.loss, found.samples, found.top1, found.top5)
+        return Evaluation(**asdict(evaluate(model, batches, over_ranks=over_ranks)))
 
 
 def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ranks: bool) -> Evaluation:
@@ -246,43 +245,37 @@ def _by_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[Any], over_ran
     return Evaluation(loss / count, round(samples))
 
 
-def make_evaluator(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measuring:
-    """A function that returns the :meth:`Evaluation.measures` of a network on the validation part or the test set."""
-    if detects(data):
-        check_evaluator()
-    parameter = next(model.parameters(), None)
-    if parameter is None:
-        raise no_parameters_error(model)
-    batches = evaluation_batches(data, parameter.device, validation=validation)
-    evaluator = Evaluator(batches, settings.precision)
-
-    def found(network: nn.Module) -> Evaluation:
-        if detects(data) or has_own_loss(data):
-            return quality(network, data, batches, settings.precision, over_ranks=True)
-        with clear_errors(f"evaluation batches of {data.name}"):
-            accuracy = evaluator(network)
-        return Evaluation(accuracy.loss, accuracy.samples, accuracy.top1, accuracy.top5)
-
-    return Measuring(found)
-
-
 class Measuring:
-    """The :meth:`Evaluation.measures` of networks; ``samples`` is how many the last one was evaluated on."""
+    """The :meth:`Evaluation.measures` of networks like ``model`` on the validation part of the data or the test set.
 
-    def __init__(self, found: Callable[[nn.Module], Evaluation]) -> None:
-        self._found, self.samples = found, 0
+    ``samples`` is how many the last one was evaluated on.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> None:
+        if detects(data):
+            check_evaluator()
+        parameter = next(model.parameters(), None)
+        if parameter is None:
+            raise no_parameters_error(model)
+        self._data, self._precision, self.samples = data, settings.precision, 0
+        self._batches = evaluation_batches(data, parameter.device, validation=validation)
+        self._accuracy = Evaluator(self._batches, settings.precision)
 
     def __call__(self, network: nn.Module) -> Measures:
         """Evaluate a network."""
-        quality = self._found(network)
-        self.samples = quality.samples
-        return quality.measures()
+        if detects(self._data) or has_own_loss(self._data):
+            found = quality(network, self._data, self._batches, self._precision, over_ranks=True)
+        else:
+            with clear_errors(f"evaluation batches of {self._data.name}"):
+                found = Evaluation(**asdict(self._accuracy(network)))
+        self.samples = found.samples
+        return found.measures()
 
 
 def evaluate_once(model: nn.Module, data: Data, settings: TrainSettings, *, validation: bool) -> Measures:
-    """The measures of :func:`make_evaluator`; nothing where a user's data has no test set."""
+    """The measures of :class:`Measuring`; nothing where a user's data has no test set."""
     try:
-        measures = make_evaluator(model, data, settings, validation=validation)
+        measures = Measuring(model, data, settings, validation=validation)
     except DataError:
         if validation:
             raise

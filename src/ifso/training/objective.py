@@ -21,14 +21,9 @@ from ifso.data.batches import Epochs, ExtendedBatches, TrainBatches, generator
 from ifso.data.decoding import TrainFiles
 from ifso.data.from_file import FileData
 from ifso.errors import TrainingError
+from ifso.tasks.classification import classification
 from ifso.tasks.detection import detection_losses
-from ifso.training.losses import (
-    NamedLosses,
-    classification,
-    detector_distillation,
-    distillation,
-    distillation_from_logits,
-)
+from ifso.training.losses import NamedLosses, detector_distillation, distillation, distillation_from_logits
 from ifso.training.settings import TrainSettings
 from ifso.training.teachers import BatchesWithLogits, TeacherCache, cache_pays_off
 

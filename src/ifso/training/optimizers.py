@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ifso.common.module_state import tensor_slots
+from ifso.common.tensors import to_float32
 from ifso.errors import TrainingError
 from ifso.training.checkpoint import copy_tensors_
 from ifso.training.settings import TrainSettings
@@ -23,67 +24,40 @@ def no_parameters_error(model: nn.Module) -> TrainingError:
     )
 
 
-def sgd(model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None = None) -> torch.optim.SGD:
-    """SGD with momentum for the parameters of ``model`` that take part in training, each once.
-
-    With gradient g, weight decay λ, momentum μ and rate η: g ← g + λw, v ← μv + g, w ← w − ηv (``nesterov``:
-    w ← w − η(g + μv)). With ``decay_all=False`` parameters of at most one dimension, norms and biases, form a second
-    group with λ = 0.
-
-    ``lr`` is the rate to begin with (the settings' own unless given). As a float32 tensor on the model's device it
-    is read at each step, also by a step captured in a CUDA graph. The momentum v is there from the start, as zeros,
-    so that the first step is like any other; on a GPU one kernel updates everything.
-    """
-    parameters = _trained(model)
-    rate = settings.lr if lr is None else lr
-    optimizer = torch.optim.SGD(
-        [{**group, "lr": rate} for group in _groups(parameters, settings)],
-        rate,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        fused=all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters) or None,
-    )
-    if settings.momentum:
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-    return optimizer
-
-
 def optimizer_of(
     model: nn.Module, settings: TrainSettings, *, lr: float | Tensor | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of the settings for the parameters of ``model`` that take part in training, each once.
 
-    That of Adam and AdamW has the first β from ``momentum``, the second 0.999. As :func:`sgd` it has its whole state
-    from the start, and reads its rate from a tensor on the model's device.
+    SGD with gradient g, weight decay λ, momentum μ and rate η: g ← g + λw, v ← μv + g, w ← w − ηv (``nesterov``:
+    w ← w − η(g + μv)). Adam and AdamW have the first β from ``momentum``, the second is 0.999. With
+    ``decay_all=False`` parameters of at most one dimension, norms and biases, form a second group with λ = 0.
+
+    ``lr`` is the rate to begin with (the settings' own unless given). As a float32 tensor on the model's device it
+    is read at each step, also by a step captured in a CUDA graph. The whole state is there from the start, as zeros,
+    so that the first step is like any other; on a GPU one kernel updates everything.
     """
-    if settings.opt == "sgd":
-        return sgd(model, settings, lr=lr)
-    parameters = _trained(model)
-    rate = settings.lr if lr is None else lr
-    on_gpu = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.opt]
-    optimizer = kind(
-        [{**group, "lr": rate} for group in _groups(parameters, settings)],
-        rate,
-        betas=(settings.momentum, 0.999),
-        fused=on_gpu or None,
-        capturable=on_gpu,
-    )
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device if on_gpu else None),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise no_parameters_error(model)
-    return parameters
+    rate = settings.lr if lr is None else lr
+    groups = [{**group, "lr": rate} for group in _groups(parameters, settings)]
+    on_gpu = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
+    optimizer: torch.optim.Optimizer
+    if settings.opt == "sgd":
+        optimizer = torch.optim.SGD(
+            groups, rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=on_gpu or None
+        )
+        zeros = ["momentum_buffer"] if settings.momentum else []
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.opt]
+        optimizer = kind(groups, rate, betas=(settings.momentum, 0.999), fused=on_gpu or None, capturable=on_gpu)
+        zeros = ["exp_avg", "exp_avg_sq"]
+        for parameter in parameters:
+            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device if on_gpu else None)
+    for parameter in parameters if zeros else ():
+        optimizer.state[parameter] |= {name: torch.zeros_like(parameter, requires_grad=False) for name in zeros}
+    return optimizer
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -219,10 +193,13 @@ class Ema:
         for name, module, key in tensor_slots(model):
             self._slots.setdefault(name, (module, key))
         live = self._live()
-        self._average = {
-            name: tensor.detach().to(_at_least_float32(tensor), copy=True) for name, tensor in live.items()
-        }
-        self._averaged = [name for name in live if self._is_averaged(name)]
+        self._average = {name: to_float32(tensor.detach()).clone() for name, tensor in live.items()}
+        self._alike: dict[tuple[bool, torch.device, torch.dtype], list[str]] = {}
+        for name, mean in self._average.items():
+            module, key = self._slots[name]
+            statistics = isinstance(module, _NormBase) and key in {"running_mean", "running_var"}
+            averaged = mean.is_floating_point() and (key in module._parameters or statistics)
+            self._alike.setdefault((averaged, mean.device, mean.dtype), []).append(name)
         device = next(iter(live.values())).device if live else torch.device("cpu")
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._applied = False
@@ -231,18 +208,16 @@ class Ema:
     def update(self) -> None:
         """Take the model's present weights into the average."""
         self._check_not_applied()
-        live, averaged = self._live(), set(self._averaged)
-        updates = self._updates.double()
+        live, updates = self._live(), self._updates.double()
         weight = 1 - ((1 + updates) / (10 + updates)).clamp(max=self._decay)
-        for names in self._alike(self._averaged):
-            means = [self._average[name] for name in names]
-            step = torch._foreach_sub(
-                [live[name].to(mean.dtype) for name, mean in zip(names, means, strict=True)], means
-            )
-            torch._foreach_mul_(step, weight.to(means[0].device, means[0].dtype))
-            torch._foreach_add_(means, step)
-        for names in self._alike([name for name in live if name not in averaged]):
-            _copy_({name: self._average[name] for name in names}, live)
+        for (averaged, device, dtype), names in self._alike.items():
+            means, now = ([tensors[name] for name in names] for tensors in (self._average, live))
+            if averaged:
+                step = torch._foreach_sub([tensor.to(dtype) for tensor in now], means)
+                torch._foreach_mul_(step, weight.to(device, dtype))
+                torch._foreach_add_(means, step)
+            else:
+                torch._foreach_copy_(means, now)
         self._updates += 1
 
     @contextmanager
@@ -276,26 +251,9 @@ class Ema:
         """The model's tensors, looked up anew: buffers may be replaced when a model is moved."""
         return {name: getattr(module, key) for name, (module, key) in self._slots.items()}
 
-    def _is_averaged(self, name: str) -> bool:
-        module, key = self._slots[name]
-        statistics = isinstance(module, _NormBase) and key in {"running_mean", "running_var"}
-        return self._average[name].is_floating_point() and (key in module._parameters or statistics)
-
-    def _alike(self, names: list[str]) -> list[list[str]]:
-        """Names of averages of the same device and dtype together."""
-        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name in names:
-            mean = self._average[name]
-            groups.setdefault((mean.device, mean.dtype), []).append(name)
-        return list(groups.values())
-
     def _check_not_applied(self) -> None:
         if self._applied:
             raise TrainingError("the model holds its average now; leave `applied()` before the next update")
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 @torch.no_grad()

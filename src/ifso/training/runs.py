@@ -30,7 +30,7 @@ from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, rea
 from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE
-from ifso.training.evaluation import Measuring, make_evaluator, with_clear_errors
+from ifso.training.evaluation import Measuring, with_clear_errors
 from ifso.training.losses import NamedLosses
 from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import Padding, padded_
@@ -131,14 +131,8 @@ def train_side_by_side(
 
 def _open_folder(training: Training, resume: bool) -> RunFolder | None:
     """The folder, opened by the first process only."""
-
-    def opened() -> RunFolder | None:
-        if rank():
-            return None
-        way = RunFolder.resume if resume else RunFolder.create
-        return way(training.folder, training.config)
-
-    return together(opened)
+    way = RunFolder.resume if resume else RunFolder.create
+    return together(lambda: None if rank() else way(training.folder, training.config))
 
 
 def _batches_and_loss(
@@ -223,7 +217,7 @@ class RunningTraining(Trainer):
         """None, and a line about it, where a user's data has no test set."""
         training = self._training
         try:
-            return make_evaluator(training.model, training.data, training.settings, validation=training.validation)
+            return Measuring(training.model, training.data, training.settings, validation=training.validation)
         except DataError as error:
             if training.validation:
                 raise
@@ -295,14 +289,11 @@ class RunningTraining(Trainer):
             self.folder.finish(self.summary)
             remove_checkpoint(self.folder.path)
 
-    def _harm(self) -> list[str]:
-        data = self._training.data
-        guessed = not (has_own_loss(data) or detects(data))
-        return harm(self._began, self.done[-1], data.num_classes if guessed else None, self.settings.lr)
-
     def _summary(self) -> dict[str, Any]:
         training, name, last = self._training, self._headline, self.done[-1]
         values = [epoch.measures[name] for epoch in self.done if name in epoch.measures]
+        guessed = not (has_own_loss(training.data) or detects(training.data))
+        notes = harm(self._began, last, training.data.num_classes if guessed else None, self.settings.lr)
         return {
             "folder": str(training.folder),
             "data": training.data.name,
@@ -313,7 +304,7 @@ class RunningTraining(Trainer):
             "last": last.measures,
             **({"samples": self._evaluate.samples} if self._evaluate is not None and self._evaluate.samples else {}),
             **({"losses": last.losses} if last.losses else {}),
-            **({"notes": notes} if (notes := self._harm()) else {}),
+            **({"notes": notes} if notes else {}),
             "epochs": len(self.done),
             "loss": last.loss,
             "seconds": sum(epoch.seconds for epoch in self.done),

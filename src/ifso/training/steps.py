@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,18 +147,8 @@ AHEAD = 6
 """Steps of a network that may wait on the GPU: enough to keep it busy, few enough to give other networks their turn."""
 
 
-class Steps(Protocol):
-    """``epoch(number)`` takes a step at each ``next()``, or yields False if it only waits; ``count`` are done."""
-
-    count: int
-
-    def epoch(self, number: int) -> Iterator[bool]:
-        """The steps of epoch ``number`` from 0."""
-        ...
-
-
 class PlainSteps:
-    """Every batch of an epoch, one after another.
+    """Every batch of an epoch, one after another; ``count`` are done.
 
     Without a length an epoch has one rate: that of its middle, so that no epoch is lost to a rate of 0. Milestones
     count from the beginning of an epoch.
@@ -305,6 +295,9 @@ class CapturedSteps:
                     tensor.copy_(value)
             torch.cuda.set_rng_state(random, self._train_step.device)
         return graph
+
+
+Steps = PlainSteps | CapturedSteps
 
 
 def can_capture(train_step: TrainStep, batches: Any) -> bool:

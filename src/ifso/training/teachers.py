@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batches import same_random_numbers
 from ifso.common.text import describe_error
-from ifso.common.torch_state import eval_mode, same_modes, undisturbed
+from ifso.common.torch_state import eval_mode
 from ifso.data.base import Data, detects, has_own_loss
 from ifso.data.batches import Augmentation, ExtendedBatches, TrainBatches
-from ifso.data.compatibility import SAMPLES, check_fits, same_random_numbers
+from ifso.data.compatibility import SAMPLES, answer, check_fits
 from ifso.errors import IfsoError, TrainingError
 from ifso.tasks.classification import check_same_classes, logits_in
 from ifso.training.losses import check_distillable_pair
@@ -126,7 +127,7 @@ def check_teacher(teacher: nn.Module, network: nn.Module, data: Data) -> None:
         if detects(data):
             check_distillable_pair(teacher, network, list(images)[:1])
         else:
-            check_same_classes(*(_answer(model, images[:SAMPLES]) for model in (teacher, network)))
+            check_same_classes(*(answer(model, images[:SAMPLES]) for model in (teacher, network)))
     except IfsoError:
         raise
     except Exception as error:
@@ -134,10 +135,3 @@ def check_teacher(teacher: nn.Module, network: nn.Module, data: Data) -> None:
             f"the teacher, {type(teacher).__name__}, failed on the first images of {data.name} "
             f"({describe_error(error)}); give a teacher for the same data"
         ) from error
-
-
-def _answer(model: nn.Module, images: Any) -> Any:
-    with torch.no_grad(), same_modes(model):
-        model.eval()
-        with undisturbed(model):
-            return logits_in(model(images))

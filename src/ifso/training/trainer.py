@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ifso.common.batches import same_random_numbers
 from ifso.common.devices import let_go_of
 from ifso.common.distributed import copy_from_first_, gathered, mean_over_ranks, rank
 from ifso.common.loss_fn import LossFn
 from ifso.common.torch_state import same_modes
-from ifso.data.compatibility import same_random_numbers
 from ifso.errors import DataError, DivergedError, IfsoError, RunError, TrainingError
 from ifso.pruning.recovery import first_bad, refuse_spoilt_weights
-from ifso.tasks.classification import cross_entropy
+from ifso.tasks.classification import classification, cross_entropy
 from ifso.training.checkpoint import (
     RNG,
     InputDigests,
@@ -34,7 +34,7 @@ from ifso.training.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from ifso.training.losses import NamedLosses, classification
+from ifso.training.losses import NamedLosses
 from ifso.training.objective import MixedBatches, MixedFiles
 from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
@@ -78,10 +78,6 @@ class TrainerHooks:
     folder: Path | None = None
     save_every: float = SAVE_EVERY
     origin: InputDigests = field(default_factory=InputDigests)
-
-    def due(self, number: int, epochs: int) -> bool:
-        """Return whether the network is evaluated after epoch ``number``, from 1."""
-        return self.evaluate is not None and (number % self.every == 0 or number > epochs - self.final)
 
 
 class Trainer:
@@ -159,11 +155,12 @@ class Trainer:
         return PlainSteps(self._train_step, self._batches)
 
     def _measured(self, number: int) -> Measures:
-        if self._hooks.evaluate is None or not self._hooks.due(number, self.settings.epochs):
+        hooks = self._hooks
+        if hooks.evaluate is None or (number % hooks.every and number <= self.settings.epochs - hooks.final):
             return {}
         with same_modes(self.model), self._train_step.averaged():
             copy_from_first_(self.model.buffers())
-            return self._hooks.evaluate(self.model)
+            return hooks.evaluate(self.model)
 
     def _save(self) -> None:
         folder, now = self._hooks.folder, time.monotonic()
@@ -292,15 +289,12 @@ def fit_side_by_side(trainers: Sequence[Trainer]) -> list[IfsoError | None]:
     With dropout the numbers drawn by one network depend on the others.
     """
     failures: list[IfsoError | None] = [None] * len(trainers)
-    turns = RoundRobin()
-    with seeded_rng([trainer.model for trainer in trainers], trainers[0].settings.seed if trainers else 0):
+    seed = trainers[0].settings.seed if trainers else 0
+    with closing(RoundRobin()) as turns, seeded_rng([trainer.model for trainer in trainers], seed):
         for number, trainer in enumerate(trainers):
             turns.add(trainer, partial(failures.__setitem__, number))
-        try:
-            while turns.size:
-                turns.turn()
-        finally:
-            turns.close()
+        while turns.size:
+            turns.turn()
     return failures
 
 

@@ -1,8 +1,8 @@
-"""Group Fisher: units whose mask entry has a large gradient, sample by sample, matter."""
+"""Criteria of first gradients: Taylor, of the loss of a batch, and Group Fisher, sample by sample."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,11 +10,35 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ifso.common.loss_fn import checked
-from ifso.common.torch_state import undisturbed, without_checkpoints
+from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
 from ifso.curvature.weight_space import unit_indices
 from ifso.errors import ScoreError
+
+
+@dataclass(frozen=True)
+class Taylor(Criterion):
+    """s_i = |∂L/∂m_i| = |Σ W_i · ∂L/∂W_i| over the slices that read unit i, on the loss of the whole batch.
+
+    Layers coupled by the unit are added before the absolute value ("Pruning Convolutional Neural Networks for Resource
+    Efficient Inference", Molchanov et al., ICLR 2017, with one gate for all of a unit's places).
+    """
+
+    name = "taylor"
+    needs = "gradients"
+
+    def units(self, task: Task, batch: Any) -> Tensor:
+        """Scores [units]."""
+        weights = {reader.parameter: task.tensors[reader.parameter] for reader in task.readers}
+        with undisturbed(task.model), torch.enable_grad(), differentiable(weights.values()):
+            loss = checked(task.loss_fn(task.model, batch))
+            grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        products = {
+            name: torch.zeros_like(weights[name]) if grad is None else weights[name].detach() * grad
+            for name, grad in zip(weights, grads, strict=True)
+        }
+        return task.add_slices((reader, products[reader.parameter]) for reader in task.readers).abs()
 
 
 @dataclass(frozen=True)
@@ -42,21 +66,27 @@ class GroupFisher(Criterion):
 
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores [units]."""
-        taps = _MaskTaps()
+        taps: list[MaskTap] = []
+
+        def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+            taps.append(MaskTap.at(layers, x, dim, owner))
+            return _Masked.apply(x, taps[-1].mask, dim)
+
         with undisturbed(task.model), torch.enable_grad(), without_checkpoints():
-            with ReadingLayers(task, taps.visit, everywhere=True, in_rows=True) as taps.layers:
+            with ReadingLayers(task, visit, everywhere=True, in_rows=True) as layers:
                 loss = checked(task.loss_fn(task.model, batch))
-            taps.layers.refuse_unseen()
-            calls = mask_gradients(loss, taps.seen, self.name, taps.layers.samples)
+            layers.refuse_unseen()
+            calls = mask_gradients(loss, taps, self.name, layers.samples)
         samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1
         return (by_sample * scale).square().sum(0)
 
 
 class MaskTap(NamedTuple):
-    """A call of a reading layer: its mask [rows, channels] and, if the rows are regions, the image of each.
+    """A call of a reading layer, of which shared heads have one for each level: its mask [rows, channels].
 
-    ``grid``: rows are tokens and samples, as in :class:`~ifso.criteria.reader_hooks.ReadingLayers`.
+    If rows are regions, ``images`` has the image of each. ``grid``: they are tokens and samples, as in
+    :class:`~ifso.criteria.reader_hooks.ReadingLayers`.
     """
 
     name: str
@@ -66,14 +96,13 @@ class MaskTap(NamedTuple):
     grid: tuple[int, int] | None = None
 
     @classmethod
-    def at(cls, name: str, x: Tensor, dim: int, owner: Tensor, layers: ReadingLayers | None) -> MaskTap:
+    def at(cls, layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> MaskTap:
         """A new mask for what a layer is about to read."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         rows = in_rows(x, dim).shape[:2]
         mask = torch.ones((), dtype=dtype, device=x.device).expand(rows).requires_grad_()
-        regions = None if layers is None else layers.regions
-        images = regions if regions is not None and len(regions) == rows[0] else None
-        return cls(name, mask, owner, images, None if layers is None else layers.grid)
+        images = layers.regions if layers.regions is not None and len(layers.regions) == rows[0] else None
+        return cls(layers.reader.parameter, mask, owner, images, layers.grid)
 
 
 def mask_gradients(loss: Tensor, taps: list[MaskTap], criterion: str, samples: int) -> list[tuple[MaskTap, Tensor]]:
@@ -133,20 +162,6 @@ def _by_sample(call: MaskTap, grad: Tensor, samples: int, criterion: str) -> Ten
             f"{len(grad)} rows, another {samples}; use a criterion of whole batches, such as ifso or taylor"
         )
     return grad.unflatten(0, (samples, -1)).sum(1)
-
-
-@dataclass
-class _MaskTaps:
-    """A mask for every call of a reading layer: shared heads have one for each level."""
-
-    seen: list[MaskTap] = field(default_factory=list)
-    layers: ReadingLayers | None = None
-
-    def visit(self, name: str, x: Tensor, dim: int, owner: Tensor) -> Tensor:
-        """Remember a new mask and let ``x`` pass through it."""
-        tap = MaskTap.at(name, x, dim, owner, self.layers)
-        self.seen.append(tap)
-        return _Masked.apply(x, tap.mask, dim)
 
 
 class _Masked(Function):
