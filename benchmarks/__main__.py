@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import everyday, export, train
-from benchmarks.gpu_zoo import command as zoo
+from benchmarks.zoo import command as zoo
 from ifso.cli import main as cli
 
 

@@ -1,4 +1,7 @@
-"""``python -m benchmarks everyday``: what every use of ifso pays for, and a comparison with an earlier record of it."""
+"""``python -m benchmarks everyday``: what every use of ifso pays for, and a comparison with an earlier record of it.
+
+As a script, ``python -m benchmarks.everyday MODEL SIZE BATCH``, it measures one network in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ifso.bench import trace_worker
 from ifso.cli.bench import measure_apart
 from ifso.cli.console import console, print_json, say, table
 from ifso.cli.options import positive
@@ -62,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     record = {**_about(), "commands": _commands(args.repeats), "models": []}
     for name, size, batch in wanted:
         say(f"{name}, {size}×{size}, batch {batch}")
-        record["models"].append(measure_apart("benchmarks.everyday_worker", [name, str(size), str(batch)]))
+        record["models"].append(measure_apart("benchmarks.everyday", [name, str(size), str(batch)]))
     if args.json:
         print_json({"bench": "everyday", **record})
     else:
@@ -241,3 +246,57 @@ def _figures(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _kind(name: str) -> str:
     return "bytes" if name.endswith("bytes") else "cpu_s"
+
+
+def measure(name: str, size: int, batch: int) -> dict[str, Any]:
+    """Trace, forward pass, gradient and score of a batch of square images: CPU seconds, and bytes at their peak.
+
+    The trace is that of one image of the network's usual size, and its memory the growth of the process: tracing runs
+    on fake tensors, and what it takes are Python objects. Other peaks are those of tensors that are alive at once.
+    """
+    import torch
+
+    from ifso.bench.score import ScoreBench, ScoreSetup
+    from ifso.common.timing import peak_bytes
+
+    traced = trace_worker.measure(name)
+    growth = traced["peak_growth_bytes"]
+    torch.manual_seed(0)
+    bench = ScoreBench(ScoreSetup(name, batch=batch, size=size, eval_mode=True))
+    images = bench.batch[0]
+    functions = {key: function for key, function in bench.methods().items() if key in ("gradient", "ifso")}
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return bench.model(images)
+
+    peaks = {key: peak_bytes(function, bench.device) for key, function in {"forward": forward, **functions}.items()}
+    gradient, score = _seconds_in(functions["gradient"]), _seconds_in(functions["ifso"])
+    return {
+        "model": name,
+        "size": size,
+        "batch": batch,
+        "units": traced["units"],
+        "model_bytes": traced["model_bytes"],
+        "trace_cpu_s": traced["cpu_s_again"],
+        "trace_growth_bytes": growth,
+        "forward_bytes": peaks["forward"],
+        "trace_in_forwards": growth / peaks["forward"],
+        "gradient_bytes": peaks["gradient"],
+        "score_bytes": peaks["ifso"],
+        "score_in_gradients": peaks["ifso"] / peaks["gradient"],
+        "gradient_cpu_s": gradient,
+        "score_cpu_s": score,
+        "score_cpu_in_gradients": score / gradient,
+    }
+
+
+def _seconds_in(function: Callable[[], Any]) -> float:
+    """CPU time of this process in a call."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    trace_worker.answer(lambda: measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

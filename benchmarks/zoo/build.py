@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.lively import calibrate_, perturb_
-from catalog import Entry
 from torch import Tensor, nn
 
+from benchmarks.zoo.cases import SEED, SMALL_SIZES, scenes
+from benchmarks.zoo.lively import calibrate_, perturb_
+from benchmarks.zoo.networks import Entry
 from ifso.common.tensors import map_tensors, tensors_in
 
-SEED = 0
-SIZES = (64, 96, 112, 128, 160, 192, 224, 256)
 CLIPS = ((8, 64), (16, 64), (16, 112), (16, 224))
 """Frames and size of the videos to try."""
 
@@ -46,7 +45,7 @@ class Case:
     @property
     def input_shape(self) -> str:
         """The shape of the (first) input in words: ``2x3x64x64``."""
-        first = self.inputs[0]
+        first = next(iter(self.inputs.values() if isinstance(self.inputs, dict) else self.inputs))
         shapes = [first.shape] if isinstance(first, Tensor) else [image.shape for image in first]
         return " + ".join("x".join(map(str, shape)) for shape in shapes)
 
@@ -98,21 +97,39 @@ def _try_on_meta(candidate: Candidate) -> None:
 
 def _realise(candidate: Candidate, double_below: float, device: str) -> Case:
     """Build for real, in float64 if small enough and possible, and check that the outputs are finite."""
-    notes: list[str] = []
-    small = _count(candidate.build) < double_below
-    for dtype in (torch.float64, torch.float32) if small else (torch.float32,):
-        torch.set_default_dtype(dtype)
+
+    def make() -> Case:
+        model = candidate.build().to(torch.get_default_dtype()).eval()
+        perturb_(model, SEED)
         torch.manual_seed(SEED)
+        moved = partial(map_tensors, change=lambda tensor: tensor.to(device))
+        training = moved(candidate.training_inputs()) if candidate.training_inputs else None
+        case = Case(model.to(device), moved(candidate.inputs()), training)
+        case.ran = calibrate_(model, case.run)
+        if not finite(case.run()):
+            raise RuntimeError("outputs are not finite")
+        return case
+
+    return in_float64_if_possible(make, _count(candidate.build) < double_below)
+
+
+def in_float64_if_possible(make: Callable[[], Case], small: bool = True) -> Case:
+    """What ``make`` gives with float64 as the usual dtype or, with a note, with float32."""
+    notes: list[str] = []
+    if small:
         try:
-            case = _conditioned(candidate, notes, device)
-            if not finite(case.run()):
-                raise RuntimeError("outputs are not finite")
-            return case
-        except Exception as error:
-            if dtype is torch.float32:
-                raise
+            return _made(make, torch.float64)
+        except Exception as error:  # whatever a network raises in a precision that it does not know
             notes.append(f"does not run in float64 ({type(error).__name__})")
-    raise AssertionError("unreachable")
+    case = _made(make, torch.float32)
+    case.notes += notes
+    return case
+
+
+def _made(make: Callable[[], Case], dtype: torch.dtype) -> Case:
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(SEED)
+    return make()
 
 
 def finite(outputs: Any) -> bool:
@@ -132,28 +149,17 @@ def _count(build: Callable[[], nn.Module]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _conditioned(candidate: Candidate, notes: list[str], device: str) -> Case:
-    model = candidate.build().to(torch.get_default_dtype()).eval()
-    perturb_(model, SEED)
-    torch.manual_seed(SEED)
-    moved = partial(map_tensors, change=lambda tensor: tensor.to(device))
-    training = moved(candidate.training_inputs()) if candidate.training_inputs else None
-    case = Case(model.to(device), moved(candidate.inputs()), training, notes=list(notes))
-    case.ran = calibrate_(model, case.run)
-    return case
-
-
 def _image(entry: Entry) -> Iterator[Candidate]:
     """Torchvision classification and segmentation; ``image_size`` where the builder takes it."""
-    for size in SIZES:
+    for size in SMALL_SIZES:
         options = {"image_size": size} if entry.name.startswith("vit_") else {}
-        yield Candidate(_torchvision(entry, **options), _images(size))
+        yield Candidate(_torchvision(entry, **options), _images(2, size))
 
 
 def _video(entry: Entry) -> Iterator[Candidate]:
     for frames, size in CLIPS:
         batch = 2 if size < 224 else 1
-        yield Candidate(_torchvision(entry), lambda f=frames, s=size, b=batch: (torch.randn(b, 3, f, s, s),))
+        yield Candidate(_torchvision(entry), _images(batch, frames, size))
 
 
 def _optical_flow(entry: Entry) -> Iterator[Candidate]:
@@ -179,17 +185,19 @@ def _timm(entry: Entry) -> Iterator[Candidate]:
     if not timm.is_model(entry.name):
         raise Absent(f"timm {timm.__version__} has no such network")
     native = timm.get_pretrained_cfg(entry.name).input_size[-1]
-    for size in dict.fromkeys([*SIZES, native]):
+    for size in dict.fromkeys([*SMALL_SIZES, native]):
         for options in ({"img_size": size}, {}):
-            yield Candidate(lambda options=options: timm.create_model(entry.name, **options), _images(size))
+            yield Candidate(partial(timm.create_model, entry.name, **options), _images(2, size))
 
 
-def _images(size: int) -> Callable[[], tuple[Tensor]]:
-    return lambda: (torch.randn(2, 3, size, size),)
+def _images(count: int, *sizes: int) -> Callable[[], tuple[Tensor]]:
+    """Square images, or clips of them."""
+    return lambda: (torch.randn(count, 3, *sizes, sizes[-1]),)
 
 
 SCORE_THRESHOLD = 1e-3
 """Low, so that a network with random weights has detections."""
+SCENES = ((160, 192), (224, 176))
 FEW = 8
 """Detections kept per image."""
 PROPOSALS = {
@@ -208,23 +216,8 @@ def _detection(entry: Entry) -> Iterator[Candidate]:
         options = dict(PROPOSALS)
     if not entry.name.startswith("ssd"):
         options |= {"min_size": 160, "max_size": 256}
-    yield Candidate(_torchvision(entry, **options), _scenes, lambda: (*_scenes(), _targets(entry.name)), abstract=False)
 
+    def seen() -> tuple[Any, Any]:
+        return scenes(entry.name, SCENES, torch.Generator().manual_seed(SEED))
 
-def _scenes() -> tuple[list[Tensor]]:
-    return ([torch.rand(3, 160, 192), torch.rand(3, 224, 176)],)
-
-
-def _targets(name: str) -> list[dict[str, Tensor]]:
-    """Three boxes per image with what the network wants to know about them."""
-    boxes = torch.tensor([[10.0, 20.0, 90.0, 100.0], [30.0, 30.0, 150.0, 140.0], [5.0, 60.0, 60.0, 150.0]])
-    targets = []
-    for image in _scenes()[0]:
-        target = {"boxes": boxes.clone(), "labels": torch.tensor([1, 1, 1] if "keypoint" in name else [1, 7, 15])}
-        if "mask" in name:
-            target["masks"] = (torch.rand(3, *image.shape[-2:]) > 0.5).to(torch.uint8)
-        if "keypoint" in name:
-            places = boxes[:, None, :2] + torch.rand(3, 17, 2) * (boxes[:, None, 2:] - boxes[:, None, :2])
-            target["keypoints"] = torch.cat([places, torch.ones(3, 17, 1)], dim=2).float()
-        targets.append(target)
-    return targets
+    yield Candidate(_torchvision(entry, **options), lambda: seen()[:1], seen, abstract=False)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import time
 import traceback
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from build import SEED, Absent, Case, build, finite
-from catalog import LIBRARIES, Entry
 from torch import Tensor, nn
 
+from benchmarks.zoo.build import Absent, Case, build, finite, in_float64_if_possible
+from benchmarks.zoo.cases import SEED
+from benchmarks.zoo.lively import calibrate_, perturb_
+from benchmarks.zoo.networks import LIBRARIES, Entry
 from ifso.common.tensors import tensors_in
 from ifso.errors import IfsoError
 from ifso.graph.balancing import balance
@@ -66,9 +72,7 @@ def check(entry: Entry, double_below: float, device: str = "cpu") -> dict[str, A
     result = Result()
     try:
         if entry.source in LIBRARIES:
-            from both_modes import check_both
-
-            check_both(entry, result)
+            _check_both_modes(entry, result)
         else:
             _check(build(entry, double_below, device), result)
     except Absent as error:
@@ -152,17 +156,20 @@ def _check_second_round(case: Case, result: Result) -> None:
 
 
 def _compare(result: Result, prefix: str, whole: Any, soft: Any, hard: Any) -> None:
-    """Record the error and the change, and fail if the error is large or the change too small to prove anything."""
+    """Record the error and the change."""
     error, change = relative_error(soft, hard), relative_error(whole, soft)
     result.values |= {f"{prefix}error": rounded(error), f"{prefix}change": rounded(change)}
-    if not (finite(soft) and finite(hard)):
-        result.fail("inexact", f"{ROUND[prefix]}outputs are not finite")
-    if not error <= TOLERANCE:
-        result.fail("inexact", f"{ROUND[prefix]}masked and compacted differ by {error:.1e}")
+    _judge(result, ROUND[prefix], error, change, finite(soft) and finite(hard))
+
+
+def _judge(result: Result, where: str, error: float, change: float, finite: bool, most: float = TOLERANCE) -> None:
+    """Fail if the error is large, or the change too small to prove anything."""
+    if not finite:
+        result.fail("inexact", f"{where}outputs are not finite")
+    if not error <= most:
+        result.fail("inexact", f"{where}masked and compacted differ by {error:.1e}")
     if not change >= VISIBLE:
-        result.fail(
-            "inexact", f"{ROUND[prefix]}removal changed the output by {change:.1e} only: the comparison proves nothing"
-        )
+        result.fail("inexact", f"{where}removal changed the output by {change:.1e} only: the comparison proves nothing")
 
 
 def random_keep(graph: ChannelGraph) -> dict[str, Tensor]:
@@ -229,9 +236,9 @@ def _last_frame(error: Exception) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """The text on one line, without the place of the checkout, cut to ``most`` characters.
+    r"""The text on one line, without the place of the checkout, cut to ``most`` characters.
 
-    >>> one_line("a\\n  b", most=80)
+    >>> one_line("a\n  b", most=80)
     'a b'
     """
     text = " ".join(text.replace(str(Path(__file__).resolve().parents[1]), "").split())
@@ -278,7 +285,7 @@ def partition(graph: ChannelGraph) -> set[frozenset[Slice]]:
     return units
 
 
-def frozen_reasons(graph: ChannelGraph, most: int = 3) -> list[list]:
+def frozen_reasons(graph: ChannelGraph, most: int = 3) -> list[list[Any]]:
     """The most frequent reasons with the number of parameter axes."""
     return [[reason, count] for reason, count in Counter(frozen.reason for frozen in graph.frozen).most_common(most)]
 
@@ -310,3 +317,95 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0
     scale = float(a.abs().max())
     return difference / scale if scale else float("inf")
+
+
+# -------------------------------------------------------------------------- networks of other libraries, in both modes
+
+
+def _check_both_modes(entry: Entry, result: Result) -> None:
+    """In the mode a network is used in and in the one it trains in, with its own loss."""
+    case = _build(entry)
+    result.values["params"] = sum(parameter.numel() for parameter in case.model.parameters())
+    result.values["dtype"] = str(next(case.model.parameters()).dtype).removeprefix("torch.")
+    if case.notes:
+        result.values["notes"] = case.notes
+    for mode in ("eval", "train"):
+        _check_mode(copy.deepcopy(case), mode, result)
+
+
+def _build(entry: Entry) -> Case:
+    """In float64 where the network and its loss run in it, with weights on which a wrong removal shows."""
+    warnings.simplefilter("ignore")
+    if find_spec(LIBRARIES[entry.source]) is None:
+        raise Absent(f"{LIBRARIES[entry.source]} is not installed")
+    library = importlib.import_module(f"benchmarks.zoo.libraries.{entry.source}")
+
+    def make() -> Case:
+        case = library.builders()[entry.name]()
+        case.model.to(torch.get_default_dtype()).eval()
+        perturb_(case.model, SEED)
+        for module in case.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        case.ran = calibrate_(case.model, case.run)
+        if not (finite(case.run()) and finite(_run(case, "train"))):
+            raise RuntimeError("outputs are not finite")
+        return case
+
+    return in_float64_if_possible(make)
+
+
+def _run(case: Case, mode: str) -> Any:
+    """The outputs, or the losses, in a mode; the model is in eval mode before and after."""
+    with _mode(case.model, mode):
+        return case.run()
+
+
+def _mode(model: nn.Module, mode: str) -> AbstractContextManager[None]:
+    """Within it the model, which is in eval mode, is in that mode: to be traced, to run, and to be compacted."""
+    return training(model) if mode == "train" else nullcontext()
+
+
+def _check_mode(case: Case, mode: str, result: Result) -> None:
+    """Trace in a mode, remove, and compare in it; a network pruned as it trains must be the same in eval mode, too."""
+    modes = (mode,) if mode == "eval" else (mode, "eval")
+    whole = [_run(case, each) for each in modes]
+    torch.manual_seed(SEED)
+    with _mode(case.model, mode), result.timed(f"{mode}_trace"):
+        graph = trace(case.model, case.training_inputs if mode == "train" else case.inputs)
+    result.values |= {
+        f"{mode}_prunable": round(prunable_parameters(case.model, graph), 4),
+        f"{mode}_units": graph.num_units,
+        f"{mode}_frozen": [[one_line(reason), count] for reason, count in frozen_reasons(graph)],
+        f"{mode}_notes": [one_line(note) for note in graph.notes],
+    }
+    if not graph.num_units:
+        result.fail("refused", f"{mode} mode: nothing can be pruned: {frozen_reasons(graph)[0][0]}")
+        return
+    result.stage = f"{mode} mode"
+    keep = balance(graph, random_keep(graph))
+    with masked(case.model, graph, keep):
+        soft = [_run(case, each) for each in modes]
+    with _mode(case.model, mode):
+        compact_(case.model, graph, keep)
+    hard = [_run(case, each) for each in modes]
+    for each, *outputs in zip(modes, whole, soft, hard, strict=True):
+        _compare_mode(result, mode, each, *outputs)
+
+
+def _compare_mode(result: Result, traced: str, mode: str, whole: Any, soft: Any, hard: Any) -> None:
+    where = f"{traced} mode: " if traced == mode else f"pruned in {traced}, run in {mode} mode: "
+    if traced != mode:
+        whole, soft, hard = _of_same_shape(whole, soft, hard)
+    error, change = relative_error(soft, hard), relative_error(whole, soft)
+    result.values[f"{traced}_error"] = max(result.values.get(f"{traced}_error", 0.0), rounded(error), key=float)
+    most = 100 * TOLERANCE if result.values["dtype"] == "float32" else TOLERANCE
+    _judge(result, where, error, change, finite(soft) and finite(hard), most)
+
+
+def _of_same_shape(whole: Any, soft: Any, hard: Any) -> tuple[list[torch.Tensor], ...]:
+    """Only the outputs that lost nothing: features that are returned beside the predictions have fewer channels."""
+    kept = [
+        three for three in zip(*map(tensors_in, (whole, soft, hard)), strict=True) if three[1].shape == three[2].shape
+    ]
+    return tuple(map(list, zip(*kept, strict=True))) if kept else ([], [], [])

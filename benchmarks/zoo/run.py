@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import platform
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from importlib import metadata
 from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # where ``benchmarks`` is
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # where ``benchmarks`` is, and not this folder, as the first place to look
 
-import table
-from catalog import LIBRARIES, SETS, Entry, entries, write_timm_choices
-from pool import Limits, run_all
+from benchmarks.zoo import table  # noqa: E402
+from benchmarks.zoo.networks import LIBRARIES, SETS, Entry, entries, write_families  # noqa: E402
+from benchmarks.zoo.worker import Worker, serving  # noqa: E402
 
 PACKAGES = ("torch", "torchvision", "timm")
 INTERRUPTED = 130
@@ -27,7 +36,7 @@ def main() -> int:
     """The command line; status 4 if any network run now came out neither exact nor refused."""
     arguments = parse()
     if arguments.command == "catalog":
-        print(write_timm_choices())
+        print(write_families())
         return 0
     if arguments.command == "table":
         write_page(arguments.out, load(arguments.out), arguments.set)
@@ -61,13 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     document["versions"] = versions_now(arguments.device, packages)
     results = document["results"]
     todo = chosen(arguments, results)
-    limits = Limits(arguments.limit_seconds, arguments.limit_gib, arguments.double_below * 1e6, arguments.device)
     failed = 0
     try:
-        for number, (entry, outcome) in enumerate(run_all(todo, arguments.jobs, limits), start=1):
+        for number, (entry, outcome) in enumerate(outcomes(todo, arguments), start=1):
             row = {"source": entry.source, "kind": entry.kind} | outcome
-            if arguments.set == "timm-names":
-                row["by_name"] = True
             results[entry.key] = row
             failed += row["status"] not in ("exact", "refused")
             print(progress(number, len(todo), entry, row), flush=True)
@@ -79,6 +85,47 @@ def run(arguments: argparse.Namespace) -> int:
     return 4 if failed else 0
 
 
+def outcomes(todo: Sequence[Entry], arguments: argparse.Namespace) -> Iterator[tuple[Entry, dict[str, Any]]]:
+    """Results in the order of completion, each from a process that is killed when it takes too long or too much."""
+    stopped, context = Event(), _context()
+
+    def outcome(entry: Entry) -> dict[str, Any]:
+        begun, setup = time.monotonic(), (arguments.double_below * 1e6, arguments.device)
+        with Worker(serve, setup, stopped=stopped, gib=arguments.limit_gib, context=context) as worker:
+            found, reason = worker.ask(entry, arguments.limit_seconds)
+        if reason:
+            found = {"status": "killed" if reason.startswith("took") else "crashed", "reason": reason}
+        spent = round(time.monotonic() - begun, 1)
+        return {**found, "seconds": spent, "peak_gib": round(worker.peak_gib, 1)}
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = {pool.submit(outcome, entry): entry for entry in todo}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def serve(pipe: Connection, setup: tuple[float, str]) -> None:
+    """In the process: check networks."""
+    from benchmarks.zoo.check import check
+
+    serving(pipe, lambda entry: [check(entry, *setup)])
+
+
+def _context() -> Any:
+    """Processes are forked from a server that has the libraries loaded, on one core each, and deaf to Ctrl-C."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torchvision", "timm"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return context
+
+
 def chosen(arguments: argparse.Namespace, results: dict[str, Any]) -> list[Entry]:
     """The networks to run: of the set, matching a pattern, without a result if resuming."""
     listed = entries(arguments.set)
@@ -86,9 +133,6 @@ def chosen(arguments: argparse.Namespace, results: dict[str, Any]) -> list[Entry
         listed = [e for e in listed if any(fnmatch(e.key, p) or fnmatch(e.name, p) for p in arguments.only)]
         if not listed:
             raise SystemExit(f"no network in set {arguments.set!r} matches {' '.join(arguments.only)}")
-    if arguments.set == "timm-names":
-        families = {entry.key for entry in entries("timm")}
-        listed = [entry for entry in listed if entry.key not in families]
     if arguments.resume:
         again = {key for key, row in results.items() if arguments.retry and row["status"] != "exact"}
         listed = [entry for entry in listed if entry.key not in results or entry.key in again]

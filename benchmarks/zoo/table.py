@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from catalog import LIBRARIES
+from benchmarks.zoo.networks import LIBRARIES
 
 Results = Mapping[str, Mapping[str, Any]]
 
 COUNTED = {
     "torchvision builders": lambda row: row["source"] == "torchvision" and row["kind"] != "optical_flow",
     "torchvision optical flow (extra)": lambda row: row["kind"] == "optical_flow",
-    "timm families": lambda row: row["source"] == "timm" and not row.get("by_name"),
-    "timm by name (extra)": lambda row: row["source"] == "timm" and row.get("by_name", False),
+    "timm families": lambda row: row["source"] == "timm",
 }
 FAILURES = ("refused", "inexact", "crashed", "killed", "absent")
 

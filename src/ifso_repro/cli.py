@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.options import add_help
+from ifso.cli.options import add_help, positive
 
 FIGURE1, RECIPE = "figure1", "recipe"
 COMMANDS = {
@@ -100,21 +100,21 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--data", action="append", metavar="NAME:PATH", help="cifar10, cifar100, imagenet, coco or bccd:PATH; repeat"
     )
     what.add_argument("--weights", type=Path, metavar="DIR", help="folder of weights that are given, not trained")
-    what.add_argument("--seeds", type=int, metavar="N", help="runs of each kind (as the study says; 1 with --smoke)")
+    what.add_argument("--seeds", type=positive, metavar="N", help="runs of each kind (the study's; 1 with --smoke)")
     what.add_argument("--criteria", nargs="+", metavar="NAME", help="only these")
     what.add_argument("--recipes", nargs="+", metavar="NAME", help="only these: short, paper, patient, taught")
-    what.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning (as the recipe says)")
-    what.add_argument("--units-per-step", type=int, metavar="N", help="units that go at a time (as the row says)")
+    what.add_argument("--epochs", type=positive, metavar="N", help="of fine-tuning (as the recipe says)")
+    what.add_argument("--units-per-step", type=positive, metavar="N", help="units that go at a time (as the row says)")
     what.add_argument("--prune", action="append", metavar="KEY=VALUE", help="another setting of all prunings; repeat")
     what.add_argument("--one-pruning", action="store_true", help="all seeds fine-tune the pruning of seed 0")
     what.add_argument(
-        "--validation", type=int, metavar="N", help="measure on N training images that are held out: for choices"
+        "--validation", type=positive, metavar="N", help="measure on N training images that are held out: for choices"
     )
     how = parser.add_argument_group("where and how")
     _add_device(how)
     how.add_argument("--prune-precision", metavar="NAME", help="of pruning (float32)")
-    how.add_argument("--lanes", type=int, metavar="N", help="networks trained side by side (1; 8 on cuda)")
-    how.add_argument("--workers", type=int, metavar="N", help="processes that prune (1)")
+    how.add_argument("--lanes", type=positive, metavar="N", help="networks trained side by side (1; 8 on cuda)")
+    how.add_argument("--workers", type=positive, metavar="N", help="processes that prune (1)")
     for flag in ("--resume", "--list", "--table"):
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
 
@@ -144,7 +144,7 @@ def _add_figure1(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each network (2; 1 with --smoke)")
     parser.add_argument("--networks", nargs="+", metavar="NAME", help="only these networks of the study")
     parser.add_argument("--masks", type=int, metavar="N", help="masks for each network (60; 9 with --smoke)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (all cores)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes (all cores)")
     parser.add_argument("--resume", action="store_true", help="go on in --out")
     parser.add_argument("--renew", action="store_true", help="as --resume, but scores and estimates are computed again")
 
@@ -153,9 +153,9 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("studies", nargs="*", help=argparse.SUPPRESS)
     _add_common(parser)
     parser.add_argument("--data", action="append", metavar="NAME:PATH", help="cifar10:PATH or cifar100:PATH")
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each candidate (1)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning (60)")
-    parser.add_argument("--validation", type=int, metavar="N", help="training images that are held out (10000)")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of each candidate (1)")
+    parser.add_argument("--epochs", type=positive, metavar="N", help="of fine-tuning (60)")
+    parser.add_argument("--validation", type=positive, metavar="N", help="training images that are held out (10000)")
     _add_device(parser)
 
 

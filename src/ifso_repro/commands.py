@@ -91,7 +91,6 @@ ON_CUDA = {"precision": "bf16", "channels_last": True}
 MEASURES = {"top1": "Top-1", "map": "mAP"}
 INTERRUPTED = 130
 NOT_SMOKE = ("data", "weights", "epochs", "units_per_step", "prune", "validation")
-POSITIVE = ("seeds", "epochs", "units_per_step", "validation", "lanes", "workers")
 ELSEWHERE = {FIGURE1: FIGURE1, RECIPE: RECIPE, "figure3": "draw figure3", "figure4": "draw figure4"}
 """Studies that have a command of their own."""
 
@@ -108,17 +107,8 @@ def list_runs(args: argparse.Namespace) -> int:
     return _run_or_list(args, _listed) if args.studies else _overview(args)
 
 
-def refuse_below_one(args: argparse.Namespace, names: Sequence[str] = POSITIVE) -> None:
-    """IfsoError if one of these options is given and is not 1 or more."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise IfsoError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-
-
 def _run_or_list(args: argparse.Namespace, work: Callable[..., Document]) -> int:
     """Do the work for all jobs; the first rank prints what came out."""
-    refuse_below_one(args)
     for name in args.studies:
         if name in ELSEWHERE:
             raise IfsoError(f"{name} is a study of another kind; give its command: ifso repro {ELSEWHERE[name]}")
@@ -324,7 +314,6 @@ def _state(space: Workspace, job: Job) -> str:
 
 def _overview(args: argparse.Namespace) -> int:
     """Show every study, and how many of its runs are done."""
-    refuse_below_one(args)
     for option in ("criteria", "recipes"):
         if getattr(args, option) is not None:
             raise IfsoError(f"--{option} chooses among the runs of a study; name one: ifso repro list table2")

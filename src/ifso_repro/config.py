@@ -14,7 +14,20 @@ from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
 from ifso_repro.reader import decode, wrong
-from ifso_repro.schema import TABLES, TAUGHT, WITHOUT_ALGORITHM_2, Row, Share, Study, row_name
+from ifso_repro.schema import (
+    CRITERIA,
+    DEFAULT_RUN,
+    RECIPES,
+    SCRATCH,
+    STEP,
+    TABLES,
+    TAUGHT,
+    WITHOUT_ALGORITHM_2,
+    Row,
+    Share,
+    Study,
+    row_name,
+)
 
 PACKAGED = Path(__file__).with_name("toml")
 """Where an installed package has them."""
@@ -144,9 +157,12 @@ def _check_study(file: str, study: Study, rows: dict[str, Row], tasks: dict[str,
             raise wrong(f"tasks: {task!r} has no row; choose from {', '.join(tasks)}", file)
         if TAUGHT in study.recipes and not any(row.teacher for row in rows.values() if row.task == task):
             raise wrong(f"recipes: {TAUGHT!r} needs rows with [teacher], which {name} is not", file)
-    for name in (name for variant in study.variants for name in variant.paper):
+        if study.path and int(name.rpartition("-")[2]) % round(100 * STEP):
+            raise wrong(f"path: the shares removed must be multiples of {STEP}, which {name} is not", file)
+    named = [("variants.paper", name) for variant in study.variants for name in variant.paper]
+    for key, name in (*named, *(("fewer", name) for name in study.fewer)):
         if name not in study.rows:
-            raise wrong(f"variants.paper: {name!r} is no row of the study; choose from {', '.join(study.rows)}", file)
+            raise wrong(f"{key}: {name!r} is no row of the study; choose from {', '.join(study.rows)}", file)
 
 
 def rows(folder: Path | None = None) -> dict[str, Row]:
@@ -205,7 +221,8 @@ def study(
 ) -> list[Job]:
     """The runs of a table (``"table1"`` …), another study or one row, each once: first all of seed 0, then of seed 1.
 
-    ``seeds`` is their number if it shall be another; ``criteria`` and ``recipes`` leave out all others.
+    ``seeds`` is their number if it shall be another. ``criteria`` and ``recipes`` leave out all others; of a table or a
+    row, which say only what is planned, they may be any that its networks can take.
 
     >>> [job.name for job in study("resnet32-cifar10-50", criteria=["random"], recipes=["paper", "ours"])][:3]
     ['resnet32-cifar10-50.random.paper.0', 'resnet32-cifar10-50.random.ours.0', 'resnet32-cifar10-50.random.paper.1']
@@ -213,25 +230,43 @@ def study(
     if seeds is not None and seeds < 1:
         raise IfsoError(f"{seeds} seeds: give 1 or more")
     chosen = find_study(name, folder)
-    jobs = [job for row in chosen.rows for job in _jobs(find_row(row, folder), chosen, seeds)]
-    for kind, asked in (("criterion", criteria), ("recipe", recipes)):
-        known = dict.fromkeys(getattr(job, kind) for job in jobs)
-        for each in asked or ():
-            if each not in known:
-                raise IfsoError(f"{chosen.name} has no {kind} {each!r}; it has {', '.join(known)}")
-        jobs = [job for job in jobs if asked is None or getattr(job, kind) in asked]
+    every = [find_row(row, folder) for row in chosen.rows]
+    possible = tuple(recipe for recipe in RECIPES if all(row.takes(recipe) for row in every))
+    asked = {"criteria": criteria or (), "recipes": recipes or ()}
+    own = {"criteria": chosen.criteria or CRITERIA, "recipes": chosen.recipes or possible}
+    for key, word in (("criteria", "criterion"), ("recipes", "recipe")):
+        for each in asked[key]:
+            if each not in own[key]:
+                raise IfsoError(f"{chosen.name} has no {word} {each!r}; it has {', '.join(own[key])}")
+    narrowed: dict[str, Any] = {
+        key: tuple(name for name in own[key] if name in names) for key, names in asked.items() if names
+    }
+    chosen = replace(chosen, **narrowed)
     once: dict[str, Job] = {}
-    for job in jobs:
-        once.setdefault(job.name, job)
+    for row in every:
+        alike = [other.removed for other in every if other.task == row.task]
+        for job in _jobs(row, chosen, seeds, tenths(max(alike))):
+            once.setdefault(job.name, job)
     return sorted(once.values(), key=lambda job: job.seed)
 
 
-def _jobs(row: Row, chosen: Study, seeds: int | None) -> Iterator[Job]:
+def _jobs(row: Row, chosen: Study, seeds: int | None, path: tuple[float, ...]) -> Iterator[Job]:
     """All runs of a row; the paper's recipe is for Algorithm 2 only."""
-    for seed in range(seeds or chosen.seeds or row.seeds):
+    planned = chosen.fewer.get(row.name, chosen.seeds or row.seeds)
+    for seed in range(planned and (seeds or planned)):
         for criterion in chosen.criteria or row.criteria:
             for variant in chosen.variants:
                 for recipe in chosen.recipes or row.recipes:
                     if criterion in WITHOUT_ALGORITHM_2 and recipe == "paper":
                         continue
-                    yield Job(row, criterion, recipe, seed, variant)
+                    passed = path if (DEFAULT_RUN if criterion == SCRATCH else criterion) in chosen.path else ()
+                    yield Job(row, criterion, recipe, seed, variant, passed)
+
+
+def tenths(removed: float) -> tuple[float, ...]:
+    """The shares removed that one pruning for several rows passes through.
+
+    >>> tenths(0.5)
+    (0.1, 0.2, 0.3, 0.4, 0.5)
+    """
+    return tuple(round(STEP * step, 12) for step in range(1, round(removed / STEP) + 1))

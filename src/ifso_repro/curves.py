@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, Look, draw, empty, key, name
 from ifso.errors import IfsoError
 from ifso_repro.config import find_study, study
-from ifso_repro.jobs import MIXED, Job
+from ifso_repro.jobs import Job
 from ifso_repro.results import Result, read, read_file
 from ifso_repro.schema import RECIPES
 from ifso_repro.statistics import Runs, Spread, last_top1, otherwise
@@ -116,7 +116,7 @@ def _incremental(job: Job) -> float:
     [0.0, 25.0, 50.0, 75.0, 100.0]
     """
     name = str(job.variant.options["schedule"])
-    return 100.0 * float({"one-shot": "0", "incremental": "1"}.get(name, name.removeprefix(MIXED)))
+    return 100.0 * float({"one-shot": "0", "incremental": "1"}.get(name, name.removeprefix("mixed:")))
 
 
 PLACES: Mapping[str, tuple[Callable[[Job], float], Callable[[Job], str]]] = {

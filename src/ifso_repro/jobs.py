@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError
-from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, SCRATCH, TAUGHT, UNPRUNED, Row, Variant
+from ifso_repro.schema import DEFAULT_RUN, PRUNE_OPTIONS, SCRATCH, STEP, TAUGHT, UNPRUNED, Row, Variant
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
 
-OURS_TO_USE = ("lr", "batch")
-"""Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer and its batches."""
+OURS_TO_USE = ("lr", "batch", "path")
+"""Options of pruning that are no keyword of ``ifso.prune``: they go into its optimizer, its batches and its budget."""
 
 OF_THE_NETWORK = ("batch", "round_to", "min_units")
 """Options of pruning that the default run takes from a row, too: the others are those of Algorithm 2."""
@@ -24,7 +23,6 @@ OF_THE_NETWORK = ("batch", "round_to", "min_units")
 PRESET = "paper"
 """What stands for options of pruning that a row does not name."""
 
-MIXED = "mixed:"
 DETECTORS_RECIPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "detection": ("detection", {}),
     "distilled": ("detection", {"distill": 0.5}),
@@ -37,13 +35,17 @@ RECIPES_BY_CHANGES = {**DETECTORS_RECIPES, TAUGHT: ("patient", {})}
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a row pruned by one criterion (with a variant of its options), fine-tuned by one recipe from a seed."""
+    """One run: a row pruned by one criterion (with a variant of its options), fine-tuned by one recipe from a seed.
+
+    ``path`` are the shares removed for which its pruning may leave a network, if that is for other rows, too.
+    """
 
     row: Row
     criterion: str
     recipe: str
     seed: int = 0
     variant: Variant = field(default_factory=Variant)
+    path: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,7 +61,14 @@ class Job:
     @property
     def prune(self) -> dict[str, Any]:
         """All options of pruning but those of the criterion, as plain values."""
-        return {**self._usual_prune, **{key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}}
+        changed = {key: value for key, value in self.changes.items() if key in PRUNE_OPTIONS}
+        return {**self._usual_prune, **changed, **({"path": STEP} if self.passes else {})}
+
+    @property
+    def passes(self) -> tuple[float, ...]:
+        """The shares removed for each of which the pruning leaves a network; empty where it has one end only."""
+        schedule = {**self._usual_prune, **self.changes}.get("schedule", "incremental")
+        return self.path if self.prunes and schedule == "incremental" else ()
 
     @property
     def criterion_options(self) -> dict[str, Any]:
@@ -93,29 +102,26 @@ class Job:
         """Whether anything is removed."""
         return self.criterion != UNPRUNED
 
-    def missing(self) -> tuple[str, ...]:
-        """Options that ``ifso.prune`` does not have (yet), so that the job cannot be run."""
-        from ifso.pruning.prune import prune
-
-        known = (*inspect.signature(prune).parameters, *OURS_TO_USE)
-        return tuple(option for option in self.prune if option not in known)
-
     def prune_keywords(self) -> dict[str, Any]:
         """What :func:`ifso.prune` is called with, beside the network, its data and where to write."""
+        from ifso.cli.prune_options import schedule_of
         from ifso.criteria.registry import create
         from ifso.pruning.budget import STAGED, Budget
         from ifso.pruning.settings import sgd
 
-        if self.missing():
-            raise IfsoError(f"{self.name}: ifso.prune has no option {', '.join(self.missing())}, so it cannot be run")
         keywords = {key: value for key, value in self.prune.items() if key not in OURS_TO_USE}
         if self.criterion == DEFAULT_RUN:
             keywords = {**{key: STAGED[key] for key in ("schedule", "update", "min_share")}, **keywords}
         else:
-            keywords = {"preset": PRESET, **keywords, "schedule": _schedule(self.prune.get("schedule", "incremental"))}
+            keywords = {
+                "preset": PRESET,
+                **keywords,
+                "schedule": schedule_of(self.prune.get("schedule", "incremental")),
+            }
         if "lr" in self.prune:
             keywords["optimizer"] = partial(sgd, learning_rate=self.prune["lr"])
-        budget = Budget(macs=round(1 - self.row.removed, 12))
+        kept = tuple(round(1 - share, 12) for share in self.passes or (self.row.removed,))
+        budget = Budget(macs=kept if self.passes else kept[0])
         chance = {"seed": self.seed} if self.criterion == "random" else {}
         criterion = create(self.criterion, **self.criterion_options, **chance)
         return {**keywords, "budget": budget, "criterion": criterion, "seed": self.seed}
@@ -169,14 +175,3 @@ def _leaves(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value)
         else:
             yield key, value
-
-
-def _schedule(name: str) -> Any:
-    from ifso.pruning.budget import Mixed
-
-    if not name.startswith(MIXED):
-        return name
-    try:
-        return Mixed(float(name.removeprefix(MIXED)))
-    except ValueError:
-        raise IfsoError(f"schedule = {name!r}: write a share of the way, such as mixed:0.75") from None

@@ -154,6 +154,12 @@ def facts_of(path: Path) -> dict[str, Any]:
     return dict(facts)
 
 
+def facts_at(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """What a summary would say if the pruning had ended with the network that this ``stage`` left."""
+    sizes = {"before": {"params": 1.0}, "after": {"params": stage["shares"]["params"]}}
+    return {**sizes, "shares": stage["shares"], "measures": [stage["values"]], "seconds": stage["seconds"]}
+
+
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -236,11 +242,16 @@ def made_from_base(space: Workspace, row: Row) -> Iterator[Path]:
 
 
 def made_from_pruning(space: Workspace, job: Job) -> Iterator[Path]:
-    """A pruning and its fine-tunings: those of all recipes, and of all seeds that share it."""
+    """A pruning and its fine-tunings: those of all rows, recipes and seeds that share it."""
     folder = space.pruned_folder(job)
-    method, _, seed = folder.name.rpartition(".")
-    shared = space.one_pruning and job.criterion != "random"
-    yield from (folder, space.trainings / f"{method}.*{'' if shared else f'.{seed}'}")
+    method, _, seed = folder.name.removeprefix(f"{job.row.name}.").rpartition(".")
+    if space.one_pruning and job.criterion != "random":
+        seed = "*"
+    if folder.name.startswith(f"{job.row.name}."):
+        yield from (folder, space.trainings / f"{job.row.name}.{method}.*.{seed}")
+    else:
+        _, _, method = method.partition(".")
+        yield from (folder, space.trainings / f"{job.row.task}-*.{method}.{job.recipe}.{seed}")
 
 
 def made_with_result(space: Workspace, job: Job, path: Path, *, data: bool) -> Iterator[Path]:

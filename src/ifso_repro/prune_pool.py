@@ -8,18 +8,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, NamedTuple
 
 import torch
 
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso_repro.jobs import Job
+from ifso_repro.provenance import facts_of
 from ifso_repro.workspace import Workspace, prune_job
 
 GRACE = 20.0
@@ -28,9 +27,6 @@ GRACE = 20.0
 DIED = "the process that pruned it has died (out of memory?); the same command goes on where it was"
 FLAWED = 1
 """The exit status of an error that is not an :class:`IfsoError`."""
-
-_busy = False
-"""Whether this process, one of those that prune, is pruning now."""
 
 
 class PruningFailed(IfsoError):
@@ -41,20 +37,18 @@ class PruningFailed(IfsoError):
         self.exit_status = status
 
 
-@dataclass
-class _Worker:
-    """An executor with one process, and the job at which that is."""
+class _Pruning(NamedTuple):
+    """A process that prunes for one job, and where its end is told: None, or the words and the status of an error."""
 
-    executor: ProcessPoolExecutor
-    process: BaseProcess | None = None
-    job: Job | None = None
-    outcome: Future[tuple[str, int] | None] | None = None
+    job: Job
+    process: SpawnProcess
+    told: Connection
 
 
 class PrunePool:
     """``ask`` for prunings and call ``turn`` now and then; at most ``workers`` run at a time, each only once.
 
-    Every worker is an executor with one process, so that one that dies takes only its own pruning with it.
+    Each has a process, so that one that dies takes only its own pruning with it.
     """
 
     def __init__(self, space: Workspace, workers: int, threads: int, say: Callable[[str], None]) -> None:
@@ -62,7 +56,7 @@ class PrunePool:
         self._asked: set[str] = set()
         self._queue: list[Job] = []
         self._failures: dict[str, PruningFailed] = {}
-        self._workers: list[_Worker] = []
+        self._running: list[_Pruning] = []
 
     def ask(self, job: Job) -> None:
         """Have the network of ``job`` pruned some time; raises what that failed with."""
@@ -75,47 +69,37 @@ class PrunePool:
 
     def turn(self) -> None:
         """Note which prunings have ended, and begin others."""
-        for worker in list(self._workers):
-            if worker.job is not None and worker.outcome is not None and worker.outcome.done():
-                job, worker.job = worker.job, None
+        for pruning in list(self._running):
+            if pruning.told.poll():
+                self._running.remove(pruning)
                 try:
-                    self._end(job, worker.outcome.result())
-                except BrokenProcessPool:
-                    self._workers.remove(worker)
-                    self._end(job, (DIED, FLAWED))
-        idle = [worker for worker in self._workers if worker.job is None]
-        while self._queue and (idle or len(self._workers) < self._most):
-            self._begin(idle.pop() if idle else self._new_worker(), self._queue.pop(0))
+                    self._end(pruning.job, pruning.told.recv())
+                except EOFError:
+                    self._end(pruning.job, (DIED, FLAWED))
+                pruning.process.join()
+                pruning.told.close()
+        while self._queue and len(self._running) < self._most:
+            self._begin(self._queue.pop(0))
 
     def stop(self) -> None:
-        """End all processes; one that prunes keeps what it has done so far."""
-        for worker in self._workers:
-            if worker.job is not None and worker.process is not None:
-                worker.process.terminate()
-            worker.executor.shutdown(wait=False, cancel_futures=True)
-        for process in (worker.process for worker in self._workers if worker.process is not None):
-            process.join(GRACE)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._workers.clear()
+        """End all processes; they keep what they have done so far."""
+        for pruning in self._running:
+            pruning.process.terminate()
+        for pruning in self._running:
+            pruning.process.join(GRACE)
+            if pruning.process.is_alive():
+                pruning.process.kill()
+                pruning.process.join()
+        self._running.clear()
 
-    def _new_worker(self) -> _Worker:
-        context, arguments = multiprocessing.get_context("spawn"), (self._threads, self._space.device)
-        self._workers.append(_Worker(ProcessPoolExecutor(1, context, _start, arguments)))
-        return self._workers[-1]
-
-    def _begin(self, worker: _Worker, job: Job) -> None:
-        """Prune for ``job``; the first time, that starts the process."""
-        before = set(multiprocessing.active_children())
+    def _begin(self, job: Job) -> None:
+        context = multiprocessing.get_context("spawn")
+        told, telling = context.Pipe(duplex=False)
+        process = context.Process(target=_prune, args=(self._space, job, self._threads, telling))
         with _without_interrupts():
-            try:
-                worker.outcome = worker.executor.submit(_prune, self._space, job)
-            except BrokenProcessPool as error:  # it died while it was idle
-                worker.outcome = Future()
-                worker.outcome.set_exception(error)
-        worker.job = job
-        worker.process = worker.process or next(iter(set(multiprocessing.active_children()) - before), None)
+            process.start()
+        telling.close()
+        self._running.append(_Pruning(job, process, told))
         self._say(f"pruning {self._name(job)}")
 
     def _end(self, job: Job, failure: tuple[str, int] | None) -> None:
@@ -123,7 +107,7 @@ class PrunePool:
         try:
             if failure is not None:
                 raise PruningFailed(*failure)
-            facts = self._space.prune_facts(job)
+            facts = facts_of(self._space.pruned_folder(job) / "summary.json")
         except IfsoError as error:
             self._failures[name] = PruningFailed(str(error), error.exit_status)
             return
@@ -149,34 +133,27 @@ def _without_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _start(threads: int, device: str) -> None:
-    """Make a process ready to prune: SIGTERM ends it, and has it keep what it has done."""
+def _prune(space: Workspace, job: Job, threads: int, telling: Connection) -> None:
+    """Prune in this process, which SIGTERM ends when it has kept what it has done, and tell how that ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
-    torch.set_num_threads(threads)
-    if ":" in device:
-        torch.cuda.set_device(device)
+    failure: tuple[str, int] | None = None
+    try:
+        torch.set_num_threads(threads)
+        if ":" in space.device:
+            torch.cuda.set_device(space.device)
+        with redirect_stdout(sys.stderr):
+            prune_job(space, job)
+    except IfsoError as error:
+        failure = str(error), error.exit_status
+    except KeyboardInterrupt:
+        failure = "interrupted", FLAWED
+    except Exception as error:
+        traceback.print_exc()
+        failure = f"{type(error).__name__}: {one_line(error)}", FLAWED
+    telling.send(failure)
 
 
 def _stop(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt if _busy else SystemExit
-
-
-def _prune(space: Workspace, job: Job) -> tuple[str, int] | None:
-    """Prune in this process; return the words and the status of an error, which itself might not be pickled."""
-    global _busy  # noqa: PLW0603 (the handler of a signal has no other way to know)
-    _busy = True
-    try:
-        with redirect_stdout(sys.stderr):
-            prune_job(space, job)
-    except IfsoError as error:
-        return str(error), error.exit_status
-    except KeyboardInterrupt:
-        return "interrupted", FLAWED
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {one_line(error)}", FLAWED
-    finally:
-        _busy = False
-    return None
+    raise KeyboardInterrupt

@@ -25,17 +25,17 @@ from ifso.common.devices import usable_device
 from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.generated import generated_images
-from ifso.errors import DataError, IfsoError, RecipeError, TrainingError
+from ifso.errors import DataError, IfsoError, TrainingError
 from ifso.training.evaluation import Evaluator, evaluation_batches
 from ifso.training.objective import TeacherCaches, batches_and_loss
-from ifso.training.padded_finetune import padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings, training_recipe
 from ifso.training.trainer import Trainer, TrainerHooks, fit_side_by_side, seeded_rng
 from ifso_repro.cli import RECIPE
-from ifso_repro.commands import OUT, refuse_below_one, training_changes
+from ifso_repro.commands import OUT, training_changes
 from ifso_repro.results import keep_text
 from ifso_repro.table_lines import UNKNOWN, Grid, as_rich
+from ifso_repro.workspace import former_shape
 
 NETWORK, KEPT, HELD_OUT = "ifso:resnet32", 0.5, 10_000
 START = training_recipe("scratch")
@@ -154,13 +154,7 @@ def _halved(base: nn.Module, data: ImageData, effort: Effort, say: Say) -> nn.Mo
     )
     if not next(base.parameters()).is_cuda:
         return model
-    wide = copy.deepcopy(base)
-    try:
-        padded_(wide, model, data)
-    except RecipeError as error:
-        say(f"trained in its own shape, because {error}")
-        return model
-    return wide
+    return former_shape(copy.deepcopy(base), model, data, say)
 
 
 def _compared(
@@ -210,7 +204,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any]:
-    refuse_below_one(args, ("epochs", "seeds", "validation"))
     device = args.device or "cpu"
     usable = usable_device(device)
     effort = SMOKE if args.smoke else Effort()

@@ -150,13 +150,23 @@ class Runner:
             return
         pruned = self._space.is_pruned(job)
         if not pruned:
-            self._prunings.ask(job)
+            pruned = self._left_on_the_way(job, room)
         if job.teacher is not None and not self._space.base_file(job.teacher).is_file():
             if room:
                 self._train_base(job.teacher)
         elif pruned and room:
             del self._waiting[job.name]
             self._finetune(job)
+
+    def _left_on_the_way(self, job: Job, room: bool) -> bool:
+        """Ask for a pruning; if it has failed, return whether it had left the network of ``job`` before."""
+        try:
+            self._prunings.ask(job)
+        except IfsoError:
+            if room and self._space.passed(job) is None:
+                raise
+            return room
+        return False
 
     def _fail(self, job: Job, error: IfsoError) -> None:
         self._note(job, error)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, get_args
 
 from ifso.errors import IfsoError
-from ifso_repro.reader import WITHOUT_REPETITION, Check, Count
+from ifso_repro.reader import WITHOUT_REPETITION, Check, Count, Whole
 
 if TYPE_CHECKING:
     from ifso.training.settings import TrainSettings
@@ -37,6 +37,9 @@ RECIPES: tuple[str, ...] = get_args(Recipe)
 DATA: tuple[str, ...] = get_args(DataName)
 BOXES = ("coco", "bccd")
 """Data with boxes, which are opened as ``coco:PATH``."""
+
+OF_DETECTORS = ("detection", "distilled")
+"""Recipes of detectors, which take no others."""
 
 TABLES = {
     "table1": "VGG-16 on CIFAR-10",
@@ -73,6 +76,9 @@ NORMALIZE = {name: Required[str] for name in CRITERIA if name not in WITHOUT_ALG
 FINETUNE = {"epochs": Required[Count], "batch": Count, **TRAIN_OPTIONS}
 
 Share = Annotated[float, Check("a share between 0 and 1", lambda value: 0 < value < 1)]
+STEP = 0.1
+"""Where a pruning is for several rows, it leaves a network whenever so much more of the MACs is removed."""
+
 Criteria = Annotated[tuple[Criterion, ...], WITHOUT_REPETITION]
 Recipes = Annotated[tuple[Recipe, ...], WITHOUT_REPETITION]
 
@@ -177,6 +183,13 @@ class Row:
         """Whether the network is a detector."""
         return self.data in BOXES
 
+    def takes(self, recipe: str) -> bool:
+        """Whether its networks can be fine-tuned by a recipe.
+
+        Those of detectors are others, and :data:`TAUGHT` needs a teacher.
+        """
+        return (recipe in OF_DETECTORS) == self.detects and (recipe != TAUGHT or self.teacher is not None)
+
     @property
     def title(self) -> str:
         """What the network is called in the paper, or its task where no table has it."""
@@ -199,7 +212,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
-    """Rows to be compared. ``criteria``, ``recipes`` and ``seeds`` are those of the rows where not given."""
+    """Rows to be compared. ``criteria``, ``recipes`` and ``seeds`` are those of the rows where not given.
+
+    ``fewer`` are rows with fewer seeds: with 0 nothing is run, and what is known anyway is shown. By the criteria of
+    ``path`` a network is pruned once for all its rows, through every tenth of the MACs removed, if the schedule allows.
+    """
 
     name: str
     title: str
@@ -208,6 +225,8 @@ class Study:
     criteria: Criteria = ()
     recipes: Recipes = ()
     seeds: Count | None = None
+    fewer: Mapping[str, Whole] = field(default_factory=dict)
+    path: Criteria = ()
     columns: tuple[Literal["params_kept", "prune_seconds"], ...] = ()
     layout: Literal["lines", "matrix"] = "lines"
     note: str = ""

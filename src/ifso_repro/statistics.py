@@ -11,6 +11,7 @@ from typing import Any
 
 from ifso_repro.jobs import Job, method_name
 from ifso_repro.results import AnyResult, DetectionResult, other_networks
+from ifso_repro.schema import Row
 
 NO_CLAIM = "no claim"
 
@@ -91,6 +92,10 @@ class Runs:
             if isinstance(result, DetectionResult) == job.row.detects:
                 groups.setdefault(otherwise(job, result), []).append(result)
         return [groups[words] for words in sorted(groups, key=lambda words: (len(words), words))]
+
+    def of_row(self, row: Row) -> list[AnyResult]:
+        """The results of a row, whatever its criterion, options and recipe."""
+        return [result for result in self.all if result.row == row.name]
 
     def whole(self, job: Job, pruned: tuple[str, ...] | None = None) -> list[Any]:
         """The group fine-tuned for as long as the recipe says and, if ``pruned`` is given, different in just that."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso_repro.config import find_row, find_study, studies, study
 from ifso_repro.jobs import Job
 from ifso_repro.results import AnyResult, keep_text
-from ifso_repro.schema import DEFAULT_RUN, TAUGHT, Study
+from ifso_repro.schema import CRITERIA, DEFAULT_RUN, TAUGHT, Study
 from ifso_repro.statistics import Difference, Runs, Spread, last_top1, of_other_networks, otherwise
 from ifso_repro.table_lines import (
     NAMES,
@@ -105,7 +106,7 @@ def grids(name: str, runs: Runs) -> list[Grid]:
     """A table for each network of a study and, where criteria stand line by line, what may be claimed."""
     chosen = find_study(name)
     jobs: dict[str, list[Job]] = defaultdict(list)
-    for job in study(name, seeds=1):
+    for job in shown(name, runs):
         jobs[job.row.task].append(job)
     make = _matrix if chosen.layout == "matrix" else _table
     tables = []
@@ -115,11 +116,28 @@ def grids(name: str, runs: Runs) -> list[Grid]:
         structure = structure_table(f"{title}, neck and head", own, runs) if own[0].row.detects else None
         tables += [structure] if structure else []
     every = [job for task in jobs for job in jobs[task]]
-    criteria = {job.criterion for job in every}
-    first = DEFAULT_RUN if DEFAULT_RUN in criteria else "ifso"
-    if chosen.layout == "lines" and {first} < criteria:
-        tables.append(_comparison(_title(chosen, f"{NAMES[first]} against the others"), first, every, runs))
+    for first in (DEFAULT_RUN, "ifso") if chosen.layout == "lines" else ():
+        compared = _comparison(_title(chosen, f"{NAMES[first]} against the others"), first, every, runs)
+        tables += [compared] if any(compared.sections) else []
+        every = [job for job in every if job.criterion != first]
     return tables
+
+
+def shown(name: str, runs: Runs) -> list[Job]:
+    """One run of each kind in a study: those planned, and whatever else was run of its rows and variants.
+
+    Where a variant is the row itself, only recipes of the study count, if it has its own.
+    """
+    chosen, planned = find_study(name), {job.name: job for job in study(name, seeds=1)}
+    for row, variant in product(map(find_row, chosen.rows), chosen.variants):
+        for result in runs.of_row(row):
+            job = Job(row, result.criterion, result.recipe, variant=variant)
+            if job.changes != result.variant or result.criterion not in (chosen.criteria or CRITERIA):
+                continue
+            if job.changes or not chosen.recipes or result.recipe in chosen.recipes:
+                planned.setdefault(job.name, job)
+    places = {row: place for place, row in enumerate(chosen.rows)}
+    return sorted(planned.values(), key=lambda job: places[job.row.name])
 
 
 def _title(chosen: Study, more: str) -> str:
@@ -129,12 +147,12 @@ def _title(chosen: Study, more: str) -> str:
 
 
 def _table(chosen: Study, title: str, jobs: list[Job], runs: Runs) -> Grid:
-    """A section for each budget."""
-    sections, detects = [], jobs[0].row.detects
-    for name in dict.fromkeys(job.row.name for job in jobs):
-        methods = by_method(job for job in jobs if job.row.name == name)
+    """A section for each budget, also for one of which only others report something."""
+    sections, detects, task = [], jobs[0].row.detects, jobs[0].row.task
+    for row in (row for row in map(find_row, chosen.rows) if row.task == task):
+        methods = by_method(job for job in jobs if job.row.name == row.name)
         done = [line for method in methods for line in ours(method, runs, chosen)]
-        sections.append((*reported(find_row(name), chosen), *done))
+        sections.append((*reported(row, chosen), *done))
     notes = (*([NOTE] if detects else []), *_notes(chosen), *_teachers(jobs, runs))
     return Grid(title, headings(chosen, detects=detects), tuple(sections), notes, WORDS)
 
@@ -185,15 +203,19 @@ def _option(key: str, value: Any) -> str:
 
 
 def _comparison(title: str, first: str, jobs: list[Job], runs: Runs) -> Grid:
-    """One criterion against each other one, budget by budget; recipes that tell nothing share a line."""
+    """One criterion against each other one, budget by budget, wherever one of the two was run.
+
+    Recipes that tell nothing share a line.
+    """
     base = {(job.row.name, job.recipe): job for job in jobs if job.criterion == first}
     recipes: dict[str, dict[Line, list[str]]] = {job.row.name: {} for job in base.values()}
     for (row, recipe), one in base.items():
         for job in jobs:
-            if (job.row.name, job.recipe) == (row, recipe) and job is not one:
+            alike = (job.row.name, job.recipe) == (row, recipe) and job.criterion != first
+            if alike and (runs.whole(one) or runs.whole(job)):
                 compared = _compared(one, job, runs)
-                alike = "" if NOT_RUN in compared else recipe
-                recipes[row].setdefault((alike, NAMES[job.criterion], *compared), []).append(recipe)
+                own = "" if NOT_RUN in compared else recipe
+                recipes[row].setdefault((own, NAMES[job.criterion], *compared), []).append(recipe)
     sections = tuple(
         tuple((row, ", ".join(names), *line[1:]) for line, names in lines.items()) for row, lines in recipes.items()
     )

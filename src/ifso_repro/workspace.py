@@ -18,13 +18,15 @@ from ifso.data import Data, open_data
 from ifso.data.generated import generated_boxes, generated_images
 from ifso.errors import DataError, RecipeError
 from ifso.models import load_weights
+from ifso.runs.files import NETWORKS
+from ifso.runs.reading import read_run
 from ifso.training.evaluation import evaluate
 from ifso.training.padded_finetune import padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
 from ifso.training.settings import TrainSettings, training_recipe
 from ifso_repro.jobs import Job, method_name
 from ifso_repro.outcomes import detector_measure
-from ifso_repro.provenance import BASE, DATA, facts_of, identity, refuse_other_base, refuse_other_pruning
+from ifso_repro.provenance import BASE, DATA, facts_at, facts_of, identity, refuse_other_base, refuse_other_pruning
 from ifso_repro.schema import BOXES, DEFAULT_RUN, SCRATCH, Row
 
 SMOKE: Mapping[str, Any] = {"epochs": 1, "batch": 16}
@@ -48,19 +50,14 @@ def smoke_data(row: Row, device: str, seed: int) -> Data:
     return replace(images, train=images.train.part(first))
 
 
-def smoke_row(row: Row) -> Row:
-    """The row, with a small network in place of a detector."""
-    return replace(row, network=DETECTOR, options=DETECTOR_OPTIONS) if row.detects else row
-
-
 def smoke_settings(row: Row) -> TrainSettings:
     """How an unpruned network is trained."""
     return training_recipe("detection", **SMOKE_BOXES) if row.detects else TrainSettings(**SMOKE)
 
 
-def smoke_prune(row: Row) -> dict[str, Any]:
+def smoke_prune(row: Row, removed: float) -> dict[str, Any]:
     """Settings of pruning that end in two or three steps."""
-    units = max(1, int(_units(row.network, row.data) * row.removed / 2 / SMOKE_REMOVALS))
+    units = max(1, int(_units(row.network, row.data) * removed / 2 / SMOKE_REMOVALS))
     return {**SMOKE_PRUNE, **({"batch": 2} if row.detects else {}), "units_per_step": units}
 
 
@@ -72,6 +69,15 @@ def _units(network: str, data: str) -> int:
     with torch.random.fork_rng(devices=[]):
         model = ifso.create_model(DETECTOR if detects else network, num_classes=images.num_classes, **options)
     return ifso.trace(model.eval() if detects else model, images.example_inputs()).num_units
+
+
+def percents(*shares: float) -> str:
+    """Shares as the names of rows have them.
+
+    >>> percents(0.1, 0.9)
+    '10-90'
+    """
+    return "-".join(f"{100 * share:.10g}" for share in shares)
 
 
 UNTOUCHED: dict[str, Any] = {
@@ -163,8 +169,9 @@ class Workspace:
         """The unpruned network with random weights, always the same."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            used = smoke_row(row) if self.smoke else row
-            return ifso.create_model(used.network, num_classes=classes, **used.options)
+            small = self.smoke and row.detects
+            network, options = (DETECTOR, DETECTOR_OPTIONS) if small else (row.network, row.options)
+            return ifso.create_model(network, num_classes=classes, **options)
 
     def base(self, row: Row, data: Data) -> nn.Module:
         """The unpruned network, trained."""
@@ -194,9 +201,16 @@ class Workspace:
         return replace(job, recipe="paper", seed=seed, criterion=criterion)
 
     def pruned_folder(self, job: Job) -> Path:
-        """The folder of the pruning of a job."""
-        chosen = self.pruning_of(job)
-        return self.prunings / f"{chosen.row.name}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
+        """The folder of the pruning of a job, which may be that of other rows, too."""
+        chosen, path = self.pruning_of(job), self.prune_as(job).passes
+        row = f"{job.row.task}-{percents(path[0], path[-1])}" if path else job.row.name
+        return self.prunings / f"{row}.{method_name(chosen.criterion, chosen.changes)}.{chosen.seed}"
+
+    def pruned_network(self, job: Job) -> Path:
+        """The folder of the network that a job fine-tunes: that of its pruning or, if that has several, one in it."""
+        folder, path = self.pruned_folder(job), self.prune_as(job).passes
+        last = not path or job.row.removed == path[-1]
+        return folder if last else folder / NETWORKS / f"macs-{1 - job.row.removed:g}"
 
     @property
     def prunings(self) -> Path:
@@ -216,7 +230,7 @@ class Workspace:
         """The network that a job fine-tunes, as pruning left it."""
         if not job.prunes:
             return self.base(job.row, data)
-        model = ifso.load(self.pruned_folder(job), self.fresh(job.row, data.num_classes))
+        model = ifso.load(self.pruned_network(job), self.fresh(job.row, data.num_classes))
         if job.criterion == SCRATCH:
             reset_(model, job.seed)
         return self.placed(model)
@@ -228,18 +242,13 @@ class Workspace:
         """
         if not self.device.startswith("cuda") or job.row.detects or not job.prunes:
             return pruned
-        wide = self.placed(self.fresh(job.row, data.num_classes))
-        try:
-            padded_(wide, pruned, data)
-        except RecipeError:
-            return pruned
-        return wide
+        return former_shape(self.placed(self.fresh(job.row, data.num_classes)), pruned, data)
 
     def prune_as(self, job: Job) -> Job:
         """``job`` with all changes to its pruning; in a smoke run only what sets a variant apart stays."""
         options = {**job.variant.options, **self.prune}
         if self.smoke:
-            options = {**smoke_prune(job.row), **job.changes}
+            options = {**smoke_prune(job.row, max((job.row.removed, *job.path))), **job.changes}
         return replace(self.pruning_of(job), variant=replace(job.variant, options=options))
 
     def prune_options(self, job: Job) -> dict[str, Any]:
@@ -256,10 +265,28 @@ class Workspace:
         return not job.prunes or (self.pruned_folder(job) / "summary.json").is_file()
 
     def prune_facts(self, job: Job) -> dict[str, Any]:
-        """Shares kept, seconds and accuracies of the pruning of a job; empty if that has not been done."""
+        """Shares kept, seconds and accuracies of the network of a job; empty if its pruning has not been done."""
         if not job.prunes:
             return UNTOUCHED
-        return facts_of(self.pruned_folder(job) / "summary.json")
+        passed = self.passed(job)
+        return facts_of(self.pruned_folder(job) / "summary.json") if passed is None else facts_at(passed)
+
+    def passed(self, job: Job) -> Mapping[str, Any] | None:
+        """What a pruning for several budgets tells of the network that it has left for ``job`` on its way."""
+        folder, network = self.pruned_folder(job), self.pruned_network(job)
+        if network == folder or not network.is_dir():
+            return None
+        return next((stage for stage in read_run(folder).stages if stage.get("network") == network.name), None)
+
+
+def former_shape(wide: nn.Module, pruned: nn.Module, data: Data, say: Callable[[str], object] = str) -> nn.Module:
+    """The ``wide`` network with zeros where ``pruned`` lacks units; that itself where this would not be exact."""
+    try:
+        padded_(wide, pruned, data)
+    except RecipeError as error:
+        say(f"trained in its own shape, because {error}")
+        return pruned
+    return wide
 
 
 def reset_(model: nn.Module, seed: int) -> None:

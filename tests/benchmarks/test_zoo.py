@@ -12,17 +12,17 @@ from typing import ClassVar
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.gpu_zoo import examine as zoo
-from benchmarks.gpu_zoo import float64 as zoo_float64
-from benchmarks.gpu_zoo import page as zoo_page
-from benchmarks.gpu_zoo import run as zoo_record
-from benchmarks.gpu_zoo import run as zoo_run
-from benchmarks.gpu_zoo.cases import logits_loss, moved_, native_case, on, small_case, still_
-from benchmarks.gpu_zoo.examine import Setup, examine
-from benchmarks.gpu_zoo.float64 import CRITERIA, Sample
-from benchmarks.gpu_zoo.networks import Entry, by_cost, matching, named, timm_entries, torchvision_entries
-from benchmarks.gpu_zoo.run import Limits, left
-from benchmarks.gpu_zoo.worker import GAVE_UP, Worker
+from benchmarks.zoo import examine as zoo
+from benchmarks.zoo import float64 as zoo_float64
+from benchmarks.zoo import page as zoo_page
+from benchmarks.zoo import record as zoo_record
+from benchmarks.zoo import record as zoo_run
+from benchmarks.zoo.cases import logits_loss, moved_, native_case, on, small_case, still_
+from benchmarks.zoo.examine import Setup, examine
+from benchmarks.zoo.float64 import CRITERIA, Sample
+from benchmarks.zoo.networks import Entry, by_cost, matching, named, timm_entries, torchvision_entries
+from benchmarks.zoo.record import Limits, examined, left
+from benchmarks.zoo.worker import Worker
 from torch import Tensor, nn
 from zoo_servers import die, hang
 
@@ -113,22 +113,30 @@ def test_a_network_that_cannot_be_built_is_told_in_a_line():
 
 
 def test_a_hung_network_is_given_up():
-    with Worker(None, hang) as worker:
-        found = worker.examine(DIGITS, 0.3)
-    assert found == {"units": 7, "failed": {"score": "took more than 0.3 s"}}
+    with Worker(hang, None) as worker:
+        found = examined(worker, DIGITS, 0.3)
+    assert found == ({"units": 7, "failed": {"score": "took more than 0.3 s"}}, False)
+
+
+def test_a_network_that_takes_too_much_memory_is_given_up():
+    with Worker(hang, None, gib=0.001) as worker:
+        assert worker.ask(DIGITS, 30)[1] == "took more than 0.001 GiB"
+        assert worker.peak_gib > 0.001
 
 
 def test_a_dead_process_is_told_and_begun_anew():
-    with Worker(None, die) as worker:
-        assert worker.examine(DIGITS, 30) == {"units": 7}
-        assert worker.examine(DIGITS, 30) == {"failed": {"start": "the process ended with exit code 3"}}
-        assert worker.examine(DIGITS, 30) == {"units": 7}
+    with Worker(die, None) as worker:
+        assert examined(worker, DIGITS, 30) == ({"units": 7}, True)
+        assert examined(worker, DIGITS, 30) == ({"failed": {"start": "the process ended with exit code 3"}}, True)
+        assert examined(worker, DIGITS, 30) == ({"units": 7}, True)
 
 
 class InProcess:
     """A worker without a process."""
 
-    def __init__(self, setup, stopped):
+    out_of_time = staticmethod(Worker.out_of_time)
+
+    def __init__(self, serve, setup, stopped):
         pass
 
     def __enter__(self):
@@ -137,9 +145,9 @@ class InProcess:
     def __exit__(self, *error):
         pass
 
-    def examine(self, entry, limit):
+    def ask(self, entry, limit):
         failed = {"failed": {"build": "no"}} if entry.name == "broken" else {}
-        return {"units": len(entry.name), **failed, "about": {"device_name": "CPU"}}
+        return {"units": len(entry.name), **failed, "about": {"device_name": "CPU"}}, ""
 
 
 @pytest.fixture
@@ -179,13 +187,13 @@ class Together(InProcess):
     all_busy = threading.Barrier(4)
     begun: ClassVar[list[str]] = []
 
-    def examine(self, entry, limit):
+    def ask(self, entry, limit):
         alone = entry.key in self.begun
         self.begun.append(entry.key)
         if len(self.begun) <= 4:
             self.all_busy.wait(10)
         full = {"failed": {"score": "out of memory: CUDA"}} if entry.name == "large" and not alone else {}
-        return {"units": 1, **full}
+        return {"units": 1, **full}, ""
 
 
 def test_processes_share_the_work_from_both_ends_and_crowded_networks_come_again(monkeypatch, tmp_path):
@@ -203,9 +211,9 @@ def test_processes_share_the_work_from_both_ends_and_crowded_networks_come_again
 
 def test_networks_under_way_when_time_is_up_are_left(monkeypatch, tmp_path):
     class Slow(InProcess):
-        def examine(self, entry, limit):
+        def ask(self, entry, limit):
             assert limit < 10
-            return {"failed": {"score": f"{GAVE_UP} {limit:g} s"}}
+            return {"stage": "score"}, self.out_of_time(limit)
 
     monkeypatch.setattr(zoo_run, "Worker", Slow)
     out = tmp_path / "rows.jsonl"
@@ -217,8 +225,8 @@ def test_a_stop_ends_an_examination():
     stopped = threading.Event()
     threading.Timer(0.2, stopped.set).start()
     begun = time.monotonic()
-    with Worker(None, hang, stopped) as worker:
-        worker.examine(DIGITS, 50)
+    with Worker(hang, None, stopped=stopped) as worker:
+        assert worker.ask(DIGITS, 50)[1] == "stopped"
     assert time.monotonic() - begun < 20
 
 

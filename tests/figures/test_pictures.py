@@ -116,7 +116,7 @@ def test_figure_8_shows_every_run():
 
 
 def test_a_smoke_picture_says_so_and_lies_apart(tmp_path):
-    job = job_of("figure6", row="vgg16-cifar10-40", batches_per_score=1)
+    job = job_of("figure6", row="vgg16-cifar10-50", batches_per_score=1)
     place = source(tmp_path, [result(job, 12.5, smoke=True, epochs=1)], smoke=True)
     svg, _ = draw_figure("figure6", place).files
     assert svg.parent == tmp_path / "figures" / "smoke"

@@ -43,9 +43,9 @@ def test_what_the_paper_reports_is_its_last_epoch_where_known():
 
 
 def test_figures_6_7_and_8_are_told_apart_by_their_options():
-    batches = job_of("figure6", row="resnet56-cifar10-40", batches_per_score=10)
+    batches = job_of("figure6", row="resnet56-cifar10-50", batches_per_score=10)
     found = plot("figure6", Runs([result(batches, 93.0)]))
-    assert places(found.panels[1])["40 % of the MACs removed", 10] == [93.0]
+    assert places(found.panels[1])["50 % of the MACs removed", 10] == [93.0]
     mixed = job_of("figure7", schedule="mixed:0.75")
     found = plot("figure7", Runs(seeds(mixed, 93.0, 93.2, prune_seconds=40.0)))
     assert places(found.panels[0])["IFSO", 75.0] == [93.0, 93.2]

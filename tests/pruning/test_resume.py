@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import random
 import shutil
@@ -29,7 +30,7 @@ from ifso.cli.main import main
 from ifso.common import files
 from ifso.common.module_state import named_tensors
 from ifso.common.serialization import read_tensor_file, write_tensor_file
-from ifso.errors import RunError, VerificationError
+from ifso.errors import DataError, RunError, VerificationError
 from ifso.pruning import run as running
 from ifso.pruning.events import Removal, Silent
 from ifso.pruning.result import PruneResult
@@ -467,3 +468,49 @@ def test_compaction_changes_nothing(case: str, shrinking: list[int]) -> None:
     for name, tensor in named_tensors(small.model).items():
         torch.testing.assert_close(tensor, others[name], rtol=1e-9, atol=1e-9)
     assert small.recipe == large.recipe
+
+
+# --------------------------------------------------------------------------------------------------- several budgets
+
+
+PATH = ifso.Budget(macs=(0.8, 0.65, 0.5))
+
+
+def test_algorithm_2_leaves_a_network_for_each_budget_on_its_way(tmp_path: Path) -> None:
+    result = prune("plain", tmp_path / "run", budget=PATH)
+    first = prune("plain", tmp_path / "first", budget=ifso.Budget(macs=0.8))
+    assert [network.targets for network in result.networks] == [{"macs": 0.8}, {"macs": 0.65}, {"macs": 0.5}]
+    loaded = [ifso.load(network.folder, SmallResNet()) for network in result.networks if network.folder]
+    assert [named_tensors(model).keys() for model in loaded] == 3 * [named_tensors(result.model).keys()]
+    for name, tensor in named_tensors(first.model).items():
+        assert torch.equal(named_tensors(loaded[0])[name], tensor)
+    for name, tensor in named_tensors(result.model).items():
+        assert torch.equal(named_tensors(loaded[-1])[name], tensor)
+    assert result.networks[0].shares == first.shares
+    assert result.networks[0].values == first.measures[-1].values
+    assert [network.values.keys() for network in result.networks] == 3 * [{"loss"}]
+    stages = result.summary()["stages"]
+    gone = sum(int((~choice).sum()) for choice in result.keep.values())
+    assert [stage["shares"]["macs"] <= share for stage, share in zip(stages, (0.8, 0.65, 0.5), strict=True)] == 3 * [
+        True
+    ]
+    assert sum(stage["units"] for stage in stages) == gone
+    here = prune("plain", budget=PATH)
+    assert all(network.model is not None for network in here.networks)
+
+
+@pytest.mark.parametrize("case", ["plain", "shuffled"])
+def test_stopped_on_the_way_through_several_budgets(case: str, tmp_path: Path, shrinking: list[int]) -> None:
+    prune(case, tmp_path / "whole", budget=PATH)
+    interrupted(case, tmp_path / "run", StopAt(3), StopAt(4), StopAt(2), budget=PATH)
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+    networks = files_in(tmp_path / "whole" / "networks")
+    assert len(networks) >= 4
+    assert files_in(tmp_path / "run" / "networks") == networks
+
+
+def test_a_batch_that_is_spoilt_at_a_budget_on_the_way(tmp_path: Path) -> None:
+    images, labels = small_runs.samples()
+    batches = [*small_runs.listed(), (torch.full_like(images[:8], math.nan), labels[:8])]
+    with pytest.raises(DataError, match="hold NaN or infinity"):
+        prune("magnitude", tmp_path / "run", budget=PATH, train_batches=batches, recalibrate=6)

@@ -363,10 +363,10 @@ def test_scores_that_are_all_alike_still_meet_the_budget():
     assert prune(criterion=Ones()).shares["macs"] <= 0.7
 
 
-@pytest.mark.parametrize("options", [{"preset": "paper"}, {"accumulate": 2}, {"schedule": "one-shot"}])
-def test_several_shares_are_refused_outside_stages(options):
-    with pytest.raises(BudgetError, match=r"several shares needs? schedule='staged'"):
-        prune(budget=ifso.Budget(macs=(0.8, 0.6)), **options)
+@pytest.mark.parametrize("schedule", ["one-shot", ifso.Mixed(0.5)])
+def test_several_shares_are_refused_where_no_run_passes_through_them(schedule):
+    with pytest.raises(BudgetError, match=r"several shares need schedule='staged' or 'incremental'"):
+        prune(budget=ifso.Budget(macs=(0.8, 0.6)), schedule=schedule)
 
 
 def test_a_layer_that_reads_far_more_channels_than_there_are_samples_is_told():

@@ -132,7 +132,7 @@ class TestCommand:
         ("recipe table2", "recipe is a study of its own kind; run it alone"),
         ("recipe --smoke --masks 3", "unrecognized arguments: --masks"),
         ("recipe --smoke --table", "no table, figure or row 'recipe'"),
-        ("recipe --smoke --epochs 0", "--epochs must be 1 or more, got 0"),
+        ("recipe --smoke --epochs 0", "--epochs: must be a whole number from 1 up, got '0'"),
         ("recipe --smoke --device gpu", "device 'gpu' cannot be used"),
     ],
 )

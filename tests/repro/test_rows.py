@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,28 +80,43 @@ def test_every_shipped_job_is_one_that_prune_and_training_take(name):
         epochs = row.finetune["epochs"] if job.recipe == "paper" or row.detects else own.epochs
         batch = row.finetune.get("batch", own.batch)
         assert (settings.epochs, settings.batch, settings.seed) == (epochs, batch, job.seed)
-        if job.missing() or job.criterion in (UNPRUNED, SCRATCH):
+        if job.criterion in (UNPRUNED, SCRATCH):
             continue
         keywords = job.prune_keywords()
         if job.criterion == DEFAULT_RUN:
             staged = Settings(**keywords)
             assert (staged.schedule, staged.update, staged.min_share) == ("staged", True, 0.1)
+            assert bool(job.passes) == (DEFAULT_RUN in find_study(name).path)
             continue
         assert keywords.pop("optimizer").keywords == {"learning_rate": job.prune["lr"]}
         assert (keywords.pop("preset"), keywords["schedule"] != "staged") == ("paper", True)
         checked = Settings(**keywords)
         assert (checked.update, checked.min_share, checked.stop, checked.recover) == (False, 0, None, 0)
-        assert checked.budget.macs == pytest.approx(1 - row.removed)
+        kept = checked.budget.macs if job.passes else (checked.budget.macs,)
+        assert pytest.approx(1 - row.removed) in kept
+        assert bool(job.passes) == (job.criterion in find_study(name).path and checked.schedule == "incremental")
         assert checked.criterion.name == job.criterion
 
 
-def test_only_the_scores_of_figure_8_want_an_option_that_prune_has_not():
-    wanting = {(name, job.missing()) for name in studies() for job in study(name, seeds=1) if job.missing()}
-    assert wanting <= {("figure8", ("accumulation",))}
-    for name, _ in wanting:
-        job = next(job for job in study(name) if job.missing())
-        with pytest.raises(IfsoError, match=r"ifso\.prune has no option accumulation"):
-            job.prune_keywords()
+def test_fewer_seeds_of_some_rows_than_a_study_has():
+    counted = Counter(job.row.name for job in study("figure6") if job.variant.label == "1 batch")
+    assert counted == {"resnet32-cifar10-40": 2, ROW: 2, "vgg16-cifar10-50": 1, "resnet56-cifar10-50": 1}
+    assert {job.row.name for job in study("figure6", seeds=9)} == set(counted)
+    assert len(study("figure6", seeds=3)) == 4 * 4 * 3
+
+
+def test_one_pruning_for_all_budgets_of_a_study():
+    paths = {(job.criterion, job.row.task): job.passes for job in study("figure5")}
+    assert set(paths.values()) == {tuple(round(0.1 * step, 1) for step in range(1, 10))}
+    assert {job.passes for job in study("table1")} == {()}
+    assert [job.passes for job in study("figure7", seeds=1)] == [*[()] * 4, (0.1, 0.2, 0.3, 0.4)]
+    assert Job(find_row(ROW), "unpruned", "brief", path=(0.1, 0.5)).passes == ()
+    assert Job(find_row(ROW), "ifso", "brief", path=(0.1, 0.5)).prune["path"] == 0.1
+
+
+def test_a_row_takes_more_than_is_planned():
+    (job,) = study("table1", seeds=1, criteria=["magnitude"], recipes=["patient"])[:1]
+    assert job.name == "vgg16-cifar10-40.magnitude.patient.0"
 
 
 def test_names_of_jobs():
@@ -198,8 +214,8 @@ def test_the_unpruned_network_is_given_or_trained_without_a_teacher():
         ("seeds = 3", "seeds = 0", "seeds must be 1 or more, got 0"),
         ("removed = 0.5", "removed = 50", "removed must be a share between 0 and 1, got 50"),
         ("removed = 0.5", "removed = 0.6", "row must be 'resnet32-cifar10-60'"),
-        ('"random"]', '"rnadom"]', "criteria[3] must be one of true-loss, ifso, group-fisher, "),
-        ('"random"]', '"ifso"]', "criteria must be a list without repetition"),
+        ('"group-fisher"]', '"rnadom"]', "criteria[2] must be one of true-loss, ifso, group-fisher, "),
+        ('"group-fisher"]', '"ifso"]', "criteria must be a list without repetition"),
         ('data = "cifar10"', 'data = "cifar11"', "data must be one of cifar10, cifar100, "),
         ("[base]", '[base]\nrecipe = "paper"', "base needs either weights, or recipe, epochs and batch"),
         ("pruned = 92.18", 'pruned = "92"', "rivals[0].pruned must be a finite number, got '92'"),
@@ -231,6 +247,9 @@ def test_a_slip_in_a_row_is_named(folder, old, new, message):
         ('study = "figure8"', 'name = "figure8"', "must have one of the keys 'row' and 'study'"),
         ('tasks = ["resnet32-cifar10"]', 'tasks = ["resnet33-cifar10"]', "tasks: 'resnet33-cifar10' has no row"),
         ("accumulate = 1 ", "acumulate = 1 ", "unknown key 'variants[0].options.acumulate'"),
+        ("seeds = 2", "seeds = 2\nfewer.some-60 = 0", "fewer: 'some-60' is no row of the study"),
+        ("seeds = 2", "seeds = 2\nfewer.resnet32-cifar10-50 = -1", "fewer.resnet32-cifar10-50 must be 0 or more"),
+        ("[0.5]", "[0.55]", "path: the shares removed must be multiples of 0.1, which resnet32-cifar10-55 is not"),
         ('"k = 1, added up"', '"k"\npaper.some-60 = {removed = 60, pruned = 9}', "'some-60' is no row of the study"),
     ],
 )  # fmt: skip
@@ -282,7 +301,10 @@ def test_the_teacher_of_a_job_is_another_only_where_the_recipe_says_so():
         (lambda: study("table9"), "no table, figure or row 'table9'; choose table1, table2"),
         (lambda: find_row("resnet32-cifar10-500"), "no row 'resnet32-cifar10-500'"),
         (lambda: find_row("resnet33-cifar10-50"), "did you mean resnet32-cifar10-50"),
-        (lambda: study(ROW, criteria=["magnitude"]), f"{ROW} has no criterion 'magnitude'; it has ifso, group-fisher"),
+        (lambda: study(ROW, criteria=["taylor"]), f"{ROW} has no criterion 'taylor'; it has true-loss, ifso, "),
+        (lambda: study("figure8", criteria=["random"]), "figure8 has no criterion 'random'; it has ifso"),
+        (lambda: study(TEACHER, recipes=["taught"]), f"{TEACHER} has no recipe 'taught'; it has paper, brief, "),
+        (lambda: study(ROW, recipes=["detection"]), f"{ROW} has no recipe 'detection'; it has paper, "),
         (lambda: study(ROW, seeds=0), "0 seeds: give 1 or more"),
         (lambda: study("figure5", recipes=["ours"]), "figure5 has no recipe 'ours'; it has brief"),
     ],

@@ -10,10 +10,12 @@ import torch
 from tiny_rows import AtOnce, few_images, tiny_row
 
 from ifso.common.files import write_tensors
-from ifso.errors import IfsoError, TrainingError
+from ifso.errors import DataError, IfsoError, TrainingError
 from ifso_repro import runner as running
+from ifso_repro import workspace
 from ifso_repro.commands import Rank, _state, dealt
 from ifso_repro.jobs import Job
+from ifso_repro.provenance import made_from_pruning
 from ifso_repro.results import Result, read, read_file, write
 from ifso_repro.runner import Runner
 from ifso_repro.schema import Base, Variant
@@ -351,3 +353,92 @@ class TestTheUnprunedNetworkThatIsThere:
         shop.keep_base(job.row, shop.fresh(job.row, 10))
         (failure,) = ran(shop, [job]).failures
         assert f"{shop.pruned_folder(job)} was made of another unpruned network; give another --out" in failure
+
+
+class TestOnePruningForAllBudgets:
+    PATH = (0.1, 0.2, 0.3, 0.4)
+
+    @pytest.mark.parametrize("criterion", ["true-loss", "ifso", "random"])
+    def test_rows_take_the_networks_that_it_leaves_on_its_way(self, shop, tmp_path, at_once, criterion):
+        jobs = [Job(tiny_row(tmp_path, removed=share), criterion, "brief", path=self.PATH) for share in (0.2, 0.3, 0.4)]
+        assert ran(shop, jobs).failures == []
+        folder = shop.work / "pruned" / f"tiny-cifar10-10-40.{criterion}.0"
+        assert {shop.pruned_folder(job) for job in jobs} == {folder}
+        assert [path.name for path in (shop.work / "pruned").iterdir()] == [folder.name]
+        facts, results = json.loads((folder / "summary.json").read_text()), sorted(read(shop.results), key=_removed)
+        assert [result.row for result in results] == [job.row.name for job in jobs]
+        stages = {stage["network"]: stage for stage in facts["stages"] if "network" in stage}
+        for result, name in zip(results, ("macs-0.8", "macs-0.7", "macs-0.6"), strict=True):
+            assert result.prune["path"] == 0.1
+            assert result.macs_kept == stages[name]["shares"]["macs"]
+            assert 0.5 * float(name[5:]) < result.macs_kept <= float(name[5:])
+        for result, name in zip(results[:2], ("macs-0.8", "macs-0.7"), strict=False):
+            assert result.pruned_top1 == stages[name]["values"]["accuracy"]
+            assert result.params_kept == stages[name]["shares"]["params"]
+            assert result.prune_seconds == stages[name]["seconds"] < facts["seconds"]
+        assert results[-1].pruned_top1 == facts["measures"][-1]["accuracy"]
+        assert results[-1].prune_seconds == facts["seconds"]
+        assert ran(shop, jobs).failures == []
+
+    def test_the_default_run_leaves_the_network_of_a_run_to_that_budget(self, shop, tmp_path, at_once):
+        row = tiny_row(tmp_path, removed=0.2)
+        jobs = [Job(row, "true-loss", recipe, path=path) for recipe, path in (("brief", self.PATH), ("ours", ()))]
+        assert ran(shop, jobs).failures == []
+        data = shop.open(row, 0)
+        one, other = (shop.pruned(job, data).state_dict() for job in jobs)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+    def test_a_pruning_with_one_end_and_chance_beyond_the_schedule_have_their_own(self, shop, tmp_path):
+        row = tiny_row(tmp_path)
+        for job, folder in (
+            (Job(row, "ifso", "brief", 1, path=self.PATH), "tiny-cifar10-10-40.ifso.1"),
+            (Job(row, "scratch", "brief", path=self.PATH), "tiny-cifar10-10-40.true-loss.0"),
+            (
+                Job(row, "ifso", "brief", variant=Variant(options={"schedule": "one-shot"}), path=self.PATH),
+                "tiny-cifar10-40.ifso+schedule=one-shot.0",
+            ),
+        ):
+            assert shop.pruned_folder(job).name == folder
+        assert shop.pruned_folder(replace(job, variant=Variant(), path=())).name == "tiny-cifar10-40.ifso.0"
+        changed = replace(shop, prune={"schedule": "mixed:0.5"})
+        assert changed.pruned_folder(Job(row, "ifso", "brief", path=self.PATH)).name == "tiny-cifar10-40.ifso.0"
+
+    @pytest.mark.parametrize("criterion", ["true-loss", "ifso"])
+    def test_one_that_fails_on_its_way_leaves_what_it_has_passed(self, shop, tmp_path, monkeypatch, at_once, criterion):
+        jobs = [Job(tiny_row(tmp_path, removed=share), criterion, "brief", path=self.PATH) for share in (0.2, 0.3, 0.4)]
+        made, passed = workspace._evaluation, shop.pruned_network(jobs[0])
+
+        def failing(*args):
+            def evaluate(network):
+                if passed.is_dir():
+                    raise DataError("no more images")
+                return made(*args)(network)
+
+            return evaluate
+
+        monkeypatch.setattr(workspace, "_evaluation", failing)
+        failures = ran(shop, jobs).failures
+        assert [failure.partition(".")[0] for failure in failures] == ["tiny-cifar10-30", "tiny-cifar10-40"]
+        (result,) = read(shop.results)
+        assert (result.row, result.prune["path"]) == ("tiny-cifar10-20", 0.1)
+        monkeypatch.undo()
+        monkeypatch.setattr(running, "PrunePool", AtOnce)
+        assert ran(shop, jobs).failures == []
+        assert len(read(shop.results)) == 3
+
+    def test_a_result_of_another_pruning_does_not_count(self, shop, tmp_path, at_once):
+        job = Job(tiny_row(tmp_path), "ifso", "brief")
+        assert ran(shop, [job]).failures == []
+        (failure,) = ran(shop, [replace(job, path=self.PATH)]).failures
+        assert "path" in failure
+
+    def test_the_advice_names_the_trainings_of_all_rows(self, shop, tmp_path):
+        job = Job(tiny_row(tmp_path), "ifso", "brief", path=self.PATH)
+        folder, trainings = made_from_pruning(shop, job)
+        assert folder == shop.pruned_folder(job)
+        assert trainings == shop.trainings / "tiny-cifar10-*.ifso.brief.0"
+
+
+def _removed(result):
+    return -result.macs_kept

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ifso_repro.config import find_row, studies, study
+from ifso_repro.config import find_row, studies
 from ifso_repro.jobs import method_name
 from ifso_repro.results import read
 from ifso_repro.runner import Runner
 from ifso_repro.schema import PRUNE_OPTIONS
 from ifso_repro.statistics import Runs, Spread, of_other_networks
-from ifso_repro.tables import markdown
+from ifso_repro.tables import markdown, shown
 from ifso_repro.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +31,14 @@ def results():
     return read(ROOT / "repro" / "results")
 
 
-def test_every_result_is_of_a_study_and_so_in_a_table(results):
-    known = {job.name for name in studies() for job in study(name)}
-    assert {result.name for result in results} <= known
+def jobs_of(results):
+    """The runs of all tables with these results, planned or not."""
+    found = [job for name in studies() for job in shown(name, Runs(results))]
+    return {each.name: each for job in found for each in (replace(job, seed=seed) for seed in range(3))}
+
+
+def test_every_result_is_in_a_table(results):
+    assert {result.name for result in results} <= jobs_of(results).keys()
 
 
 def test_a_result_was_pruned_as_its_name_says(results):
@@ -42,14 +48,14 @@ def test_a_result_was_pruned_as_its_name_says(results):
 
 
 def test_a_result_had_the_options_that_its_row_and_its_name_give_to_the_criterion(results):
-    jobs = {job.name: job for name in studies() for job in study(name)}
+    jobs = jobs_of(results)
     for result in results:
         assert result.prune["criterion"] == jobs[result.name].criterion_options, result.name
 
 
 def test_they_count_as_done(results):
     """The command that made them finds nothing to do."""
-    jobs, said = {job.name: job for name in studies() for job in study(name)}, []
+    jobs, said = jobs_of(results), []
     made_with = {"precision": "bf16", "channels_last": True}
     rows_now = [result for result in results if result.name not in OF_FORMER_NETWORKS]
     own = [result for result in rows_now if result.row.startswith("vgg16")]
@@ -60,7 +66,7 @@ def test_they_count_as_done(results):
 
 
 def test_those_of_an_unpruned_network_that_is_trained_otherwise_now_are_marked_and_not_taken(results):
-    jobs = {job.name: job for name in studies() for job in study(name)}
+    jobs = jobs_of(results)
     former = [result for result in results if of_other_networks(jobs[result.name], result)]
     assert tuple(result.name for result in former) == OF_FORMER_NETWORKS
     page = (ROOT / "docs" / "tables.md").read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ def test_epochs_are_those_of_fine_tuning_only(shop, tmp_path):
         ({"data": {"cifar10": "nowhere.npz"}}, {}, "nowhere.npz"),
         ({"train": {"epochs": -1}}, {}, "epochs must be"),
         ({"prune": {"accumulation": "mean"}}, {}, "accumulation='mean' is unknown"),
-        ({"prune": {"schedule": "mixed:many"}}, {}, "write a share of the way"),
+        ({"prune": {"schedule": "mixed:many"}}, {}, "write mixed:SHARE"),
         ({"prune": {"units_per_step": 0}}, {}, "units_per_step must be a whole number from 1 up, got 0"),
     ],
 )  # fmt: skip

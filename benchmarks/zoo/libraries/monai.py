@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from build import Case
+
+from benchmarks.zoo.build import Case
 
 STEPS = {"channels": (8, 16, 32, 64), "strides": (2, 2, 2)}
 PLANE, VOLUME = (64, 64), (32, 32, 32)

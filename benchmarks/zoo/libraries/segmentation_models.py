@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from build import Case
+
+from benchmarks.zoo.build import Case
 
 DECODERS = (
     "Unet", "UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet",

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from build import Case
 from torch import nn
+
+from benchmarks.zoo.build import Case
 
 SIZE, LABELS = 64, 5
 TOKENS = {

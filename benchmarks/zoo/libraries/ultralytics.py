@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from build import Case
+
+from benchmarks.zoo.build import Case
 
 SIZE = 64
 NAMES = (

@@ -18,7 +18,7 @@ FLOPS = "FLOPs are counted as MACs (multiply-adds, two FLOPs each), of which the
 class Budget:
     """The share KEPT of each cost that is named; a run goes on until all of them are met.
 
-    A tuple of shares, largest first, leaves a network for each: a staged run passes through all of them.
+    A tuple of shares, largest first, leaves a network for each: a staged or incremental run passes through all of them.
 
     Args:
         macs: multiply-adds of convolutions, linear layers and matrix products.
@@ -151,7 +151,7 @@ class Phase:
     stage: int = 0
     """The number of a stage of a staged run, from 1 on."""
     ends_at: Budget | None = None
-    """The budget that is met after this stage, if it is one of those asked for."""
+    """The budget that is met after this phase, if it is one of those asked for."""
 
 
 def phases(schedule: Schedule, budget: Budget, units_per_step: int) -> tuple[Phase, ...]:
@@ -160,12 +160,11 @@ def phases(schedule: Schedule, budget: Budget, units_per_step: int) -> tuple[Pha
     >>> [(phase.budget.macs, phase.most, phase.train) for phase in phases(Mixed(0.75), Budget(macs=0.6), 1)]
     [(0.7, 1, True), (0.6, None, False)]
     """
-    gradual = Phase(budget, units_per_step, train=True)
     at_once = Phase(budget, None, train=False)
     if schedule == "staged":
         return _stages(budget)
     if schedule == "incremental":
-        return (gradual,)
+        return tuple(Phase(wanted, units_per_step, train=True, ends_at=wanted) for wanted in budget.path)
     if schedule == "one-shot":
         return (at_once,)
     if isinstance(schedule, Mixed):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ifso.common.distributed import sum_over_ranks
+from ifso.common.batches import not_finite, on_device
+from ifso.common.distributed import gathered, sum_over_ranks, together
 from ifso.common.text import measured
 from ifso.common.torch_state import same_modes
 from ifso.errors import ScoreError
@@ -17,6 +19,7 @@ from ifso.pruning.recovery import mean_loss, norms_of, recalibrate_
 from ifso.pruning.result import Network
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 from ifso.pruning.verify import compare, outputs, refuse_failed
+from ifso.surgery.recipe import Recipe
 
 if TYPE_CHECKING:
     from ifso.pruning.run import Run
@@ -98,14 +101,57 @@ def keep_network(run: Run, budget: Budget, values: Mapping[str, float]) -> dict[
     """Check and keep the network for a budget of several; return what its stage says of it, nothing for one alone."""
     if len(run.settings.budget.path) == 1:
         return {}
-    name = "-".join(f"{kind}-{share:g}" for kind, share in budget.targets.items())
     if budget != run.settings.budget.path[-1]:
-        before = outputs(run.network, run.loss_fn, run.examples[0])
-        model, recipe = run.network.compacted_copy()
-        smaller = ShrinkingNetwork(model, run.network.original)
-        refuse_failed([compare(before, outputs(smaller, run.loss_fn, run.examples[0]))])
+        model, recipe = _checked_copy(run)
         if reconstruct(run, model):
             values = evaluated(run, model)
-        folder = None if run.folder is None else run.folder.write_network(name, model, recipe)
-        run.networks.append(Network(budget.targets, run.ledger.shares(), values, folder, None if folder else model))
-    return {"budget": budget.targets, "network": name, "values": values}
+        _keep(run, budget, model, recipe, values)
+    return {"budget": budget.targets, "network": _name_of(budget), "values": values}
+
+
+def keep_on_the_way(run: Run, budget: Budget) -> dict[str, Any]:
+    """Keep the network for a budget of Algorithm 2 as a run to this budget would end; return what stands for its stage.
+
+    The run itself goes on with the batches after those that gave the network new statistics.
+    """
+    values: dict[str, float] = {}
+    if budget != run.settings.budget.path[-1]:
+        model, recipe = _checked_copy(run)
+        if run.settings.recalibrate and norms_of(model):
+            data = together(lambda: [next(run.stream) for _ in range(run.settings.recalibrate)])
+            run.scoring.spoilt += sum(int(not_finite(batch)) for batch in data)
+            if any(gathered(int(run.scoring.spoilt))):
+                run.stop(math.nan)
+            with run.progress.timed("recovery"):
+                recalibrate_(model, run.loss_fn, (on_device(batch, run.network.device) for batch in data))
+        values = evaluated(run, model)
+        _keep(run, budget, model, recipe, values)
+    units = int((~run.network.kept).sum()) - sum(stage["units"] for stage in run.progress.stages)
+    return {
+        "stage": len(run.progress.stages) + 1, "units": units, "shares": run.ledger.shares(), "values": values,
+        "seconds": round(run.seconds, 3), "budget": budget.targets, "network": _name_of(budget),
+    }  # fmt: skip
+
+
+def _checked_copy(run: Run) -> tuple[nn.Module, Recipe]:
+    """The network as it is now without what is gone, which was compared with it; and its recipe."""
+    before = outputs(run.network, run.loss_fn, run.examples[0])
+    model, recipe = run.network.compacted_copy()
+    smaller = ShrinkingNetwork(model, run.network.original)
+    refuse_failed([compare(before, outputs(smaller, run.loss_fn, run.examples[0]))])
+    return model, recipe
+
+
+def _keep(run: Run, budget: Budget, model: nn.Module, recipe: Recipe, values: Mapping[str, float]) -> None:
+    """In its folder, or in memory if the run has none."""
+    folder = None if run.folder is None else run.folder.write_network(_name_of(budget), model, recipe)
+    run.networks.append(Network(budget.targets, run.ledger.shares(), values, folder, None if folder else model))
+
+
+def _name_of(budget: Budget) -> str:
+    """What the network for one budget of several is called.
+
+    >>> _name_of(Budget(macs=0.5, params=0.7))
+    'macs-0.5-params-0.7'
+    """
+    return "-".join(f"{kind}-{share:g}" for kind, share in budget.targets.items())

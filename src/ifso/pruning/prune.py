@@ -106,8 +106,8 @@ def prune(
         train_batches: an iterable that can be gone through again, such as a DataLoader. Tensors are brought to the
             device of the model.
         loss_fn: ``loss_fn(model, batch)`` gives the mean loss of a batch.
-        budget: :class:`ifso.Budget`, the shares kept. ``Budget(macs=(0.8, 0.5))`` leaves a network for each share: in
-            folders below ``out``, and in ``result.networks``.
+        budget: :class:`ifso.Budget`, the shares kept. ``Budget(macs=(0.8, 0.5))`` leaves a network for each share
+            (staged and incremental runs): in folders below ``out``, and in ``result.networks``.
         example_inputs: what the model takes, for :func:`ifso.trace` and for counting MACs.
         criterion: a name or an object of :mod:`ifso.criteria`; ``"true-loss"`` by default, ``"ifso"`` in Algorithm 2.
         schedule: ``"staged"`` (the default), ``"incremental"`` (Algorithm 2), ``"one-shot"`` (no steps of the

@@ -98,8 +98,9 @@ class PruneResult:
         folder: the folder of the run, if there is one.
         networks: the networks at several budgets.
         samples: of how many an accuracy in ``measures`` is, if ``evaluate`` has it as its attribute ``samples``.
-        stages: of a staged run, for each stage its number ``stage``, the ``units`` that went in it, the ``shares``
-            left of every cost, the ``values`` measured after it and the ``seconds`` since the run began.
+        stages: of a staged run, or one of Algorithm 2 through several budgets, for each stage its number ``stage``, the
+            ``units`` that went in it, the ``shares`` left of every cost, the ``values`` measured after it and the
+            ``seconds`` since the run began.
         floors: groups that kept no more units than they must.
     """
 

@@ -25,6 +25,7 @@ from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreErro
 from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
+from ifso.pruning.measures import keep_on_the_way
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.recovery import Evaluate, Snapshot, norms_of
 from ifso.pruning.result import Network
@@ -209,10 +210,14 @@ class Run:
         self.write_checkpoint()
 
     def reach(self, phase: Phase) -> None:
-        """Steps until the budget of a phase is met."""
+        """Steps until the budget of a phase is met, whose network is kept if it is one of several."""
         target = Target(phase.budget)
         while target.gap(self.ledger.shares()) > 0:
             self._step(phase, target)
+        several = phase.ends_at is not None and len(self.settings.budget.path) > 1
+        if several and phase.budget.targets not in [stage["budget"] for stage in self.progress.stages]:
+            self.progress.stages.append(keep_on_the_way(self, phase.budget))
+            self.keep_state(write=True)
 
     def _step(self, phase: Phase, target: Target) -> None:
         with self.progress.timed("rounds"):
@@ -232,11 +237,11 @@ class Run:
             ranked = normalized(scores, self.ledger, self.settings.normalize or "none")
             return select(self.ledger, self.moves, ranked, target, most=most), ranked
 
-    def keep_state(self) -> None:
-        """This is where the run goes on if it is interrupted."""
+    def keep_state(self, write: bool = False) -> None:
+        """This is where the run goes on if it is interrupted; ``write`` it at once, or if the last one is old."""
         with self.progress.timed("state"):
             self._remember()
-            if time.perf_counter() - self._written >= self.checkpoint_every:
+            if write or time.perf_counter() - self._written >= self.checkpoint_every:
                 self.write_checkpoint()
 
     def _collect(self, train: bool) -> tuple[Tensor, float]:

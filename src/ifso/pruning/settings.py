@@ -97,9 +97,9 @@ class Settings:
             raise BudgetError(f"calibration must be a number of samples from 1 up, got {self.calibration!r}")
         if self.schedule == "staged":
             return
-        if len(self.budget.path) > 1:
+        if len(self.budget.path) > 1 and self.schedule != "incremental":
             raise BudgetError(
-                f"several shares need schedule='staged', got schedule={self.schedule!r} with {self.budget}"
+                f"several shares need schedule='staged' or 'incremental', got {self.schedule!r} with {self.budget}"
             )
         for name, unset in (("update", False), ("stop", None), ("recover", 0)):
             if getattr(self, name) != unset:

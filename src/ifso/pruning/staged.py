@@ -60,7 +60,7 @@ def run_stage(run: Run, phase: Phase, stages: int) -> None:
     run.listener.staged(Stage(phase.stage, stages, len(units), shares, values, seconds, samples_of(run), network))
     if run.shrink and phase.stage < stages:
         run.shrink_if_it_pays()
-    run.keep_state()
+    run.keep_state(write=bool(reached))
 
 
 def _scores(run: Run) -> Tensor:

@@ -34,7 +34,6 @@ from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso.runs.files import differences
 from ifso_repro.cli import FIGURE1
-from ifso_repro.commands import refuse_below_one
 from ifso_repro.figure1.estimates import DEFAULT_STEPS, all_scores, draw_masks, estimates, measure, summed, train_
 from ifso_repro.figure1.networks import Settings, checksum, choose, create, data_path
 from ifso_repro.figure1.summary import draw_loss_change, summarise, tables
@@ -249,7 +248,6 @@ def write(document: dict[str, Any], folder: Path) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """``ifso repro figure1``: run the study, write figure1.json and its pictures, and print the tables."""
-    refuse_below_one(args, ("workers",))
     if set(args.studies) - {FIGURE1}:
         others = ", ".join(name for name in args.studies if name != FIGURE1)
         raise IfsoError(f"{FIGURE1} is a study of its own kind; run it apart from {others}")

@@ -1,17 +1,31 @@
-"""Which networks the zoos hold: torchvision's builders, and the smallest variant of every timm family."""
+"""Which networks the zoo holds: torchvision's, one small variant of every timm family, and those of other libraries."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from ifso.errors import IfsoError
 
 FAMILIES = Path(__file__).resolve().parent / "timm_families.json"
 """{timm.models module: {model, params, input_size}}, the smallest model of each module."""
+
+SETS = ("torchvision", "timm", "all", "third-party")
+"""Those of ``benchmarks/zoo/run.py``."""
+
+LIBRARIES = {
+    "ultralytics": "ultralytics",
+    "segmentation_models": "segmentation_models_pytorch",
+    "transformers": "transformers",
+    "monai": "monai",
+}
+"""Files of ``libraries/``, and the package each needs."""
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "zoo" / "results.json"
 """What the zoo on a CPU found out about these networks: from it, which ones take long."""
@@ -21,6 +35,9 @@ WEIGHTS_A_SECOND = 2e7
 
 KINDS = ("classification", "segmentation", "detection")
 """The torchvision tasks that ``python -m benchmarks zoo`` goes over."""
+
+ALL_KINDS = ("classification", "segmentation", "video", "detection", "optical_flow")
+"""Those that ``benchmarks/zoo/run.py`` goes over."""
 
 OWN = "own"
 """The kind of a network that somebody named."""
@@ -38,6 +55,13 @@ class Entry:
     def key(self) -> str:
         """As the command line names it: ``torchvision:resnet18``."""
         return f"{self.source}:{self.name}"
+
+
+def entries(which: str) -> list[Entry]:
+    """The networks of a set in a fixed order; ``"all"`` is torchvision and the timm families."""
+    found = torchvision_entries(ALL_KINDS) if which in ("torchvision", "all") else []
+    found += timm_entries() if which in ("timm", "all") else []
+    return found + (third_party_entries() if which == "third-party" else [])
 
 
 def torchvision_entries(kinds: Sequence[str] = KINDS) -> list[Entry]:
@@ -106,3 +130,41 @@ def by_cost(entries: Sequence[Entry], file: Path = MEASURED) -> list[Entry]:
         return float(row.get("trace_seconds", 0.0) + row.get("params", 0) / WEIGHTS_A_SECOND)
 
     return sorted(entries, key=cost)
+
+
+def third_party_entries() -> list[Entry]:
+    """Every network of ``libraries/``."""
+    return [
+        Entry(source, package, name)
+        for source, package in LIBRARIES.items()
+        for name in importlib.import_module(f"benchmarks.zoo.libraries.{source}").builders()
+    ]
+
+
+def write_families(file: Path = FAMILIES) -> str:
+    """Choose the model with the fewest weights (then the smallest input) of every timm family; say what was skipped."""
+    import timm
+    import torch
+
+    families: dict[str, dict[str, Any]] = {}
+    skipped: list[str] = []
+    for family in timm.list_modules():
+        for name in timm.list_models(module=family):
+            try:
+                with warnings.catch_warnings(), torch.device("meta"):
+                    warnings.simplefilter("ignore")
+                    model = timm.create_model(name)
+            except Exception as error:  # whatever a third-party constructor raises
+                skipped.append(f"{name} ({type(error).__name__})")
+                continue
+            params, size = sum(weight.numel() for weight in model.parameters()), model.pretrained_cfg["input_size"]
+            found = {"model": name, "params": params, "input_size": list(size)}
+            if not name.startswith("test_"):
+                families[family] = min(families.get(family, found), found, key=_size)
+    lines = [f"  {json.dumps(family)}: {json.dumps(families[family])}" for family in sorted(families)]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return f"{len(families)} families; skipped {', '.join(skipped) or 'none'}"
+
+
+def _size(found: dict[str, Any]) -> tuple[int, int, str]:
+    return found["params"], found["input_size"][-1], found["model"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_zoo import float64 as zoo_float64
-from benchmarks.gpu_zoo.examine import NO_ROOM, Setup
-from benchmarks.gpu_zoo.networks import Entry, by_cost
-from benchmarks.gpu_zoo.worker import Worker, gave_up
+from benchmarks.zoo import float64 as zoo_float64
+from benchmarks.zoo.examine import NO_ROOM, Found, Setup, poisoned, serve
+from benchmarks.zoo.networks import Entry, by_cost
+from benchmarks.zoo.worker import Worker
 from ifso.common.files import append_bytes, explained
 from ifso.errors import IfsoError
 
@@ -84,12 +84,12 @@ class _Queue(AbstractContextManager["_Queue"]):
 
     def work(self, dearest: bool) -> None:
         """Examine networks until none, or no time, is left."""
-        with Worker(self._setup, stopped=self._stopped) as worker:
+        with Worker(serve, self._setup, stopped=self._stopped) as worker:
             while (entry := self._next(dearest)) is not None:
                 start = time.monotonic()
                 limit = min(self._seconds, self._end - start)
-                found = worker.examine(entry, limit)
-                if self._stopped.is_set() or (limit < self._seconds and gave_up(found)):
+                found, in_time = examined(worker, entry, limit)
+                if self._stopped.is_set() or not (in_time or limit >= self._seconds):
                     continue
                 told_before = {"batch": self._setup.batch, "processes": self._setup.processes}
                 row = {"network": entry.key, "kind": entry.kind, **told_before, **found}
@@ -110,6 +110,20 @@ class _Queue(AbstractContextManager["_Queue"]):
             if any(reason.startswith(NO_ROOM) for reason in row.get("failed", {}).values()):
                 self.crowded.append(entry)
             self._say(f"{len(self.done)}/{self._count} {entry.key}: {told(row)}")
+
+
+def examined(worker: Worker, entry: Entry, limit: float) -> tuple[Found, bool]:
+    """All that was found out about a network, ``failed`` says where it hung or ended, and why; and if time was enough.
+
+    A process that has lost its GPU is ended.
+    """
+    row, reason = worker.ask(entry, limit)
+    stage = row.pop("stage", "start")
+    if reason:
+        row["failed"] = {**row.get("failed", {}), stage: reason}
+    if any(poisoned(each) for each in row.get("failed", {}).values()):
+        worker.end()
+    return row, reason != worker.out_of_time(limit)
 
 
 def left(entries: Sequence[Entry], setup: Setup, out: Path | None, retry: bool) -> list[Entry]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 import ifso
-from benchmarks.gpu_zoo import float64 as zoo_float64
-from benchmarks.gpu_zoo.cases import SEED, Case, moved_, native_case, native_options, on, small_case, still_
-from benchmarks.gpu_zoo.float64 import CRITERIA, Sample
-from benchmarks.gpu_zoo.networks import Entry
+from benchmarks.zoo import float64 as zoo_float64
+from benchmarks.zoo.cases import SEED, Case, moved_, native_case, native_options, on, small_case, still_
+from benchmarks.zoo.float64 import CRITERIA, Sample
+from benchmarks.zoo.networks import Entry
+from benchmarks.zoo.worker import serving
 from ifso.common.devices import let_go_of, out_of_memory, usable_device
 from ifso.common.text import one_line
 from ifso.common.timing import Ready, in_turns, middle, peak_bytes
@@ -129,6 +131,21 @@ def poisoned(reason: str) -> bool:
     True
     """
     return any(words in reason for words in POISONED) and not reason.startswith(NO_ROOM)
+
+
+def serve(pipe: Connection, setup: Setup) -> None:
+    """Examine what comes; for :class:`benchmarks.zoo.worker.Worker`."""
+
+    def answers(entry: Entry) -> Iterator[Found]:
+        try:
+            yield {"about": about(setup.device)}
+            yield from examine(entry, setup)
+        except Exception as error:
+            yield {"failed": {"start": reason_of(error)}}
+
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    serving(pipe, answers)
 
 
 T = TypeVar("T")

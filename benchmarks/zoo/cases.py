@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_leaves, tree_map_with_path
 
-from benchmarks.gpu_zoo.networks import Entry
-from benchmarks.lively import calibrate_, perturb_
+from benchmarks.zoo.lively import calibrate_, perturb_
+from benchmarks.zoo.networks import Entry
 from ifso.common.loss_fn import LossFn, is_random
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
@@ -150,12 +150,12 @@ def still_(model: nn.Module) -> nn.Module:
         if is_random(module):
             module.eval()
         if isinstance(getattr(module, "drop_rate", None), float):  # of a dropout in a ``forward``, as timm has them
-            module.drop_rate = 0.0
+            module.drop_rate = 0.0  # type: ignore[assignment]
     return model
 
 
 def enliven_(model: nn.Module, feed: Callable[[int], Any], device: torch.device) -> None:
-    """Weights on which scores are not degenerate, see :mod:`benchmarks.lively`; the model stays there, in eval mode."""
+    """Weights on which scores show something, see :mod:`benchmarks.zoo.lively`; the model stays there, in eval mode."""
     perturb_(model.eval(), SEED)
     moved_(model, device)
     images = on(device, feed(SEED)[0])
@@ -239,8 +239,8 @@ def native_options(entry: Entry) -> dict[str, Any]:
 def _feed(entry: Entry, model: nn.Module, batch: int, size: int | None) -> Callable[[int], Any]:
     """Batches by their seeds; of images of that size, or of the network's own if None."""
     if is_detector(model):
-        side = size or DETECTOR_SIZE
-        return lambda seed: _scenes(entry.name, batch, side, _random(seed))
+        sizes = [(size or DETECTOR_SIZE,) * 2] * batch
+        return lambda seed: scenes(entry.name, sizes, _random(seed))
     shape = default_inputs(entry.key, model).shape[1:]
     if size is not None:
         shape = (*shape[:-2], size, size)
@@ -256,19 +256,23 @@ def _random(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(SEED + seed)
 
 
-def _scenes(name: str, count: int, side: int, random: torch.Generator) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Square images with a few boxes each, and what the network wants to know about these."""
+def scenes(
+    name: str, sizes: Sequence[tuple[int, int]], random: torch.Generator
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Images of these heights and widths with a few boxes each, and what the network wants to know about these."""
     images, targets = [], []
-    for _ in range(count):
-        images.append(torch.rand(3, side, side, generator=random))
+    for height, width in sizes:
+        images.append(torch.rand(3, height, width, generator=random))
         corners = 0.5 * torch.rand(BOXES, 2, generator=random)
-        boxes = side * torch.cat([corners, corners + 0.15 + 0.35 * torch.rand(BOXES, 2, generator=random)], 1)
+        shares = torch.cat([corners, corners + 0.15 + 0.35 * torch.rand(BOXES, 2, generator=random)], 1)
+        boxes = shares * torch.tensor([width, height, width, height])
         labels = torch.ones(BOXES).long() if "keypoint" in name else torch.randint(1, 20, (BOXES,), generator=random)
         target = {"boxes": boxes, "labels": labels}
         if "mask" in name:
-            target["masks"] = (torch.rand(BOXES, side, side, generator=random) > 0.5).to(torch.uint8)
+            target["masks"] = (torch.rand(BOXES, height, width, generator=random) > 0.5).to(torch.uint8)
         if "keypoint" in name:
             inside = torch.rand(BOXES, KEYPOINTS, 2, generator=random) * (boxes[:, None, 2:] - boxes[:, None, :2])
-            target["keypoints"] = torch.cat([boxes[:, None, :2] + inside, torch.ones(BOXES, KEYPOINTS, 1)], 2)
+            places = torch.cat([boxes[:, None, :2] + inside, torch.ones(BOXES, KEYPOINTS, 1)], 2)
+            target["keypoints"] = places.float()
         targets.append(target)
     return images, targets

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_zoo.float64 import CRITERIA
+from benchmarks.zoo.float64 import CRITERIA
 
 Rows = Mapping[str, Mapping[str, Any]]
 CLOSE_RANK = 0.99

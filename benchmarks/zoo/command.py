@@ -10,7 +10,7 @@ from ifso.cli.console import say
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
-    from benchmarks.gpu_zoo.networks import Entry
+    from benchmarks.zoo.networks import Entry
 
 SETS = ("all", "torchvision", "timm")
 
@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if args.files:
         return _show(args)
     _check(args)
-    from benchmarks.gpu_zoo.examine import Setup
-    from benchmarks.gpu_zoo.run import Limits, left
-    from benchmarks.gpu_zoo.run import run as go
+    from benchmarks.zoo.examine import Setup
+    from benchmarks.zoo.record import Limits, left
+    from benchmarks.zoo.record import run as go
 
     chosen = _entries(args)
     setup = Setup(
@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _entries(args: argparse.Namespace) -> list[Entry]:
-    from benchmarks.gpu_zoo.networks import installed, matching, named, timm_entries, torchvision_entries
+    from benchmarks.zoo.networks import installed, matching, named, timm_entries, torchvision_entries
 
     if args.models:
         found = named(args.models)
@@ -90,8 +90,8 @@ def _entries(args: argparse.Namespace) -> list[Entry]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from benchmarks.gpu_zoo.page import page, summary
-    from benchmarks.gpu_zoo.run import read
+    from benchmarks.zoo.page import page, summary
+    from benchmarks.zoo.record import read
 
     rows = read(args.files)
     if not rows:

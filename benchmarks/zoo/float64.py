@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from benchmarks.gpu_zoo.networks import Entry
+from benchmarks.zoo.networks import Entry
 from ifso.bench.correlation import spearman, spearman_at_equal_size
 from ifso.common.files import replacing, write_tensors
 from ifso.graph.channel_graph import ChannelGraph
