@@ -377,9 +377,9 @@ class TestDemo:
         lines = capsys.readouterr().out.splitlines()
         cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
         assert cells == [
-            ["unpruned", "100.0%", "100.0%", "99.00 %", "99.00 %", "0.0200", "5.0", ""],
-            ["true-loss", "49.9%", "40.0%", "97.00 %", "98.50 %", "0.0300", "20.0", "2.0"],
-            ["random, mean of 3", "50.0%", "40.0%", "90.00 %", "98.00 %", "0.0400", "3.0", "2.0"],
+            ["unpruned", "100.0%", "100.0%", "99.00 ± 0.50", "99.00 ± 0.50", "0.0200", "5.0", ""],
+            ["true-loss", "49.9%", "40.0%", "97.00 ± 0.85", "98.50 ± 0.61", "0.0300", "20.0", "2.0"],
+            ["random, 3 runs", "50.0%", "40.0%", "90.00 ± 1.50", "98.00 ± 0.70", "0.0400", "3.0", "2.0"],
         ]
         assert [line for line in lines if line.startswith("ok: ")] == [
             "ok: every pruned network keeps at most 50% of the MACs",

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -135,6 +136,36 @@ def wrong():
 def broken():
     raise ValueError("not today")
 """
+
+
+class TestPublishedWeights:
+    def test_the_head_is_new_where_there_are_other_classes(self, monkeypatch):
+        from torchvision.models import WeightsEnum, squeezenet1_1
+
+        published = squeezenet1_1().state_dict()
+        monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: published)
+        model = create_model("torchvision:squeezenet1_1", num_classes=7, pretrained=True)
+        found = model.state_dict()
+        assert found["classifier.1.weight"].shape[0] == 7
+        assert all(torch.equal(found[name], published[name]) for name in found if not name.startswith("classifier"))
+        whole = create_model("torchvision:squeezenet1_1", num_classes=1000, pretrained=True).state_dict()
+        assert all(torch.equal(whole[name], published[name]) for name in published)
+
+    def test_without_a_network_it_ends_soon_with_one_line(self, monkeypatch, tmp_path, capfd):
+        from huggingface_hub import constants
+
+        def fails(*_):
+            raise OSError("Name or service not known")
+
+        monkeypatch.setattr("ifso.models.registry.getproxies", dict)
+        monkeypatch.setattr("ifso.models.registry.socket.getaddrinfo", fails)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        began = time.monotonic()
+        with pytest.raises(ModelNotFound, match=r"cannot be built with pretrained=True: .*give their file with"):
+            create_model("timm:resnet10t", pretrained=True)
+        assert time.monotonic() - began < 20
+        assert "Retrying" not in capfd.readouterr().err
+        assert not constants.HF_HUB_OFFLINE
 
 
 class TestFiles:

@@ -261,6 +261,13 @@ class Breaks:
 
 def net():
     return torch.nothing
+
+class Odd(torch.nn.Conv2d):
+    def forward(self, images):
+        return super().forward(images).view(3, 5)
+
+def odd():
+    return Odd(1, 4, 3)
 """
 
 
@@ -278,3 +285,17 @@ def test_errors_in_the_users_file_name_file_and_line(own, line, command, capsys)
     assert f"(own.py, line {line})" in last
     assert ifso_(f"{command} {model} {own} --debug") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_inspect_names_the_line_that_fails_too(capsys):
+    Path("own.py").write_text(FILE.lstrip())
+    assert ifso_("inspect own.py:odd --input 1,1,8,8") == 2
+    assert "(own.py, line 24); give the shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["prune", "train", "finetune", "eval"])
+def test_batch_means_the_same_in_all_commands(command, capsys):
+    with pytest.raises(SystemExit):
+        ifso_(f"{command} --help")
+    helped = " ".join(capsys.readouterr().out.split())
+    assert "--batch N images in one batch, however many processes share the work (" in helped

@@ -185,3 +185,45 @@ def test_folder_as_weights_in_python(made):
     assert torch.equal(model(IMAGES), loaded(made / "runs/second")(IMAGES))
     with pytest.raises(RecipeError, match="another model"):
         ifso.create_model("ifso:resnet20", weights=made / "runs/second")
+
+
+@pytest.fixture(scope="module")
+def budgets(tmp_path_factory, few_digits_throughout):
+    """Where a run with two budgets is."""
+    folder = tmp_path_factory.mktemp("budgets")
+    assert ifso_(f"prune {TASK} --macs 0.9 0.8 --calibration 64 --out {folder}/run") == 0
+    return folder
+
+
+class TestNetworksOfBudgets:
+    @pytest.fixture
+    def network(self, budgets, monkeypatch):
+        """The folder of the network for the first budget."""
+        monkeypatch.chdir(budgets)
+        return Path("run/networks/macs-0.9")
+
+    def test_it_is_taken_like_a_run(self, network, capsys):
+        assert ifso_(f"inspect {network}") == 0
+        assert ifso_(f"finetune {network} --epochs 1") == 0
+        capsys.readouterr()
+        assert ifso_(f"eval {network} --repeats 1 --latency-batch 1 --json") == 0
+        found = json.loads(capsys.readouterr().out)["networks"]
+        assert set(found) == {"unpruned", "pruned", "fine-tuned"}
+        assert found["pruned"]["macs"] == macs(loaded(network)) > macs(loaded("run"))
+        assert ifso_(f"prune {network} --macs 0.9 {QUICK} --out again") == 0
+        assert told("again")["weights"] == f"{network}/finetune"
+
+    def test_a_program_in_the_run_around_it_is_not_executed(self, network, capsys):
+        shutil.copytree("run", "sent")
+        config = json.loads(Path("sent/config.json").read_text())
+        config["about"]["arguments"]["model"] = "sent/net.py:make"
+        Path("sent/config.json").write_text(json.dumps(config))
+        Path("sent/net.py").write_text("raise SystemExit(77)")
+        assert ifso_(f"eval sent/{network.relative_to('run')}") == 2
+        assert "which came with it" in capsys.readouterr().err
+
+
+def test_a_network_that_tells_no_model_is_no_traceback(project, capsys):
+    ifso.save(loaded("runs/first"), "alone")
+    assert ifso_("inspect alone") == 2
+    assert "alone does not say which MODEL its network is of; in Python: " in capsys.readouterr().err

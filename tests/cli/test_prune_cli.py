@@ -523,7 +523,7 @@ def test_two_processes_under_torchrun_make_one_run(command, net, out):
         capture_output=True, text=True, check=False, timeout=90, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "prune: batches: 32 samples on each of 2 ranks, 64 in all\n" in done.stderr
+    assert "prune: batches: 32 samples, shared by 2 processes: 16 of each batch on each of them\n" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["shares"]["macs"] <= 0.8
     model = ifso.load(out, fresh(net))

@@ -239,7 +239,7 @@ class TestProgress:
         now.time = 2.0
         shown.ended("a", Epoch(1, 0.5, 0.1, 2.0, {"top1": 50.0}))
         now.time = 3.0
-        shown.ended("a", Epoch(2, 0.5, 0.1, 2.0))
+        shown.ended("a", Epoch(2, 0.5, 0.1, 2.0, {"top1": 90.0}, samples=900))
         now.time = 8.0
         shown.stepped("a", 2.5)
         now.time = 10.0
@@ -247,7 +247,7 @@ class TestProgress:
         assert file.getvalue().splitlines() == [
             "finetune: a start epochs=4",
             "finetune: a epoch=1/4 loss=0.5 lr=0.1 top1=50.00 elapsed=0:00:02 left=0:00:06",
-            "finetune: a epoch=2.50/4 loss=0.5 lr=0.1 elapsed=0:00:08 left=0:00:05",
+            "finetune: a epoch=2.50/4 loss=0.5 lr=0.1 top1=90.00±1.00 elapsed=0:00:08 left=0:00:05",
             "finetune: a epoch=4/4 loss=0.25 lr=0.1 elapsed=0:00:10 left=0:00:00",
         ]
 
@@ -258,10 +258,10 @@ class TestProgress:
         shown.started("runs/[b]", 2, 4)
         shown.stepped("runs/[b]", 2.5)
         shown.stepped("runs/[b]", 3.5)
-        shown.ended("runs/a", Epoch(1, 0.5, 0.1, 2.0, {"top1": 50.0}))
+        shown.ended("runs/a", Epoch(1, 0.5, 0.1, 2.0, {"top1": 90.0}, samples=900))
         shown.said("something")
         shown.finished()
         text = console.file.getvalue()
-        assert "epoch 1/4 loss 0.5 top1 50.00 0:00:00 left 0:00:00 runs/a" in text
+        assert "epoch 1/4 loss 0.5 top1 90.00 ± 1.00 0:00:00 left 0:00:00 runs/a" in text
         assert "epoch 2/4 0:00:00 left 0:00:00 runs/[b]" in text
         assert "something" in text

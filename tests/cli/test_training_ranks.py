@@ -57,7 +57,7 @@ def torchrun(net, *argv):
         capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r": batches: (128 samples are shared by|64 samples on each of) 2 ranks, ", done.stderr)
+    assert re.search(r": \d+ samples, shared by 2 processes: (64 of each|whole) batch(es)? on each", done.stderr)
     return json.loads(done.stdout)
 
 

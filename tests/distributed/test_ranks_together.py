@@ -22,7 +22,7 @@ from ifso.cli.main import main
 from ifso.surgery.recipe import digest_of
 
 TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
-ALIKE = ("scores", "steps", "finetune", "uncounted", "digits", "spare")
+ALIKE = ("scores", "steps", "shared", "finetune", "uncounted", "digits", "spare")
 DONE = (*ALIKE, "staged", "eval")
 ROUNDING = 2e-6
 """Largest difference of weights and scores from those of one process, over their largest."""
@@ -32,6 +32,7 @@ def commands(folder: Path, ranks: int) -> list[tuple[str, list[str]]]:
     """By name, the arguments of ``ifso``. Each rank scores its part of four batches."""
     prune = ["prune", "--model", f"{TASK}:plain", "--macs", "0.6"]
     steps = ["--criterion", "magnitude", "--batches-per-score", "1", "--accumulate", "2", "--lr", "0.05"]
+    digits = ["prune", "--model", f"{TASK}:for_digits", "--macs", "0.8", "--data", "digits", "--batch", "100"]
     tune = ["finetune", f"{folder}/steps", "--epochs", "2", "--batch", "8", "--lr", "0.05"]
     train = ["train", "--model", f"{TASK}:for_digits", "--epochs", "1", "--batch", "100", "--lr", "0.05"]
     spare = ["train", "--model", f"{TASK}:Spare", "--epochs", "1", "--batch", "8", "--lr", "0.05"]
@@ -39,6 +40,7 @@ def commands(folder: Path, ranks: int) -> list[tuple[str, list[str]]]:
     return [
         ("scores", [*prune, "--data", f"{TASK}:dealt", *scores, "--out", f"{folder}/scores"]),
         ("steps", [*prune, "--data", f"{TASK}:joint", *steps, "--out", f"{folder}/steps"]),
+        ("shared", [*digits, *steps, "--out", f"{folder}/shared"]),
         ("staged", [*prune, "--data", f"{TASK}:joint", "--out", f"{folder}/staged"]),
         ("finetune", [*tune, "--out", f"{folder}/finetune"]),
         ("uncounted", [*tune, "--data", f"{TASK}:uncounted", "--out", f"{folder}/uncounted"]),
@@ -93,7 +95,7 @@ def test_every_rank_holds_the_same(world: World, name: str) -> None:
     assert [one["status"] for one in found] == [0] * world.ranks, found[0]["errors"]
     if name != "eval":
         assert len({one["weights"] for one in found}) == 1
-    if name in ("scores", "steps", "staged"):
+    if name in ("scores", "steps", "shared", "staged"):
         assert all(one["keep"] == found[0]["keep"] for one in found)
         assert any(0 in kept for kept in found[0]["keep"].values())
 

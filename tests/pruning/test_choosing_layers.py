@@ -48,6 +48,13 @@ def test_only_says_what_stays_where_the_budget_cannot_be_met():
         pruned(0.3, only=("one.conv1",))
 
 
+def test_a_pattern_is_not_spelled_out_in_an_error():
+    with pytest.raises(BudgetError, match="nothing of stem") as caught:
+        pruned(0.3, only=("one.*",))
+    assert "only=('one.conv1', " in str(caught.value)
+    assert "one.conv1.weight" not in str(caught.value)
+
+
 def test_a_group_that_other_layers_make_too_stays_whole():
     with pytest.raises(BudgetError, match="only= names other layers"):
         pruned(0.9, only=("stem",))

@@ -377,3 +377,15 @@ def test_a_layer_that_reads_far_more_channels_than_there_are_samples_is_told():
     told = "2.weight reads 64 channels, and the calibration has only 8 samples"
     assert any(note.startswith(told) for note in prune(model, few, **options).notes)
     assert not any("has only" in note for note in prune(model, enough, **options).notes)
+
+
+def test_few_samples_are_told_once_and_not_layer_by_layer():
+    torch.manual_seed(0)
+    wide = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), *wide, nn.Linear(64, 5))
+    few = [(torch.randn(4, 8), torch.randint(5, (4,)))]
+    options = {"budget": ifso.Budget(macs=0.5), "example_inputs": torch.zeros(1, 8)}
+    notes = [note for note in prune(model, few, **options).notes if "has only" in note]
+    assert len(notes) == 1
+    assert "reads 64 channels" in notes[0]
+    assert "other layers read too many, too), and the calibration has only 4 samples" in notes[0]

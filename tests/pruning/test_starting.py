@@ -50,6 +50,13 @@ class TestResumeAuto:
         assert again.after == first.after
         assert contents(tmp_path / "run") == before
 
+    def test_a_folder_of_that_name_is_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.chdir(tmp_path)
+        first = pruned(resume="auto", out="auto")
+        again = pruned(resume=Path("auto"))
+        assert any("already come to its end" in note for note in again.notes)
+        assert again.after == first.after
+
     def test_it_needs_a_place_and_the_same_settings(self, tmp_path: Path):
         with pytest.raises(BudgetError, match="resume='auto' needs out="):
             pruned(resume="auto")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from report_runs import data_of, prune, write_many
+from torch import nn
 
 import ifso
 from ifso.report.page import render
@@ -191,15 +192,22 @@ class TestFiles:
         assert found["File with the weights"] == f"{(finished / 'model.safetensors').stat().st_size:,} bytes"
         assert found["Pruning took"].endswith(" s")
 
-    def test_the_line_of_python_loads_the_network(self, tmp_path):
+    @pytest.mark.parametrize("ignore", [(), ("layer1.*",)])
+    def test_the_line_of_python_loads_the_network(self, tmp_path, ignore):
         batches = [(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0]))]
         result = ifso.prune(
             ifso.create_model("ifso:resnet8-digits"), batches,
             lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
             budget=ifso.Budget(macs=0.8), example_inputs=batches[0][0], criterion="random", schedule="one-shot",
-            recalibrate=0, about={"model": "ifso:resnet8-digits"}, out=tmp_path / "it's",
+            recalibrate=0, about={"model": "ifso:resnet8-digits"}, out=tmp_path / "it's", ignore=ignore,
         )  # fmt: skip
-        line = load_command(read_run(tmp_path / "it's"))
+        run = read_run(tmp_path / "it's")
+        assert run.settings["ignore"] == (["layer1.0"] if ignore else [])
+        modules = [name for name, module in result.model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+        assert [layer.name for layer in run.structure.layers] == modules
+        assert all(layer.macs is not None for layer in run.structure.layers)
+        line = load_command(run)
+        assert "num_classes=10" in line
         names: dict = {}
         exec(line, names)
         images, wanted = batches[0][0], result.model.eval()

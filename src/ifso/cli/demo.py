@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.options import add_option, add_shared, seed
+from ifso.common.text import with_error
 from ifso.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ def outcome_table(outcome: Outcome) -> Table:
 
     rows = []
     for row in outcome.rows:
-        name = row.name if row.runs == 1 else f"{row.name}, mean of {row.runs}"
-        values = f"{row.macs:.1%}", f"{row.params:.1%}", f"{row.before:.2f} %", f"{row.after:.2f} %", f"{row.loss:.4f}"
+        name = row.name if row.runs == 1 else f"{row.name}, {row.runs} runs"
+        accuracies = (with_error(value, outcome.test_images) for value in (row.before, row.after))
+        values = f"{row.macs:.1%}", f"{row.params:.1%}", *accuracies, f"{row.loss:.4f}"
         rows.append((name, *values, f"{row.seconds:.1f}", f"{row.finetune_seconds:.1f}" * (row.finetune_seconds > 0)))
     return table(HEADINGS, rows, title=f"{MODEL} on {DATA}, pruned to {KEPT:.0%} of its MACs")
 
@@ -74,6 +76,7 @@ def _remarks(outcome: Outcome) -> list[str]:
     runs = ", ".join(name if count == 1 else f"{name}-1 to {name}-{count}" for name, count in CRITERIA.items())
     return [
         SAME,
+        f"Accuracy in per cent ± its standard error on {outcome.test_images} test images. Of runs: the mean, ± of one.",
         f"One of the {outcome.test_images} test images is {100 / outcome.test_images:.2f} points of accuracy.",
         *(f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks),
         f"run folder: {outcome.folder} (runs {runs}; the fine-tuned network in {FINAL}, the numbers in {SUMMARY})",

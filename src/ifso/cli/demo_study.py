@@ -18,6 +18,8 @@ from torch import nn
 from ifso.cli.console import write_json
 from ifso.cli.evaluate import profiles
 from ifso.cli.inputs import compute_threads
+from ifso.cli.prune import evaluation
+from ifso.common.text import with_error
 from ifso.criteria.registry import create
 from ifso.data import open_data
 from ifso.errors import IfsoError, RunError
@@ -130,7 +132,7 @@ class Study:
         watch = TrainerHooks(on_epoch=partial(EveryFifthEpoch(self._say, settings.epochs).ended, MODEL))
         fit(model, self.data.train_batches(settings.batch), settings, hooks=watch)
         seconds, accuracy = time.perf_counter() - started, self._accuracy(model)
-        self._say(f"accuracy {accuracy.top1:.2f} %")
+        self._say(f"accuracy {with_error(accuracy.top1, accuracy.samples)} %")
         return model, Row("unpruned", 1.0, 1.0, accuracy.top1, accuracy.top1, accuracy.loss, seconds, 0.0)
 
     def pruned(self, unpruned: nn.Module, name: str, number: int, folder: Path) -> tuple[nn.Module, Row]:
@@ -142,14 +144,15 @@ class Study:
         result = prune(
             model, self.data.train_batches(self._settings.batch), self.data.loss_fn, budget=Budget(macs=KEPT),
             example_inputs=self.data.example_inputs(), criterion=create(name, **seed),
-            calibration=self._effort.calibration, seed=self._seed, listener=self._listener, evaluate=self._measures,
-            about=self._about, out=folder,
+            calibration=self._effort.calibration, seed=self._seed, listener=self._listener,
+            evaluate=evaluation(self.data, "float32"), about=self._about, out=folder,
         )  # fmt: skip
         pruned, before = copy.deepcopy(model), self._accuracy(model).top1
         seconds = self._finetune(model, folder / FINETUNE)
         after = self._accuracy(model)
         self._profile(folder / EVALUATION, {"unpruned": unpruned, "pruned": pruned, "fine-tuned": model})
-        self._say(f"accuracy {before:.2f} %, after fine-tuning {after.top1:.2f} %")
+        first, last = (with_error(value, after.samples) for value in (before, after.top1))
+        self._say(f"accuracy {first} %, after fine-tuning {last} %")
         macs, params = (getattr(result.after, kind) / getattr(result.before, kind) for kind in ("macs", "params"))
         return model, Row(name, macs, params, before, after.top1, after.loss, result.seconds, seconds)
 
@@ -172,10 +175,6 @@ class Study:
 
     def _accuracy(self, model: nn.Module) -> Accuracy:
         return evaluate(model, self.data.test_batches())
-
-    def _measures(self, model: nn.Module) -> dict[str, float]:
-        accuracy = self._accuracy(model)
-        return {"accuracy": accuracy.top1, "test_loss": accuracy.loss}
 
     def _profile(self, path: Path, models: dict[str, nn.Module]) -> None:
         """Write what ``ifso eval`` would measure of these networks."""

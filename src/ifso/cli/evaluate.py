@@ -11,7 +11,7 @@ from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_
 from ifso.cli.distributed import World, device_of, joined, leave
 from ifso.cli.evaluation_report import STAGES, Report, report_parts
 from ifso.cli.inputs import compute_threads, data_options, example_input, name_networks, report_notes, shapes_of
-from ifso.cli.options import add_option, add_shared, positive, seed, shape, share
+from ifso.cli.options import BATCH, add_option, add_shared, positive, seed, shape, share
 from ifso.errors import DataError, IfsoError, RunError
 from ifso.runs.open import OpenedRun, open_tuned
 
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
     add_shared(group, "device")
     add_option(group, "precision", str, "NAME", "float32, tf32, bf16 or fp16 (float32)", default="float32")
     add_shared(group, "channels_last")
-    add_option(group, "batch", positive, "N", f"images at a time ({usual['batch']})")
+    add_option(group, "batch", positive, "N", f"{BATCH} ({usual['batch']})")
     words = "images to time; repeat it (1 and 128; 1 and 8 with boxes)"
     add_option(group, "latency_batch", positive, "N", words, action="append")
     words = "that costs and time are measured on (the run's, or the data's)"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import table
-from ifso.common.text import amount, standard_error
+from ifso.common.text import amount, with_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,13 +121,11 @@ def accuracy(share: float | None, samples: int | None) -> str:
     >>> accuracy(90.0, 900), accuracy(90.0, None)
     ('90.00 ± 1.00 %', '90.00 %')
     """
-    if share is None or not samples:
-        return _percent(share)
-    return f"{share:.2f} ± {standard_error(share, samples):.2f} %"
+    return NOT_THERE if share is None else f"{with_error(share, samples)} %"
 
 
 def _percent(share: float | None) -> str:
-    return NOT_THERE if share is None else f"{share:.2f} %"
+    return accuracy(share, None)
 
 
 def _share(report: Report, network: Profile, kind: str) -> str:

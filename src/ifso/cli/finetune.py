@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import complain, console, print_json, table
 from ifso.cli.distributed import World, joined, leave
-from ifso.cli.evaluation_report import accuracy
 from ifso.cli.inputs import data_options, name_networks, report_notes
 from ifso.cli.options import add_option, add_shared, real, seed
 from ifso.cli.progress import training_progress
@@ -28,6 +27,7 @@ from ifso.cli.train_options import (
     has_boxes,
     settings_of,
 )
+from ifso.common.text import with_error
 from ifso.errors import IfsoError
 from ifso.runs.arguments import FINETUNE, without_folders
 from ifso.runs.open import OpenedRun, open_run
@@ -259,7 +259,7 @@ def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     for summary in summaries:
         values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
         counted = summary.get("samples") if kind == "top1" else None
-        cells = ["–" if value is None else accuracy(value, counted).removesuffix(" %") for value in values]
+        cells = ["–" if value is None else with_error(value, counted) for value in values]
         cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
         rows.append((summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}"))
     best = () if kind == "eval_loss" else ("best epoch",)

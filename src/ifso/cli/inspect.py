@@ -12,7 +12,7 @@ from ifso.cli.console import chatter_to_stderr, console, print_json, say
 from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
 from ifso.cli.options import MODEL, add_option, add_shared, shape
 from ifso.common.text import amount
-from ifso.errors import TraceError
+from ifso.errors import TraceError, users_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -85,6 +85,11 @@ def _inspect(args: argparse.Namespace) -> Inspection:
 
     name, args.weights = args.model, None
     said = name_networks(args)
+    if args.model is None:
+        raise TraceError(
+            f"{name} does not say which MODEL its network is of; in Python: "
+            "print(ifso.trace(ifso.load(FOLDER, the_unpruned_model), example_inputs))"
+        )
     if args.input and isinstance(args.input[0], int):
         args.input = [tuple(args.input)]
     data = None if args.data is None else open_data(args.data)
@@ -111,7 +116,8 @@ def _trace(args: argparse.Namespace, model: nn.Module, data: Data | None) -> Cha
         given = " and ".join(f"--input {','.join(map(str, shape))}" for shape in args.input or ())
         message = " ".join(str(cause).split())[:300] or "no message"
         raise TraceError(
-            f"{args.model} does not run on {given or 'its default input'}: {type(cause).__name__}: {message}; "
+            f"{args.model} does not run on {given or 'its default input'}: {type(cause).__name__}: {message}"
+            f"{users_line(cause)}; "
             "give the shape it takes with --input, once for each input"
         ) from error
 

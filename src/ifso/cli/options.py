@@ -13,6 +13,7 @@ from ifso.cli.console import complain
 from ifso.errors import IfsoError
 from ifso.runs.values import LARGEST_WHOLE
 
+BATCH = "images in one batch, however many processes share the work"
 MODEL = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory; or the folder of a run, for its network"
 WEIGHTS = "trained weights, or the folder of a run for those of its network"
 DATA = (

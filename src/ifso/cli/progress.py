@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ifso.common.progress import EVERY, BarDisplay, Clock, Estimate, PlainDisplay, shows_bars, stderr_console
-from ifso.common.text import duration, loss_words
+from ifso.common.text import duration, joined_error, loss_words, with_error
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -32,12 +32,15 @@ class _Course(Estimate):
     last: Epoch | None = None
 
     def facts(self) -> dict[str, str]:
-        """The last epoch's loss, rate and accuracy, or mAP of a detector, as far as they are known."""
+        """The last epoch's loss, rate and accuracy (± standard error), or mAP of a detector, if known."""
         if self.last is None:
             return {}
         known = {"loss": loss_words(self.last.loss), "lr": f"{self.last.lr:.3g}"}
-        measures = self.last.measures
-        return known | {label: f"{measures[name]:.2f}" for name, label in MEASURES.items() if name in measures}
+        measures, counted = self.last.measures, {"top1": self.last.samples}
+        found = {
+            label: with_error(measures[name], counted.get(name)) for name, label in MEASURES.items() if name in measures
+        }
+        return known | found
 
 
 class PlainTrainingProgress(PlainDisplay):
@@ -72,7 +75,7 @@ class PlainTrainingProgress(PlainDisplay):
     def _print_epoch(self, name: str, epoch: str) -> None:
         course, now = self._courses[name], self._clock()
         self._due[name] = now + EVERY
-        facts = [f"{fact}={value}" for fact, value in course.facts().items()]
+        facts = [f"{fact}={joined_error(value)}" for fact, value in course.facts().items()]
         times = f"elapsed={duration(course.elapsed(now))}", f"left={duration(course.left(now))}"
         self._print(name, f"epoch={epoch}/{course.total}", *facts, *times)
 

@@ -14,7 +14,7 @@ from ifso.cli.dry_run import DryRun, dry_run
 from ifso.cli.evaluation_report import accuracy
 from ifso.cli.inputs import data_options, example_input, report_notes, shapes_of
 from ifso.cli.options import add_help
-from ifso.cli.prune_options import COSTS, add_options, gather, prune_arguments, takes_default_steps
+from ifso.cli.prune_options import COSTS, add_options, gather, prune_arguments, takes_default_steps, takes_steps
 from ifso.cli.resume import resumable
 from ifso.common.text import measured
 from ifso.errors import DataError, IfsoError
@@ -133,8 +133,10 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     """The arguments of ``ifso.prune``. Every rank has the same model, and its part of the joint batches."""
     import torch
 
+    from ifso.common.batches import shared_size
     from ifso.data import open_data
     from ifso.data.base import detects
+    from ifso.data.from_file import FileData
     from ifso.models.registry import is_program, network_for
     from ifso.pruning.budget import FLOPS, Budget
     from ifso.training.precision import loss_in
@@ -158,15 +160,18 @@ def _call(settings: dict[str, Any], args: argparse.Namespace, world: World, list
     model.train(settings.get("train_mode", True))
     example = example_input(settings.get("input"), data, world.device)
     batch = settings.get("batch", PRUNING_BATCH[data.task])
-    if world.ranks > 1:
-        listener.said(f"batches: {batch} samples on each of {world.ranks} ranks, {batch * world.ranks} in all")
+    own = isinstance(data, FileData)
+    each = shared_size(batch, world.ranks) if takes_steps(settings) and not own else batch
+    if world.ranks > 1 and not own:
+        shares = f"{each} of each batch on each of them" if each < batch else "whole batches on each of them"
+        listener.said(f"batches: {batch} samples, shared by {world.ranks} processes: {shares}")
     return {
         "model": model,
-        "train_batches": data.train_batches(batch_size=batch),
+        "train_batches": data.train_batches(batch_size=each),
         "loss_fn": loss_in(precision, data.loss_fn),
         "budget": budget,
         "example_inputs": example,
-        "evaluate": _evaluation(data, precision),
+        "evaluate": evaluation(data, precision),
         "about": {"arguments": settings, **({"counted_on": shapes_of(example)} if detects(data) else {})},
         **arguments,
     }
@@ -185,7 +190,7 @@ def _check_fits(model: nn.Module, data: Data) -> None:
         raise DataError(f"{data.name} has no boxes, but the network is a detector; give coco:PATH, or a classifier")
 
 
-def _evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
+def evaluation(data: Data, precision: str) -> Callable[[nn.Module], dict[str, float]] | None:
     """Accuracy on the test set, or average precision; None for data without a test set, and of another kind."""
     from ifso.data.base import detects
     from ifso.tasks.classification import cross_entropy

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.inputs import name_networks
-from ifso.cli.options import SHARED, WEIGHTS, add_option, add_shared, real, seed, shape
+from ifso.cli.options import BATCH, SHARED, WEIGHTS, add_option, add_shared, real, seed, shape
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 from ifso.runs.arguments import opened_with
@@ -44,7 +44,7 @@ STORED = (
 )
 """Options that a run is resumed with."""
 
-STAGED, MIXED = "staged", "mixed"
+STAGED, ONE_SHOT, MIXED = "staged", "one-shot", "mixed"
 LITERALS = {"true": True, "false": False, "none": None}
 
 
@@ -71,8 +71,7 @@ def _add_task(group: Any) -> None:
     add_shared(group, "pretrained", "data", "download", "workers")
     add_option(group, "input", shape, "1,3,32,32", "shape of the input that costs are counted on (the data's)")
     few, many = PRUNING_BATCH["detection"], PRUNING_BATCH["classification"]
-    words = f"samples in a batch, of each rank, not of all together as in trainings ({many}; {few} with boxes)"
-    add_option(group, "batch", int, "N", words)
+    add_option(group, "batch", int, "N", f"{BATCH} ({many}; {few} with boxes)")
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add_option(group, "ignore", str, "NAME", "modules to leave alone, by name or pattern", **several)
     add_option(group, "only", str, "NAME", "modules that may lose units (all)", **several)
@@ -105,7 +104,7 @@ def _add_stages(group: Any) -> None:
     add_option(group, "recover", int, "N", words)
     words = "end with the last network that lost at most X points on the test set (accuracy, or mAP with boxes)"
     add_option(group, "stop", real, "X", words)
-    words = "training samples it looks at, in whole batches, of each rank (1024; fewer for large networks)"
+    words = "training samples that each process looks at, in whole batches (1024; fewer for large networks)"
     add_option(group, "calibration", int, "N", words)
 
 
@@ -205,7 +204,20 @@ def takes_default_steps(settings: Mapping[str, Any]) -> bool:
     [False, True, False, False]
     """
     chosen = "lr" in settings or settings.get("preset") == "authors"
-    return not chosen and settings.get("schedule", defaults_of(settings)["schedule"]) != STAGED
+    return not chosen and _schedule(settings) != STAGED
+
+
+def takes_steps(settings: Mapping[str, Any]) -> bool:
+    """Whether there are steps of an optimizer between removals, each of one batch of all processes.
+
+    >>> [takes_steps(given) for given in ({}, {"preset": "paper"}, {"schedule": "one-shot"}, {"schedule": "mixed:0.5"})]
+    [False, True, False, True]
+    """
+    return _schedule(settings) not in (STAGED, ONE_SHOT)
+
+
+def _schedule(settings: Mapping[str, Any]) -> str:
+    return settings.get("schedule", defaults_of(settings)["schedule"])
 
 
 def prune_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.distributed import device_of
-from ifso.cli.options import add_former, add_option, add_settings, add_shared, positive, share
+from ifso.cli.options import BATCH, add_former, add_option, add_settings, add_shared, positive, share
 from ifso.cli.resume import check_same_options, stored_options
 from ifso.errors import IfsoError, TrainingError
 from ifso.runs.arguments import SPELLED
@@ -32,7 +32,7 @@ RECIPE_NAMES = (
 DECAYS = ", ".join(f"{RECIPES[name].weight_decay:g} in {name}" for name in ("ours", "quick"))
 SETTINGS = {
     "epochs": ("N", "rounds over the training set ({})"),
-    "batch": ("N", "images in a batch, of all ranks together, not of each as in ifso prune ({})"),
+    "batch": ("N", f"{BATCH} ({{}})"),
     "opt": ("NAME", f"optimizer: {', '.join(OPTIMIZERS)} ({{}})"),
     "lr": ("RATE", f"highest learning rate ({{}}; {ADAM_RATE:g} of adam and adamw)"),
     "schedule": ("NAME", f"of the learning rate: {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]} ({{}})"),

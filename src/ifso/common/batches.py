@@ -112,6 +112,17 @@ def of_batch(example_inputs: Any, batch: int) -> Any:
     return map_tensors(example_inputs, lambda tensor: torch.cat([tensor[:1]] * batch))
 
 
+def shared_size(batch_size: int, ranks: int) -> int:
+    """How many samples of each batch a process takes if ``ranks`` of them share it out.
+
+    >>> shared_size(128, 4)
+    32
+    """
+    if batch_size % ranks:
+        raise TrainingError(f"a batch of {batch_size} cannot be shared by {ranks} processes; give a multiple")
+    return batch_size // ranks
+
+
 def part_of(batch: Any, number: int, parts: int) -> Any:
     """Micro-batch ``number`` of ``parts``: of every tensor, or of every list.
 

@@ -84,6 +84,24 @@ def standard_error(percent: float, samples: int) -> float:
     return math.sqrt(max(percent * (100 - percent), 0.0) / samples)
 
 
+def with_error(percent: float, samples: int | None = None) -> str:
+    """A share of so many ``samples`` in percent, such as an accuracy, with its standard error if that is known.
+
+    >>> with_error(90.0, 900), with_error(90.0), with_error(90.0, 0)
+    ('90.00 ± 1.00', '90.00', '90.00')
+    """
+    return f"{percent:.2f} ± {standard_error(percent, samples):.2f}" if samples else f"{percent:.2f}"
+
+
+def joined_error(words: str) -> str:
+    """The same without blanks, for lines of ``key=value``.
+
+    >>> joined_error("90.00 ± 1.00")
+    '90.00±1.00'
+    """
+    return words.replace(" ± ", "±")
+
+
 def measured(name: str, value: float, samples: int | None = None) -> str:
     """A measure with four digits; an ``accuracy`` in percent of so many ``samples`` with its standard error.
 
@@ -92,4 +110,4 @@ def measured(name: str, value: float, samples: int | None = None) -> str:
     """
     if name != "accuracy" or not samples or not 0 <= value <= 100:
         return f"{value:.4g}"
-    return f"{value:.2f} ± {standard_error(value, samples):.2f}"
+    return with_error(value, samples)

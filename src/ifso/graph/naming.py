@@ -18,11 +18,14 @@ WILD = frozenset("*?[")
 def names_in(model: nn.Module, wanted: Any, option: str, error: type[IfsoError] = TraceError) -> tuple[str, ...]:
     """The names of modules and parameters that ``option`` asks for; TraceError if one is not there.
 
-    ``error`` is raised for what is no collection of names.
+    ``error`` is raised for what is no collection of names. Of what a pattern stands for, all that is within a module
+    goes by the name of the module.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> names_in(net, ["0", "*.bias", net[2]], "ignore")
     ('0', '2.bias', '2')
+    >>> names_in(nn.Sequential(net, nn.ReLU()), ["0*"], "ignore")
+    ('0',)
     """
     if isinstance(wanted, str) or not isinstance(wanted, (nn.Module, Iterable)):
         what = f"one string; give a tuple of names: {option}=({wanted!r},)" if isinstance(wanted, str) else "no tuple"
@@ -30,8 +33,9 @@ def names_in(model: nn.Module, wanted: Any, option: str, error: type[IfsoError] 
     given = [wanted] if isinstance(wanted, nn.Module) else list(wanted)
     found: dict[str, None] = {}
     for each in given:
-        names = _named(model, each, option)
-        found.update(dict.fromkeys(name for name in names if each == name or not is_under(name, found)))
+        for name in _named(model, each, option):
+            if each == name or not is_under(name, found):
+                found[name] = None
     return tuple(found)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -58,6 +61,8 @@ LOADING = (
 PUBLISHED: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "timm": {"pretrained": True}}
 """By provider: the option that asks for published weights."""
 
+ELSEWHERE = "; if there is no network here, fetch the weights where there is one, and give their file with --weights"
+
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 FRAMES = 16
@@ -86,10 +91,54 @@ def _build_torchvision(name: str, **options: Any) -> nn.Module:
     builder = models.get_model_builder(name)
     accepted = inspect.signature(builder).parameters
     no_weights = {key: None for key in ("weights", "weights_backbone") if key in accepted}
-    model = models.get_model(name, **{**no_weights, **options})
+    options = {**no_weights, **options}
+    if options.get("weights") and "num_classes" in options and "weights_backbone" not in accepted:
+        return _with_head_for(models, name, **options)
+    model = models.get_model(name, **options)
     if is_detector(model):
         refuse_unknown(model, f"torchvision:{name}", builder, options)
     return model
+
+
+def _with_head_for(models: ModuleType, name: str, num_classes: int, **options: Any) -> nn.Module:
+    """The classifier with published weights; layers that hang on the number of classes are new if that is another."""
+    model = models.get_model(name, **options)
+    fresh = models.get_model(name, **{**options, "weights": None}, num_classes=num_classes)
+    shapes = {key: tensor.shape for key, tensor in fresh.state_dict().items()}
+    mine = model.state_dict().items()
+    for layer in {key.rpartition(".")[0] for key, tensor in mine if shapes.get(key, tensor.shape) != tensor.shape}:
+        model.set_submodule(layer, fresh.get_submodule(layer))
+    return model
+
+
+def _build_timm(name: str, **options: Any) -> nn.Module:
+    timm = _package("timm")
+    with _cached_only() if options.get("pretrained") and _is_alone() else nullcontext():
+        return timm.create_model(name, **{"pretrained": False, **options})
+
+
+def _is_alone() -> bool:
+    """Return whether the name of the Hugging Face hub cannot be looked up, and no proxy would do that."""
+    try:
+        return not getproxies() and not socket.getaddrinfo(urlsplit(_hub().ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+
+
+def _hub() -> Any:
+    """The constants of the package that timm downloads with."""
+    return _package("huggingface_hub.constants")
+
+
+@contextmanager
+def _cached_only() -> Iterator[None]:
+    """Within it timm takes published weights from its cache, or fails at once; it would ask for a minute otherwise."""
+    hub = _hub()
+    before, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        hub.HF_HUB_OFFLINE = before
 
 
 def _package(name: str) -> ModuleType:
@@ -102,7 +151,7 @@ PROVIDERS = {
     "torchvision": Provider(lambda: _package("torchvision.models").list_models(), _build_torchvision),
     "timm": Provider(
         lambda: [*_package("timm").list_models(), *_package("timm").list_pretrained()],
-        lambda name, **options: _package("timm").create_model(name, **{"pretrained": False, **options}),
+        _build_timm,
     ),
 }
 
@@ -258,7 +307,9 @@ def _build(written: ModelName, name: str, options: dict[str, Any]) -> nn.Module:
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
         kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
-        raise ModelNotFound(f"{name} cannot be built with {given}: {kind}{one_line(error)}") from error
+        asked = any(options.get(key) for key in LOADING) and isinstance(error, OSError)
+        remedy = ELSEWHERE if asked else ""
+        raise ModelNotFound(f"{name} cannot be built with {given}: {kind}{one_line(error)}{remedy}") from error
 
 
 def _suggest(inner: str, providers: Mapping[str, Provider]) -> str:

@@ -20,7 +20,7 @@ from ifso.common.progress import (
     shows_bars,
     stderr_console,
 )
-from ifso.common.text import duration, loss_words, measured, roughly
+from ifso.common.text import duration, joined_error, loss_words, measured, roughly
 from ifso.errors import BudgetError
 from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
 
@@ -68,7 +68,7 @@ class PlainProgress(PlainDisplay):
         now, self._pending = self._clock(), None
         self._course.staged(stage, now)
         values = [f"{name}={measured(name, value, stage.samples)}" for name, value in stage.values.items()]
-        values = [words.replace(" ± ", "±") for words in values]
+        values = [joined_error(words) for words in values]
         number = f"stage={stage.number}/{stage.stages}"
         self._print(number, *self._costs(stage.shares), f"units={stage.units}", *values, *self._times(now))
         left = self._course.left(now)

@@ -214,10 +214,11 @@ def prune(
 
 def _folders(resume: Any, out: Any, *, overwrite: bool) -> tuple[Path | None, Path | None]:
     """``resume`` and ``out`` as paths; ``resume="auto"`` is decided by what is there."""
+    auto = isinstance(resume, str) and resume == AUTO
     resume, out = (None if path is None else _place(name, path) for name, path in (("resume", resume), ("out", out)))
     if overwrite and (out is None or resume is not None):
         raise BudgetError("overwrite=True needs out=, the folder of the run that makes room, and no resume=")
-    if resume == Path(AUTO):
+    if auto:
         if out is None:
             raise BudgetError("resume='auto' needs out=, the folder of the run that is started or goes on")
         resume = out if holds_run(out) else None

@@ -16,6 +16,9 @@ from ifso.pruning.budget import NORMALIZERS, Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Move, Moves, Ordered
 
+MOST_NAMES = 4
+"""Names of layers in an error, at most."""
+
 TOLERANCE = 0.005
 """How far below its target a run may end, as a share of the whole network, if smaller steps exist."""
 
@@ -195,6 +198,17 @@ def smallest_shares(ledger: Ledger, moves: Moves, target: Target) -> dict[str, f
     return min(found, key=target.gap)
 
 
+def _briefly(setting: Any) -> Any:
+    """A setting as it is shown: few of many names.
+
+    >>> _briefly(0.1), _briefly(("a", "b")), _briefly(("a", "b", "c", "d", "e"))
+    (0.1, ('a', 'b'), "('a', 'b', 'c', 'd' and 1 more)")
+    """
+    if not isinstance(setting, tuple) or len(setting) <= MOST_NAMES:
+        return setting
+    return f"({', '.join(map(repr, setting[:MOST_NAMES]))} and {len(setting) - MOST_NAMES} more)"
+
+
 def _obstacles(
     graph: ChannelGraph, ledger: Ledger, moves: Moves, target: Target, reach: Mapping[str, float]
 ) -> list[str]:
@@ -208,7 +222,7 @@ def _obstacles(
     floors: dict[str, Any] = {**vars(moves.floors), "round_to": moves.round_to}
     least = {"round_to": None, "min_share": 0.0, "min_units": 1, "only": ()}
     freer = {
-        f"{name}={floors[name]}": Moves(graph, **{**floors, name: free}) if floors[name] != free else moves
+        f"{name}={_briefly(floors[name])}": Moves(graph, **{**floors, name: free}) if floors[name] != free else moves
         for name, free in least.items()
     }
     for setting, others in freer.items():

@@ -26,6 +26,9 @@ from ifso.pruning.selection import Target
 FEW = 4
 """A layer may read so many channels for each sample before a note says that samples are few."""
 
+FEW_SAMPLES = "and the calibration has only"
+"""By these words a note is known that this was said."""
+
 if TYPE_CHECKING:
     from ifso.pruning.budget import Phase
     from ifso.pruning.run import Run
@@ -99,15 +102,18 @@ def _fit_(run: Run, units: Sequence[int]) -> None:
 
 
 def _warn_of_few(run: Run, losing: Sequence[Reader]) -> None:
-    """Say so where a linear layer reads far more channels than there are samples: they fit together by chance."""
+    """Say so once where linear layers read far more channels than there are samples: they fit together by chance."""
     tensors, samples = named_tensors(run.network.model), sum(rough_count(batch) for batch in run.calibration)
-    for reader in losing:
-        channels = tensors[reader.parameter].shape[-1]
-        if tensors[reader.parameter].dim() == 2 and samples * FEW < channels:
-            run.say(
-                f"{reader.parameter} reads {channels} channels, and the calibration has only {samples} samples: scores "
-                "and weights are unsure; give more, or smaller batches if the last, smaller one is left out"
-            )
+    read = {reader.parameter: tensors[reader.parameter].shape[-1] for reader in losing}
+    wide = {name: channels for name, channels in read.items() if tensors[name].dim() == 2 and samples * FEW < channels}
+    if not wide or any(FEW_SAMPLES in note for note in run.progress.notes):
+        return
+    widest = max(wide, key=lambda name: wide[name])
+    others = f" ({len(wide) - 1} other layers read too many, too)" if len(wide) > 1 else ""
+    run.say(
+        f"{widest} reads {wide[widest]} channels{others}, {FEW_SAMPLES} {samples} samples: scores and weights are "
+        "unsure; give more, or smaller batches if the last, smaller one is left out"
+    )
 
 
 def _loss(run: Run) -> float:

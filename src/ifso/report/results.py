@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ifso.common.text import amount, standard_error
+from ifso.common.text import amount, standard_error, with_error
 from ifso.pruning.result import LABELS, UNDONE
 from ifso.runs.arguments import FINETUNE
 from ifso.runs.records import RunRecord
@@ -54,9 +54,10 @@ class Quality:
 
     def shown(self, stage: str) -> str:
         """The value at a stage in its unit, with its standard error where it is known."""
-        error = self.error(stage)
         value = self.by_stage[stage]
-        return self.number(value) if error is None else f"{value:.2f}\u00a0±\u00a0{in_percent(error)}"
+        if self.error(stage) is None:
+            return self.number(value)
+        return f"{with_error(value, self.samples[stage])} %".replace(" ", "\u00a0")
 
 
 def quality(run: RunRecord) -> Quality:

@@ -12,6 +12,7 @@ from ifso.pruning.result import LABELS
 from ifso.report.results import STAGES, Quality, binding, costs_in_words, quality
 from ifso.runs.arguments import FINETUNE, SPELLED
 from ifso.runs.records import RunRecord, TuningRecord
+from ifso.runs.structure import layer_of
 from ifso.runs.values import at, mapping, number, numbers, text, whole
 
 LINKS = {
@@ -20,7 +21,8 @@ LINKS = {
 }  # fmt: skip
 """The sections in order, each a macro of ``sections.html``, and the words of the links to them."""
 
-EXPECTED = ("is an output of the model", "ignored on request", "no layer of the model produces it as channels")
+OUTPUT = "is an output of the model"
+EXPECTED = (OUTPUT, "ignored on request", "no layer of the model produces it as channels")
 """Reasons not to prune an axis that surprise nobody."""
 
 
@@ -209,7 +211,8 @@ def load_command(run: RunRecord) -> str | None:
     if name is None:
         name = f"{run.model}(...)" if run.model.isidentifier() else "build_it()"
         return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {name})  # with the original, unpruned"
-    outputs = [layer.channels for layer in run.structure.layers if not layer.groups]
+    heads = {layer_of(name) for each in run.structure.frozen if each.reason == OUTPUT for name in each.parameters}
+    outputs = list({layer.channels for layer in run.structure.layers if layer.name in heads})
     known = name.startswith(("ifso:", "timm:", "torchvision:")) and "num_classes" not in name and len(outputs) == 1
     original = f"ifso.create_model({name!r}{f', num_classes={outputs[0]}' if known else ''})"
     return f"import ifso\n\nmodel = ifso.load({str(folder)!r}, {original})"

@@ -80,9 +80,22 @@ def places_of(folder: Path, path: str) -> Iterator[Path]:
         yield from (parent / path for parent in folder.resolve().parents[:LEVELS])
 
 
+def run_around(folder: Path) -> Path | None:
+    """The run in which ``folder`` is the network for one of several budgets, if it is in one."""
+    from ifso.common.files import is_file
+    from ifso.runs.files import CONFIG, NETWORKS
+
+    run = folder.resolve().parent.parent
+    return run if folder.resolve().parent.name == NETWORKS and is_file(run / CONFIG) else None
+
+
 def opened_with(folder: Path, arguments: Mapping[str, Any]) -> list[Path]:
     """The folder of a run, and those of the network it began with, if that was another run's: one sender for all."""
     from ifso.common.files import is_folder
+
+    around = run_around(folder)
+    if around is not None:
+        return [folder, *opened_with(around, arguments)]
 
     weights = arguments.get("weights")
     places = places_of(folder, weights) if isinstance(weights, str) else ()

@@ -18,6 +18,7 @@ from ifso.runs.arguments import (
     pruning_of,
     refuse_foreign,
     refuse_no_network,
+    run_around,
     told_names,
     told_options,
 )
@@ -276,8 +277,9 @@ def found_again(folder: Path, arguments: Mapping[str, Any], given: Collection[st
 def open_run(folder: Path, *, model: str | None = None, unverified: bool = False) -> OpenedRun:
     """The finished run in ``folder``; ``model`` is the MODEL, if its file has moved or the run does not tell it.
 
-    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments. One that failed its check,
-    or whose files are of several runs, is refused unless ``unverified``.
+    A folder with nothing but a network that ``ifso.save`` wrote is a run without arguments; a network for one of
+    several budgets has those of the run that it lies in. One that failed its check, or whose files are of several
+    runs, is refused unless ``unverified``.
     """
     from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
     from ifso.surgery.store import RECIPE, refuse_failed_run
@@ -285,6 +287,9 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     given = {} if model is None else {"model": model}
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
+    around = run_around(folder)
+    if not is_there(folder / CONFIG) and is_there(folder / RECIPE) and around is not None:
+        return replace(open_run(around, model=model, unverified=unverified), folder=folder)
     if not is_there(folder / CONFIG) and is_there(folder / RECIPE):
         return OpenedRun(folder, given, told=frozenset(given), unverified=unverified, by_python=True)
     if not is_there(folder / CONFIG):

@@ -234,26 +234,47 @@ def structure_of(graph: channel_graph.ChannelGraph) -> dict[str, Any]:
         for axis in graph.frozen
     ]
     shapes = {name: list(layout.shape) for name, layout in graph.layouts.items()}
-    others = {term.where: list(term.shape) for term in graph.terms if term.kind == "parameter"}
+    parameters = {term.where: list(term.shape) for term in graph.terms if term.kind == "parameter"}
+    shapes = in_place(shapes, parameters)
     return {
         "groups": [_described(group) for group in graph.groups],
         "frozen": frozen,
-        "shapes": shapes | {name: shape for name, shape in others.items() if name not in shapes},
-        "macs": _macs_of_weights(graph),
+        "shapes": shapes,
+        "macs": _macs_of_weights(graph, shapes),
         "cost": count(graph, graph.kept(None)).as_dict(),
     }
 
 
-def _macs_of_weights(graph: channel_graph.ChannelGraph) -> dict[str, int]:
+def in_place(known: Mapping[str, Any], every: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is ``known``, and what else ``every`` has before that which comes after it there.
+
+    >>> in_place({"b": 1, "b.mean": 2, "d": 3}, {"a": 4, "b": 5, "c": 6, "d": 7, "e": 8})
+    {'a': 4, 'b': 1, 'b.mean': 2, 'c': 6, 'd': 3, 'e': 8}
+    """
+    before: dict[str | None, list[str]] = {}
+    missing: list[str] = []
+    for name in every:
+        if name in known:
+            before[name], missing = missing, []
+        else:
+            missing.append(name)
+    found: dict[str, Any] = {}
+    for name in known:
+        found |= {other: every[other] for other in before.get(name, ())} if name in every else {}
+        found[name] = known[name]
+    return found | {name: every[name] for name in missing}
+
+
+def _macs_of_weights(graph: channel_graph.ChannelGraph, shapes: Shapes) -> dict[str, int]:
     """Multiply-adds by the name of the weight, of layers that multiply with nothing else."""
     terms = [term for term in graph.terms if term.kind in MAC_KINDS]
     mixed = {term.where for term in terms if term.kind == "matmul"}
     macs: dict[str, int] = {}
     for term in terms:
         name = f"{term.where}.weight" if term.where else "weight"
-        if term.where not in mixed and name in graph.layouts:
+        if term.where not in mixed and name in shapes:
             macs[name] = macs.get(name, 0) + math.prod(term.shape)
-    return {name: number for name, number in macs.items() if number % math.prod(graph.layouts[name].shape) == 0}
+    return {name: number for name, number in macs.items() if number % math.prod(shapes[name]) == 0}
 
 
 def _described(group: channel_graph.Group) -> dict[str, Any]:

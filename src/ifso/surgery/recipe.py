@@ -164,6 +164,20 @@ class Recipe:
     def __post_init__(self) -> None:
         _check_unique("attribute", (change.place for change in self.attributes))
 
+    def __repr__(self) -> str:
+        """One line, for a terminal or a notebook.
+
+        >>> Recipe("Linear", {"weight": ShapeChange((4, 3), (4, 3))})
+        <Recipe of Linear: nothing was removed>
+        """
+        if not self.removed_units:
+            return f"<Recipe of {self.model.rpartition('.')[2]}: nothing was removed>"
+        pairs = ((name, self.cost_before.get(name), self.cost_after.get(name)) for name in ("macs", "params"))
+        costs = [f"{name} {first:,} → {last:,} ({last / first:.1%})" for name, first, last in pairs if first and last]
+        rounds = f"{len(self.rounds)} round{'' if len(self.rounds) == 1 else 's'}"
+        what = "; ".join([f"{self.removed_units} units removed in {rounds}", *costs])
+        return f"<Recipe of {self.model.rpartition('.')[2]}: {what}>"
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the original names and shapes: what a fresh model must have."""

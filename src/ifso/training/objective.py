@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ifso.common.batches import shared_size
 from ifso.common.distributed import is_distributed
 from ifso.common.loss_fn import LossFn
 from ifso.data.base import Data, detects, has_own_loss
 from ifso.data.batches import Epochs, ExtendedBatches, TrainBatches, generator
 from ifso.data.decoding import TrainFiles
+from ifso.data.from_file import FileData
 from ifso.errors import TrainingError
 from ifso.tasks.classification import classification
 from ifso.tasks.detection import detection_losses
@@ -45,12 +47,11 @@ def batches_and_loss(
     ``caches`` keeps them for other networks with the same teacher, ``networks`` of them in all. Mixed images
     (``cutmix``, ``mixup``) have too many variants for that: the teacher is asked in every step.
     """
-    if settings.batch % ranks:
-        raise TrainingError(f"a batch of {settings.batch} cannot be shared by {ranks} processes; give a multiple")
+    each = shared_size(settings.batch, ranks)
     _check_options(data, settings, teacher)
-    if ranks > 1 and say is not None:
-        say(f"batches: {settings.batch} samples are shared by {ranks} ranks, {settings.batch // ranks} on each")
-    batches = data.train_batches(settings.batch // ranks)
+    if ranks > 1 and not isinstance(data, FileData) and say is not None:
+        say(f"batches: {settings.batch} samples, shared by {ranks} processes: {each} of each batch on each of them")
+    batches = data.train_batches(each)
     if settings.mixes:
         batches = _mixed_batches(data, batches, settings)
     if has_own_loss(data):

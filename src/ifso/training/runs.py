@@ -22,6 +22,7 @@ from ifso.common.devices import out_of_memory
 from ifso.common.distributed import is_distributed, rank, together
 from ifso.common.loss_fn import LossFn
 from ifso.common.serialization import located
+from ifso.common.text import standard_error
 from ifso.data.base import Data, detects, has_own_loss, headline
 from ifso.data.compatibility import check_fits
 from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingError
@@ -321,10 +322,13 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
 
     The loss must end twice as high as it began and as that of guessing among the ``classes`` (None where the loss is no
     cross entropy), and have been above guessing in training, too (twice as high if it began with random weights), while
-    the accuracy has not risen, to half as much again as that of guessing at least.
+    the accuracy has not risen, to half as much again as that of guessing at least. Within its standard error an
+    accuracy is not called lower.
 
     >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 8.0, 0.1, 1.0, {"top1": 9.0, "eval_loss": 300.0}), 10, lr=0.1)
     ['the training diverged: the loss went from 0.3 to 300, where guessing has 2.3; give a lower --lr than 0.1']
+    >>> harm({"top1": 90.0}, Epoch(1, 0.1, 0.1, 1.0, {"top1": 89.5}, samples=900), 10, lr=0.1)
+    []
     >>> harm({"top1": 90.0, "eval_loss": 0.3}, Epoch(1, 0.1, 0.1, 1.0, {"top1": 89.5, "eval_loss": 3.0}), 10, lr=0.1)
     ['top1 ends lower than it began: 89.5 after 90; a lower --lr than 0.1 or more epochs may help']
     """
@@ -338,7 +342,8 @@ def harm(began: Measures | None, last: Epoch, classes: int | None, lr: float) ->
         came = f"went from {before:.3g} to" if began else "is"
         words = f"the loss {came} {ended:.3g}, where guessing has {guess:.3g}"
         return [f"the training diverged: {words}; give a lower --lr than {lr:g}"]
-    if now >= first:
+    unsure = standard_error(first, last.samples) if name == "top1" and last.samples and began else 0.0
+    if now >= first - unsure:
         return []
     words = f"{name} ends lower than it began: {now:.4g} after {first:.4g}"
     return [f"{words}; a lower --lr than {lr:g} or more epochs may help"]
@@ -359,6 +364,6 @@ def _line(epoch: Epoch) -> dict[str, Any]:
     {'epoch': 3, 'loss': 0.5, 'lr': 0.1, 'seconds': 2.0, 'loss_boxes': 0.3, 'loss_classes': 0.2}
     """
     plain = asdict(epoch)
-    measures, losses = plain.pop("measures"), plain.pop("losses")
+    measures, losses, _ = (plain.pop(name) for name in ("measures", "losses", "samples"))
     named = {f"loss_{name.removeprefix('loss_')}": loss for name, loss in losses.items()}
     return {"epoch": plain.pop("number"), **plain, **named, **measures}

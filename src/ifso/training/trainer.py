@@ -50,8 +50,8 @@ SAVE_EVERY = 15.0
 class Epoch:
     """An epoch that is over: its number from 1, the mean loss of its batches, the rate it ended with, its seconds.
 
-    ``measures`` such as ``top1`` are of the evaluation after it, if there was one; ``losses`` are the means of the
-    named parts of ``loss``, if it has any.
+    ``measures`` such as ``top1`` are of the evaluation after it, if there was one, on ``samples`` images if that is
+    known; ``losses`` are the means of the named parts of ``loss``, if it has any.
     """
 
     number: int
@@ -60,6 +60,7 @@ class Epoch:
     seconds: float
     measures: Measures = field(default_factory=dict)
     losses: Measures = field(default_factory=dict)
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ class Trainer:
         seconds = time.perf_counter() - started
         lr = float(self._train_step.optimizer.param_groups[0]["lr"])
         losses = {} if self._named is None else self._named.pop_means()
-        self.done.append(Epoch(number + 1, loss, lr, seconds, self._measured(number + 1), losses))
+        measures = self._measured(number + 1)
+        samples = getattr(self._hooks.evaluate, "samples", 0) if measures else 0
+        self.done.append(Epoch(number + 1, loss, lr, seconds, measures, losses, samples))
         self._save()
         if self._hooks.on_epoch is not None:
             self._hooks.on_epoch(self.done[-1])
