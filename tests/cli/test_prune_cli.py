@@ -435,7 +435,7 @@ class TestRefused:
             ("--macs 0.5 --model ifso:resnet21", 2, "no model 'ifso:resnet21'"),
             ("--macs 0.5 --model ifso:resnet20", 2, "channels"),
             ("--macs 0.5 --lr 1e30", 2, "no longer finite"),
-            ("--macs 0.8 0.5", 2, "several shares need schedule='staged'"),
+            ("--macs 0.8 0.5 --schedule one-shot", 2, "several shares need schedule='staged' or 'incremental'"),
             ("--macs 0.5 --stop 1", 2, "stop=1.0 needs schedule='staged'"),
             ("--macs 0.5 --update", 2, "update=True needs schedule='staged'"),
             ("--macs 0.5 --recover 2", 2, "recover=2 needs schedule='staged'"),
@@ -464,7 +464,7 @@ class TestRefused:
             ("--macs 0.5 --stop -1", 2, "stop must be how far the measure may fall"),
             ("--macs 0.5 --recover -1", 2, "recover must be a whole number from 0 up, got -1"),
             ("--macs 0.5 --calibration 0", 2, "calibration must be a number of samples"),
-            ("--macs 0.8 0.5 --preset paper", 2, "several shares need schedule='staged'"),
+            ("--macs 0.8 0.5 --schedule one-shot", 2, "several shares need schedule='staged' or 'incremental'"),
             ("--macs 0.5 --data NET:Nan", 2, "NaN"),
         ],
     )
