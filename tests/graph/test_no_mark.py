@@ -259,6 +259,31 @@ def test_caches_keep_what_is_real():
     assert filled.cache_info().currsize == 1
 
 
+def test_a_method_that_remembers():
+    """What it gave to a trial run is not what it gives to the next."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        @functools.lru_cache(maxsize=4)  # noqa: B019 (as libraries do)
+        def places(self, size: int) -> Tensor:
+            return torch.arange(size).float().sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu() + self.places(8)[0])
+
+    net = Places()
+    graph = ifso.trace(net, X)
+    whole = net(X)  # fills the cache
+    keep = graph.keep_all()
+    keep[graph.groups[0].name][:3] = False
+    ifso.compact_(net, graph, keep)
+    assert net.first.weight.shape == (5, 6)
+    assert net(X).shape == whole.shape
+
+
 def test_threads():
     """Each thread traces and scores networks of its own; a hook that all shared mixed their modules up."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import threading
@@ -37,8 +38,20 @@ def preserved(model: nn.Module) -> Iterator[Image]:
 
 
 def forget_caches(model: nn.Module) -> None:
-    """Empty the dicts in which modules keep tensors computed from their parameters (``…cache…``), and autocast's."""
+    """Empty what modules keep: dicts (``…cache…``) of tensors, methods with ``functools.lru_cache``; and autocast's."""
     _forget_caches_of(model.modules())
+    for kind in {type(module) for module in model.modules()}:
+        for cached in _cached_methods(kind):
+            cached.cache_clear()
+
+
+@functools.cache
+def _cached_methods(kind: type[nn.Module]) -> tuple[functools._lru_cache_wrapper[Any], ...]:
+    """Methods with ``functools.lru_cache``, bare or within another decorator."""
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch")
+    methods = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
+    within = [cell.cell_contents for method in methods for cell in getattr(method, "__closure__", None) or ()]
+    return tuple(one for one in (*methods, *within) if isinstance(one, functools._lru_cache_wrapper))
 
 
 def _forget_caches_of(modules: Iterable[nn.Module]) -> None:
