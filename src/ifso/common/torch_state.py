@@ -8,6 +8,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -46,12 +47,15 @@ def forget_caches(model: nn.Module) -> None:
 
 
 @functools.cache
-def _cached_methods(kind: type[nn.Module]) -> tuple[functools._lru_cache_wrapper[Any], ...]:
-    """Methods with ``functools.lru_cache``, bare or within another decorator."""
+def _cached_methods(kind: Any) -> tuple[functools._lru_cache_wrapper[Any], ...]:
+    """Methods of a class with ``functools.lru_cache``, bare or within another decorator."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch")
-    methods = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
-    within = [cell.cell_contents for method in methods for cell in getattr(method, "__closure__", None) or ()]
-    return tuple(one for one in (*methods, *within) if isinstance(one, functools._lru_cache_wrapper))
+    found = [value for base in own for value in vars(base).values()]
+    found = [value.__func__ if isinstance(value, (staticmethod, classmethod)) else value for value in found]
+    for cell in [cell for value in found if isinstance(value, FunctionType) for cell in value.__closure__ or ()]:
+        with contextlib.suppress(ValueError):  # empty: nothing was put there yet
+            found.append(cell.cell_contents)
+    return tuple(value for value in found if isinstance(value, functools._lru_cache_wrapper))
 
 
 def _forget_caches_of(modules: Iterable[nn.Module]) -> None:
