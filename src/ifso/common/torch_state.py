@@ -41,7 +41,8 @@ def preserved(model: nn.Module) -> Iterator[Image]:
 def forget_caches(model: nn.Module) -> None:
     """Empty what modules keep: dicts (``…cache…``) of tensors, methods with ``functools.lru_cache``; and autocast's."""
     _forget_caches_of(model.modules())
-    for kind in {type(module) for module in model.modules()}:
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    for kind in kinds:
         for cached in _cached_methods(kind):
             cached.cache_clear()
 
