@@ -211,6 +211,41 @@ def test_distillation_that_does_harm_is_undone():
 # -------------------------------------------------------------------------------------------------------------- floors
 
 
+class Products(nn.Module):
+    """Layers written as products with matrices [inputs, outputs], as GPT-2 has them."""
+
+    def __init__(self, twin: nn.Sequential) -> None:
+        super().__init__()
+        self.first = copy.deepcopy(twin[0])
+        self.middle = nn.Parameter(twin[2].weight.detach().t().clone())
+        self.bias = nn.Parameter(twin[2].bias.detach().clone())
+        self.last = nn.Parameter(twin[4].weight.detach().t().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.first(x).relu(), self.middle).relu() @ self.last
+
+
+def test_layers_written_as_products_are_pruned_as_linear_ones_are():
+    torch.manual_seed(0)
+    twin = nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3, bias=False)
+    ).double()
+    model = Products(twin)
+    batches = [(torch.randn(32, 6).double(), torch.randint(3, (32,))) for _ in range(6)]
+
+    def loss_fn(net: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    for criterion in ("true-loss", "group-fisher"):
+        scores = [ifso.score(net, ifso.trace(net, batches[0][0]), loss_fn, batches, criterion) for net in (twin, model)]
+        for one, other in zip(*(found.values() for found in scores), strict=True):
+            torch.testing.assert_close(one, other)
+    for net in (twin, model):
+        ifso.prune(net, batches, loss_fn, budget=ifso.Budget(macs=0.5), example_inputs=batches[0][0], progress=False)
+    assert model.middle.shape == twin[2].weight.t().shape != (16, 12)
+    torch.testing.assert_close(model(batches[0][0]), twin(batches[0][0]))
+
+
 class ReadOtherwise(nn.Module):
     """Beside layers, a parameter that a product reads, and an MLP along places, which no sample has."""
 
@@ -223,7 +258,10 @@ class ReadOtherwise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x).relu()).relu().mean((2, 3))
-        return self.head(x * (x @ self.gate).sigmoid() + self.places(torch.linspace(0, 1, 10).view(5, 2)).mean(0))
+        return self.head(
+            x * torch.einsum("nc,cd->nd", x, self.gate).sigmoid()
+            + self.places(torch.linspace(0, 1, 10).view(5, 2)).mean(0)
+        )
 
 
 def test_units_that_the_score_cannot_see_being_read_are_left_alone_and_that_is_told():

@@ -19,8 +19,17 @@ Visit = Callable[["ReadingLayers", Tensor, int, Tensor], Tensor]
 """``visit(layers, x, dim, owner)`` gets a feature map, its channel dim and the unit of each channel; what it returns
 takes the place of ``x``. ``layers`` says which reader it is for."""
 
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight + bias``: a linear layer written by hand, its weight [inputs, outputs] (GPT-2's ``Conv1D``)."""
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+_PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm})
 CONVS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-TRANSPOSED: dict[Any, int] = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
+TRANSPOSED: dict[Any, int] = {
+    torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3, product: 0,
+}  # fmt: skip
 LAYERS: dict[Any, int] = {F.linear: 0, **CONVS, **TRANSPOSED}
 _REGIONS = frozenset({"torchvision.roi_align", "torchvision.ps_roi_align", "torchvision.roi_pool"})
 """Names of operators that cut regions [regions, 5] (image, x1, y1, x2, y2), their second argument, out of images."""
@@ -90,6 +99,7 @@ class ReadingLayers(TorchFunctionMode):
         if is_composite(func):
             return self._attention(func, args, kwargs)
         self._follow_regions(func, args)
+        func, args, kwargs = as_layer(func, args, kwargs)
         readers = self._readers_of(argument(args, kwargs, "weight")) if func in LAYERS else []
         if readers:
             return self._layer(func, args, kwargs, readers)
@@ -205,6 +215,19 @@ def _as_long(made: Tensor, tensor: Tensor, reader: Reader) -> bool:
         return False
     dims = (0, reader.dim) if reader.owner.dim() > 1 else (reader.dim,)
     return all(made.shape[dim] == tensor.shape[dim] for dim in dims)
+
+
+def as_layer(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The call of a function, a product with a matrix as one of :func:`product`."""
+    if func in _PRODUCTS and len(args) == 2 and _is_matrix(args[1]):
+        return product, args, {}
+    if func is torch.addmm and len(args) == 3 and not kwargs and _is_matrix(args[2]):
+        return product, (args[1], args[2], args[0]), {}
+    return func, args, kwargs
+
+
+def _is_matrix(weight: Any) -> bool:
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 def argument(args: Any, kwargs: Any, name: str) -> Any:

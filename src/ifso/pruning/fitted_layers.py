@@ -83,7 +83,8 @@ def outputs_left(graph: ChannelGraph, kept: Tensor, name: str, weight: Tensor, l
 
 def _in_order(numbers: Tensor) -> Tensor:
     """Each number once, as they come."""
-    return torch.tensor(list(dict.fromkeys(numbers.flatten(2)[:, :, 0].flatten().tolist())), device="cpu")
+    first = numbers.reshape(*numbers.shape[:2], -1)[:, :, 0]
+    return torch.tensor(list(dict.fromkeys(first.flatten().tolist())), device="cpu")
 
 
 def _outputs(call: LayerCall) -> int:

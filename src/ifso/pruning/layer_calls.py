@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ifso.criteria.reader_hooks import LAYERS, TRANSPOSED, argument, inside_of, is_composite, tensors_in
+from ifso.criteria.reader_hooks import LAYERS, TRANSPOSED, argument, as_layer, inside_of, is_composite, tensors_in
 
 _READER = "_ifso_read_by"
 """An attribute of a layer's output: the name of its weight."""
@@ -151,6 +151,7 @@ class LayerCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_composite(func):
             return inside_of(self, func, args, kwargs)
+        func, args, kwargs = as_layer(func, args, kwargs)
         weight = argument(args, kwargs, "weight") if func in LAYERS else None
         name = self._names.get(id(weight))
         if name is not None:
