@@ -274,7 +274,7 @@ def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
         torch.testing.assert_close(one.state_dict()[key], tensor, rtol=1e-6, atol=1e-8, msg=lambda t, n=key: n + t)
     monkeypatch.setattr(reconstruction, "LIVE", 2**30)
     monkeypatch.setattr(reconstruction, "TARGETS", 1)
-    monkeypatch.setattr(reconstruction, "_all_samples", lambda *_: None)
+    monkeypatch.setattr(reconstruction, "joined", lambda _: None)
     assert reconstruct_(third, whole, graph, kept, square, lambda: batches) == better
     assert all(torch.equal(third.state_dict()[key], tensor) for key, tensor in other.state_dict().items())
 

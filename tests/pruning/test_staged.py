@@ -211,6 +211,27 @@ def test_distillation_that_does_harm_is_undone():
 # -------------------------------------------------------------------------------------------------------------- floors
 
 
+class WithPlaces(nn.Module):
+    """Beside samples it takes places, which are the same for all of them, as Flux does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places, self.last = nn.Linear(6, 16), nn.Linear(2, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.last((self.first(x) + self.places(places).mean(0)).relu())
+
+
+def test_batches_whose_tensors_hold_different_numbers_get_to_the_end():
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 6), torch.randn(5, 2)) for _ in range(4)]
+    result = ifso.prune(
+        WithPlaces(), batches, lambda net, batch: net(*batch).square().mean(), budget=ifso.Budget(macs=0.5),
+        example_inputs=batches[0], progress=False,
+    )  # fmt: skip
+    assert result.shares["macs"] <= 0.5
+
+
 class Products(nn.Module):
     """Layers written as products with matrices [inputs, outputs], as GPT-2 has them."""
 

@@ -30,12 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ifso.common.batches import joined, num_samples
+from ifso.common.batches import joined, num_samples, rough_count
 from ifso.common.distributed import is_distributed
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes
 from ifso.criteria.moments import Halves, mean_size
+from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.pruning.fitted_layers import Layer, layers_of, outputs_left
 from ifso.pruning.judging import Aim
@@ -103,8 +104,7 @@ def reconstruct_(
             return False
         undo = Undo(model)
         layers, whole = (layers_of(network, loss_fn, first) for network in (model, teacher))
-        counts = [num_samples(batch) for batch in batches()]
-        samples = _all_samples(layers, counts, batches)
+        counts, samples = _all_samples(layers, batches)
         device = next(iter(named_tensors(model).values())).device
         room = _room(device, LIVE, GPU_SHARE) // 2
         together = list(
@@ -170,14 +170,21 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     return best
 
 
-def _all_samples(layers: Mapping[str, Layer], counts: Sequence[int], batches: Batches) -> Any | None:
-    """All samples as one batch; None if that takes too much memory, several processes, or batches go apart."""
-    if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
-        return None
+def _all_samples(layers: Mapping[str, Layer], batches: Batches) -> tuple[list[int], Any | None]:
+    """How many samples each batch holds, and all of them as one batch.
+
+    None if that takes too much memory, several processes, or batches go apart.
+    """
     found = list(batches())
+    try:
+        counts = [num_samples(batch) for batch in found]
+    except ScoreError:  # of tensors some hold no samples
+        return [rough_count(batch) for batch in found], None
+    if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
+        return counts, None
     device = next((leaf.device for leaf in tree_leaves(found) if isinstance(leaf, Tensor)), torch.device("cpu"))
     live = 4 * max(layer.reads for layer in layers.values()) * sum(counts) / max(counts[0], 1)
-    return joined(found) if live <= _room(device, LIVE, GPU_SHARE) else None
+    return counts, joined(found) if live <= _room(device, LIVE, GPU_SHARE) else None
 
 
 def _room(device: torch.device, usual: int, share: int) -> int:
