@@ -211,6 +211,18 @@ def test_distillation_that_does_harm_is_undone():
 # -------------------------------------------------------------------------------------------------------------- floors
 
 
+def test_attention_in_train_mode_with_dropout():
+    """Whole it runs one function, smaller another one, of which fewer tensors are counted."""
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 1, 1, 24, batch_first=True).train()
+    batches = [(torch.randn(3, 5, 16), torch.randn(3, 4, 16)) for _ in range(4)]
+    result = ifso.prune(
+        model, batches, lambda net, batch: net(*batch).square().mean(), budget=ifso.Budget(macs=0.6),
+        example_inputs=batches[0], progress=False,
+    )  # fmt: skip
+    assert result.shares["macs"] <= 0.6
+
+
 class WithPlaces(nn.Module):
     """Beside samples it takes places, which are the same for all of them, as Flux does."""
 
