@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,6 +12,7 @@ from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.naming import wiring_difference, wiring_of
+from ifso.graph.terms import Term
 
 MAC_KINDS = ("conv", "linear", "matmul")
 
@@ -164,9 +164,6 @@ COMPARED = ("macs", "conv_macs", "params", "activations")
 _Place = tuple[str, str]
 """(kind, where) of a term."""
 
-_Places = dict[str, list[tuple[str, int]]]
-"""(kind, size) of the terms of each place."""
-
 
 def recount(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
     """What the ``smaller`` network's own graph counts otherwise than the ``original`` promises for ``kept``, in words.
@@ -176,29 +173,9 @@ def recount(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list
     """
     promised, found = count(original, kept).as_dict(), count(smaller, smaller.kept(None)).as_dict()
     wrong = [kind for kind in COMPARED if found[kind] != promised[kind]]
-    if wrong == ["activations"] and _alike_where_kinds_are(_places(original, kept), _places(smaller)):
-        return []  # narrower attention runs other functions, which keep other tensors
     if not original.on_real_tensors or "params" in wrong:
         return [f"{kind} {found[kind]:,} instead of {promised[kind]:,}" for kind in wrong]
     return _differing_rows(original, kept, smaller) if wrong else []
-
-
-def _places(graph: ChannelGraph, kept: Tensor | None = None) -> _Places:
-    """Of each place of the network kind and size of what costs there."""
-    kept = graph.kept(None) if kept is None else kept
-    found = defaultdict[str, list[tuple[str, int]]](list)
-    for term in graph.terms:
-        found[term.where].append((term.kind, term.count(kept)))
-    return found
-
-
-def _alike_where_kinds_are(before: _Places, now: _Places) -> bool:
-    """Return whether places that hold as many terms of each kind as before also hold terms of the same sizes."""
-    return all(
-        sorted(terms) == sorted(now[where])
-        for where, terms in before.items()
-        if Counter(kind for kind, _ in terms) == Counter(kind for kind, _ in now[where])
-    )
 
 
 def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
@@ -215,13 +192,10 @@ def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph)
         known = wanted.get((term.kind, term.where))
         if known is None:
             strange.append(f"{place} is new")
-        elif (
-            known
-            and 0 not in term.shape
-            and not any(
-                len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row
-                for rank, dims, per_row in known
-            )
-        ):
+        elif known and 0 not in term.shape and not any(_costs_as(term, *one) for one in known):
             strange.append(f"{place} costs otherwise for each row: its shape is {term.shape}")
     return list(dict.fromkeys(strange))
+
+
+def _costs_as(term: Term, rank: int, dims: list[int], per_row: int) -> bool:
+    return len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -181,13 +182,24 @@ def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
             labels.scales.append((layer.ids.reshape(-1, layer.ids.shape[-1]), function.key))
 
 
+ATTENTION = {"scaled_dot_product_attention": 0, "multi_head_attention_forward": 2}
+"""Functions of attention, with the number of costs behind its products: those of the projection of a layer."""
+
+
 def _count_attention_once(labels: Labels) -> None:
     """Attention writes what it returns, whether PyTorch takes one kernel for it or, for odd sizes, two products."""
-    attentions = {item.key for item in labels.tape.functions if item.name == "scaled_dot_product_attention"}
-    inside = [op for op in labels.operations if op.kind == "activation" and op.function in attentions]
-    last = {op.function: op for op in inside}
-    needless = {id(op) for op in inside if op is not last[op.function]}
-    labels.operations = [op for op in labels.operations if id(op) not in needless]
+    inside = defaultdict[Any, list[Any]](list)
+    for op in labels.operations:
+        inside[op.function].append(op)
+    weights = set()
+    for function in labels.tape.functions:
+        if function.name not in ATTENTION or (isinstance(function.result, tuple) and function.result[1] is not None):
+            continue
+        made = inside[function.key]
+        products = made[: len(made) - ATTENTION[function.name]]
+        if len(products) > 2 and products[-3].kind == "activation":
+            weights.add(id(products[-3]))
+    labels.operations = [op for op in labels.operations if id(op) not in weights]
 
 
 def _flag_scale_of_layer(function: FunctionCall, labels: Labels) -> None:
