@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ifso
 from ifso.common.module_state import named_tensors
 from ifso.criteria.base import Criterion, Task
-from ifso.errors import BudgetError, IfsoError, UnreachableBudget
+from ifso.errors import BudgetError, IfsoError, ScoreError, UnreachableBudget
 from ifso.pruning import run as running
 from ifso.pruning.events import Silent, Stage
 from ifso.pruning.judging import Aim
@@ -242,6 +242,22 @@ def test_batches_whose_tensors_hold_different_numbers_get_to_the_end():
         example_inputs=batches[0], progress=False,
     )  # fmt: skip
     assert result.shares["macs"] <= 0.5
+
+
+@pytest.mark.parametrize("call", [2, 3, 5])
+def test_a_loss_that_fails_later_is_one_line(call):
+    calls = iter(range(1, 100))
+
+    def failing(net: nn.Module, batch: Any) -> Tensor:
+        if next(calls) == call:
+            raise KeyError("mine")
+        return net(*batch).square().mean()
+
+    batches = [(torch.randn(8, 6), torch.randn(8, 2)) for _ in range(4)]
+    with pytest.raises(ScoreError, match="loss_fn failed: KeyError: 'mine'"):
+        ifso.prune(
+            WithPlaces(), batches, failing, budget=ifso.Budget(macs=0.5), example_inputs=batches[0], progress=False
+        )
 
 
 class Products(nn.Module):

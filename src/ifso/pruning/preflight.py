@@ -100,7 +100,7 @@ def without_unread(
 
     def find() -> dict[str, str]:
         graph = traced.graph
-        task = Task(model, graph, loss_fn, graph.kept(None))
+        task = Task(model, graph, WatchedLoss(loss_fn), graph.kept(None))
         with unmarked(model):
             return dict(settings.criterion.unread(task, on_device(batch, task.device)))
 
