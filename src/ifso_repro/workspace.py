@@ -86,6 +86,8 @@ UNTOUCHED: dict[str, Any] = {
 """What a pruning would say that removed nothing."""
 
 BATCH = 128
+MULTIPLE = 16
+"""Widths of layers in training on a GPU are multiples of this."""
 NAMES = {"coco": "coco:{},labels=ids", "bccd": "coco:{}"}
 """How data sets are opened. Published detectors for COCO have its ids as labels."""
 
@@ -236,7 +238,7 @@ class Workspace:
         return self.placed(model)
 
     def trainable(self, job: Job, pruned: nn.Module, data: Data) -> nn.Module:
-        """The ``pruned`` network as it is fine-tuned: on a GPU in its former shape, with zeros, where that is exact.
+        """The ``pruned`` network as it is fine-tuned: on a GPU with zeros up to a multiple of 16, where that is exact.
 
         Detectors are large enough for a GPU as they are, and shall take less memory.
         """
@@ -280,9 +282,9 @@ class Workspace:
 
 
 def former_shape(wide: nn.Module, pruned: nn.Module, data: Data, say: Callable[[str], object] = str) -> nn.Module:
-    """The ``wide`` network with zeros where ``pruned`` lacks units; that itself where this would not be exact."""
+    """``pruned`` with zeros up to the next :data:`MULTIPLE`, at most as ``wide``; itself where this is not exact."""
     try:
-        padded_(wide, pruned, data)
+        padded_(wide, pruned, data, multiple=MULTIPLE)
     except RecipeError as error:
         say(f"trained in its own shape, because {error}")
         return pruned

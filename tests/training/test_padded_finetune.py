@@ -125,6 +125,32 @@ def test_it_trains_as_the_small_one(name, rounds, settings, data):
     assert differences(read, small) < 1e-10
 
 
+@pytest.mark.parametrize("name", NETS)
+def test_padded_to_a_multiple_only(name, data):
+    small, wide = pruned(NETS[name], data, dtype=torch.float32), network(NETS[name])
+    before = copy.deepcopy(small)
+    padding = padded_(wide, small, data, multiple=4)
+    sizes = {key: (tensor.numel(), named_tensors(wide)[key].numel()) for key, tensor in named_tensors(small).items()}
+    whole = {key: tensor.numel() for key, tensor in named_tensors(network(NETS[name])).items()}
+    assert all(own <= padded <= whole[key] for key, (own, padded) in sizes.items())
+    assert any(padded < whole[key] for key, (_, padded) in sizes.items())
+    for step in (group for group in recipe_of(wide).rounds[0].groups if len(group.kept) < group.size):
+        assert len(step.kept) % 4 == 0
+    assert differences(padding.unpad_(copy.deepcopy(small), wide), before) == 0
+    for model in (wide, small):
+        fit(model, data.train_batches(64), PAPER)
+    for key, tensor in named_tensors(wide).items():
+        assert not padding.elsewhere(key, tensor).any()
+    assert differences(padding.unpad_(copy.deepcopy(before), wide), small) < 1e-3
+    assert differences(small, before) > 1e-2
+
+
+def test_after_several_rounds_it_is_padded_to_the_former_shape(data):
+    small, wide = pruned(plain, data, 2, dtype=torch.float32), network(plain)
+    padded_(wide, small, data, multiple=4)
+    assert [tuple(t.shape) for t in wide.parameters()] == [tuple(t.shape) for t in network(plain).parameters()]
+
+
 def test_another_network_is_refused(data):
     small = pruned(plain, data)
     padding = Padding(network(plain).double(), recipe_of(small), data.example_inputs())

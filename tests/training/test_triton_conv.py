@@ -1,7 +1,8 @@
-"""Convolutions of few channels: kernels against float64, run by Triton's interpreter, and when they are taken."""
+"""Narrow convolutions and batch norms: kernels against float64 in Triton's interpreter, and when they are taken."""
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,12 +37,22 @@ CASES = (
     (2, 47, 6, 9, 31, 3, 2, 1),
 )
 
+NORMS = (
+    # samples, channels, height, width
+    (2, 5, 7, 6),
+    (3, 16, 8, 8),
+    (2, 70, 9, 9),
+    (1, 64, 33, 31),
+    (3, 130, 1, 1),
+    (5, 1, 3, 3),
+)
+
 INTERPRETED = """
 import json, sys
 import torch
 import torch.nn.functional as F
 from ifso.training.kernels import convolution, input_gradient
-from ifso.training.triton_conv import _Convolution
+from ifso.training.triton_conv import _BatchNorm, _Convolution
 
 torch.set_num_threads(1)
 
@@ -49,8 +60,9 @@ def off(found, wanted):
     assert found.shape == wanted.shape and found.dtype == torch.float32
     return float((found.double() - wanted).norm() / wanted.norm())
 
+convolutions, norms = json.loads(sys.argv[1])
 results = []
-for samples, channels, height, width, outs, side, stride, padding in json.loads(sys.argv[1]):
+for samples, channels, height, width, outs, side, stride, padding in convolutions:
     torch.manual_seed(0)
     x = torch.randn(samples, channels, height, width).to(memory_format=torch.channels_last)
     plain = torch.randn(outs, channels, side, side)
@@ -67,6 +79,20 @@ for samples, channels, height, width, outs, side, stride, padding in json.loads(
     if stride == 1:
         errors["dx, channels last"] = off(input_gradient(dy, weight, padding), dx)
     results.append(errors)
+for shape in norms:
+    torch.manual_seed(0)
+    x = (3 * torch.randn(shape) + 50).to(memory_format=torch.channels_last)
+    leaves = [x, *torch.randn(2, shape[1])]
+    running = torch.randn(shape[1]), torch.rand(shape[1])
+    truth, wanted = [leaf.double().requires_grad_() for leaf in leaves], [each.double() for each in running]
+    y = F.batch_norm(truth[0], *wanted, *truth[1:], training=True, momentum=0.3)
+    dy = torch.randn(shape).to(memory_format=torch.channels_last)
+    gradients = torch.autograd.grad(y, truth, dy.double())
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    found = _BatchNorm.apply(*leaves, *running, 0.3, 1e-5)
+    named = dict(zip(("dx", "dgain", "dbias"), zip(torch.autograd.grad(found, leaves, dy), gradients)))
+    named |= {"y": (found, y), "mean": (running[0], wanted[0]), "variance": (running[1], wanted[1])}
+    results.append({name: off(*pair) for name, pair in named.items()})
 print(json.dumps(results))
 """
 
@@ -75,7 +101,7 @@ print(json.dumps(results))
 def interpreted():
     """Relative errors of every case, by what was computed. Float32 throughout: the interpreter has no bfloat16."""
     done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, json.dumps(CASES)],
+        [sys.executable, "-c", INTERPRETED, json.dumps([CASES, NORMS])],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -93,6 +119,14 @@ def test_kernels_give_what_float64_gives(interpreted, case):
     errors = interpreted[CASES.index(case)]
     assert len(errors) == (5 if case[6] == 1 else 4)
     assert max(errors.values()) < 2e-6, errors
+
+
+@needs_triton
+@pytest.mark.parametrize("case", NORMS, ids=str)
+def test_batch_norms_give_what_float64_gives(interpreted, case):
+    errors = interpreted[len(CASES) + NORMS.index(case)]
+    assert len(errors) == 6
+    assert max(errors.values()) < 5e-5, errors
 
 
 @needs_triton
@@ -140,6 +174,40 @@ class TestWhenTheyAreTaken:
     )
     def test_for_no_others(self, change):
         assert not self.layer(**change)
+
+    def norm(self, **changes):
+        def tensor(**values):
+            usual = {"is_cuda": True, "dtype": torch.float32, "is_contiguous": lambda memory_format: True}
+            return SimpleNamespace(**{**usual, **values})
+
+        of_x = {name[2:]: value for name, value in changes.items() if name.startswith("x_")}
+        x = tensor(**{"shape": (8, 16, 32, 32), "dtype": torch.bfloat16, "dim": lambda: 4, **of_x})
+        x.numel = lambda: math.prod(x.shape)
+        given = {"mean": tensor(), "var": tensor(), "weight": tensor(), "bias": tensor(), "training": True}
+        own = {key: value for key, value in changes.items() if key in (*given, "momentum")}
+        return _Norm(x, **{**given, **own}).suits()
+
+    @pytest.mark.parametrize(
+        ("change", "taken"),
+        [
+            ({}, True),
+            ({"x_shape": (8, 512, 1, 1)}, True),
+            ({"x_is_cuda": False}, False),
+            ({"x_dtype": torch.float32}, False),
+            ({"x_dim": lambda: 2}, False),
+            ({"x_is_contiguous": lambda memory_format: False}, False),
+            ({"x_shape": (1, 512, 1, 1)}, False),
+            ({"x_shape": (2**14, 128, 32, 32)}, False),
+            ({"training": False}, False),
+            ({"momentum": None}, False),
+            ({"weight": None}, False),
+            ({"mean": None, "var": None}, False),
+            ({"bias": SimpleNamespace(dtype=torch.float64)}, False),
+        ],
+        ids=str,
+    )
+    def test_for_norms_in_training(self, change, taken):
+        assert self.norm(**change) is taken
 
     def test_not_without_bfloat16(self, monkeypatch):
         monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
@@ -216,6 +284,31 @@ def test_in_bfloat16_they_are_as_good_as_the_plain_layers(case, bias):
     for ours, plain in zip(*errors, strict=True):
         assert ours < 1.5 * plain + 1e-3
         assert ours < 2e-2
+
+
+@gpu
+@needs_triton
+@pytest.mark.parametrize("case", [*NORMS, (128, 16, 32, 32), (64, 512, 4, 4)], ids=str)
+def test_batch_norms_in_bfloat16_are_as_good_as_torchs(case):
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(case[1]).cuda() for _ in range(2)]
+    x = (2 * torch.randn(case, device="cuda") + 3).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+    dy = torch.randn(case, device="cuda").bfloat16()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, norms[0].weight, norms[0].bias)]
+    y = F.batch_norm(exact[0], None, None, *exact[1:], training=True)
+    wanted, errors = [y, *torch.autograd.grad(y, exact, dy.double())], []
+    for norm, ours in zip(norms, (True, False), strict=True):
+        with autocast("bf16", "cuda"), NarrowConvolutions() if ours else autocast("bf16", "cuda"):
+            y = norm(x)
+        assert (type(y.grad_fn).__name__ == "_BatchNormBackward") is ours
+        assert y.dtype == torch.bfloat16
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        found = [y, *torch.autograd.grad(y, (x, norm.weight, norm.bias), dy)]
+        errors.append([off(one, two) for one, two in zip(found, wanted, strict=True)])
+    for ours, plain in zip(*errors, strict=True):
+        assert ours < 1.5 * plain + 1e-3
+    for name, buffer in norms[0].named_buffers():
+        torch.testing.assert_close(buffer, dict(norms[1].named_buffers())[name], rtol=1e-4, atol=1e-5)
 
 
 @gpu

@@ -1,4 +1,4 @@
-"""Convolutions of few channels on a GPU: forward, and both gradients. Written in Triton.
+"""Convolutions of few channels and batch norms on a GPU, forward and backward. Written in Triton.
 
 What a layer of 16 channels asks for is what libraries made for wide layers do worst: a matrix of 16 × 144 numbers
 summed over 131,072 positions, for one. Tensors are channels-last in bfloat16, weights in float32 and rounded on the
@@ -18,6 +18,10 @@ WIDEST = 64
 TILE = 128
 PROGRAMS = 264
 """Positions in a tile, and programs that sum: two for each of the 132 multiprocessors of an H200."""
+
+NORM_TILE = 4096
+NORM_SUMS, NORM_PROGRAMS = 128, 264
+"""Numbers in a tile of a batch norm, and programs that sum and that apply."""
 
 
 @triton.jit
@@ -134,3 +138,141 @@ def weight_gradient(x: Tensor, dy: Tensor, side: int, stride: int, padding: int)
 
 def _block(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
+
+
+@triton.jit
+def _norm_tile(program, cols, rows, channels, BR: tl.constexpr):
+    """Addresses of ``BR`` positions of a channels-last tensor, and which of them there are."""
+    r = program * BR + tl.arange(0, BR)
+    return r[:, None] * channels + cols[None, :], (r < rows)[:, None] & (cols < channels)[None, :]
+
+
+@triton.jit
+def _total(partial, which: tl.constexpr, cols, channels, SPLITS: tl.constexpr):
+    """The sum over splits of partial sums [SPLITS, 2, channels]."""
+    at = (tl.arange(0, SPLITS) * 2 + which)[:, None] * channels + cols[None, :]
+    return tl.sum(tl.load(partial + at, mask=(cols < channels)[None, :], other=0.0), 0)
+
+
+@triton.jit
+def _norm_forward_sums(x, partial, rows, channels, BR: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr):
+    """Σ(x−k) and Σ(x−k)², where k is the channel's first value: no cancellation in the variance."""
+    cols, split = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)
+    first = tl.load(x + cols, mask=cols < channels, other=0.0).to(tl.float32)
+    a = tl.zeros([BR, BC], tl.float32)
+    b = tl.zeros([BR, BC], tl.float32)
+    for tile in range(split, tl.cdiv(rows, BR), SPLITS):
+        at, there = _norm_tile(tile, cols, rows, channels, BR)
+        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32) - first[None, :]
+        value = tl.where(there, value, 0.0)
+        a += value
+        b += value * value
+    base = partial + split * 2 * channels + cols
+    tl.store(base, tl.sum(a, 0), mask=cols < channels)
+    tl.store(base + channels, tl.sum(b, 0), mask=cols < channels)
+
+
+@triton.jit
+def _norm_forward(
+    x, y, gain, bias, running_mean, running_var, partial, stats, rows, channels, momentum, eps,
+    BR: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """``y`` and the statistics [mean, 1/σ]; the running ones move towards them."""
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = cols < channels
+    shift = _total(partial, 0, cols, channels, SPLITS) / rows
+    variance = tl.maximum(_total(partial, 1, cols, channels, SPLITS) / rows - shift * shift, 0.0)
+    mean = tl.load(x + cols, mask=inside, other=0.0).to(tl.float32) + shift
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    if tl.program_id(1) == 0:
+        tl.store(stats + cols, mean, mask=inside)
+        tl.store(stats + channels + cols, rstd, mask=inside)
+        old = tl.load(running_mean + cols, mask=inside, other=0.0)
+        tl.store(running_mean + cols, old + momentum * (mean - old), mask=inside)
+        old = tl.load(running_var + cols, mask=inside, other=0.0)
+        tl.store(running_var + cols, old + momentum * (variance * (rows / (rows - 1.0)) - old), mask=inside)
+    scale = tl.load(gain + cols, mask=inside, other=0.0) * rstd
+    add = tl.load(bias + cols, mask=inside, other=0.0)
+    for tile in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
+        at, there = _norm_tile(tile, cols, rows, channels, BR)
+        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32) - mean[None, :]
+        tl.store(y + at, (value * scale[None, :] + add[None, :]).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _norm_backward_sums(
+    x, dy, stats, partial, rows, channels, BR: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Σdy and Σx̂dy."""
+    cols, split = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)
+    mean = tl.load(stats + cols, mask=cols < channels, other=0.0)
+    rstd = tl.load(stats + channels + cols, mask=cols < channels, other=0.0)
+    a = tl.zeros([BR, BC], tl.float32)
+    b = tl.zeros([BR, BC], tl.float32)
+    for tile in range(split, tl.cdiv(rows, BR), SPLITS):
+        at, there = _norm_tile(tile, cols, rows, channels, BR)
+        grad = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        a += grad
+        b += grad * (tl.load(x + at, mask=there, other=0.0).to(tl.float32) - mean[None, :])
+    base = partial + split * 2 * channels + cols
+    tl.store(base, tl.sum(a, 0), mask=cols < channels)
+    tl.store(base + channels, tl.sum(b, 0) * rstd, mask=cols < channels)
+
+
+@triton.jit
+def _norm_backward(
+    x, dy, dx, gain, stats, partial, gradients, rows, channels,
+    BR: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """∂L/∂x, and the gradients [gain, bias]."""
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = cols < channels
+    mean = tl.load(stats + cols, mask=inside, other=0.0)
+    rstd = tl.load(stats + channels + cols, mask=inside, other=0.0)
+    plain = _total(partial, 0, cols, channels, SPLITS)
+    along = _total(partial, 1, cols, channels, SPLITS)
+    if tl.program_id(1) == 0:
+        tl.store(gradients + cols, along, mask=inside)
+        tl.store(gradients + channels + cols, plain, mask=inside)
+    scale = tl.load(gain + cols, mask=inside, other=0.0) * rstd
+    for tile in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
+        at, there = _norm_tile(tile, cols, rows, channels, BR)
+        hat = (tl.load(x + at, mask=there, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
+        grad = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        out = scale[None, :] * (grad - (plain[None, :] + hat * along[None, :]) / rows)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=there)
+
+
+def batch_norm(
+    x: Tensor, gain: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``y`` and statistics [2, C] for :func:`batch_norm_gradients`; running statistics are changed in place."""
+    sizes, sums, programs, tiles = _norm_plan(x)
+    partial = torch.empty(tiles["SPLITS"], 2, x.shape[1], device=x.device)
+    stats, y = torch.empty(2, x.shape[1], device=x.device), torch.empty_like(x)
+    _norm_forward_sums[sums](x, partial, *sizes, **tiles)
+    _norm_forward[programs](
+        x, y, gain, bias, running_mean, running_var, partial, stats, *sizes, momentum, eps, **tiles
+    )  # fmt: skip
+    return y, stats
+
+
+def batch_norm_gradients(x: Tensor, dy: Tensor, gain: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """∂L/∂x, ∂L/∂gain and ∂L/∂bias; ``dy`` lies in memory as ``x`` does."""
+    sizes, sums, programs, tiles = _norm_plan(x)
+    partial = torch.empty(tiles["SPLITS"], 2, x.shape[1], device=x.device)
+    gradients, dx = torch.empty(2, x.shape[1], device=x.device), torch.empty_like(x)
+    _norm_backward_sums[sums](x, dy, stats, partial, *sizes, **tiles)
+    _norm_backward[programs](x, dy, dx, gain, stats, partial, gradients, *sizes, **tiles)
+    return dx, gradients[0], gradients[1]
+
+
+def _norm_plan(x: Tensor) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, int]]:
+    """Positions and channels, the programs that sum, those that apply, and their tiles."""
+    channels, rows = x.shape[1], x.numel() // x.shape[1]
+    width = min(_block(channels), WIDEST)
+    columns, height = triton.cdiv(channels, width), NORM_TILE // width
+    splits = max(triton.next_power_of_2(triton.cdiv(NORM_SUMS, columns)), 16)
+    programs = max(1, min(triton.cdiv(rows, height), NORM_PROGRAMS // columns))
+    tiles = {"BR": height, "BC": width, "SPLITS": splits, "num_warps": 8}
+    return (rows, channels), (columns, splits), (columns, programs), tiles

@@ -1,6 +1,7 @@
 """Train a pruned network in its former shape, with zeros where units were removed, so that it trains as quickly.
 
-GPUs compute with channels in eights and sixteens; layers of 11 or 13 channels can take twice the time of 16. A removed
+GPUs compute with channels in eights and sixteens; layers of 11 or 13 channels can take twice the time of 16. Where the
+former shape is much wider, widths that are rounded up to a multiple do as well (:func:`narrow_`). A removed
 unit that is zero everywhere, in the filters that make it, its norm and all that reads it, stays zero under SGD: its
 output is zero, and so are all its gradients. So the padded network is trained exactly as the small one, which is read
 out of it at the end.
@@ -25,7 +26,7 @@ from ifso.common.module_state import named_tensors
 from ifso.common.text import describe_error
 from ifso.common.torch_state import eval_mode, same_modes, undisturbed
 from ifso.data.base import Data
-from ifso.errors import RecipeError
+from ifso.errors import IfsoError, RecipeError
 from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_
 from ifso.surgery.recipe import Recipe, recipe_of
@@ -50,6 +51,15 @@ class Padding:
             keep = {group.name: torch.isin(torch.arange(group.size), kept[group.name]) for group in step.groups}
             compact_(positions, graph, keep)
         self._positions = {name: tensor.detach().long() for name, tensor in named_tensors(positions).items()}
+
+    def within(self, narrowed: Padding) -> Padding:
+        """The positions in a network that was itself narrowed, and that has all of these numbers."""
+        found = copy.copy(self)
+        found._positions = {
+            name: torch.searchsorted(narrowed._positions[name].flatten(), positions)
+            for name, positions in self._positions.items()
+        }
+        return found
 
     @torch.no_grad()
     def pad_(self, original: nn.Module, pruned: nn.Module) -> nn.Module:
@@ -84,9 +94,30 @@ class Padding:
         return positions.to(wide.device)
 
 
-def padded_(original: nn.Module, pruned: nn.Module, data: Data) -> Padding:
+def narrow_(original: nn.Module, recipe: Recipe, example_inputs: Any, multiple: int) -> Recipe | None:
+    """Remove units from ``original`` that ``recipe`` removes, so many that widths stay multiples; return what went.
+
+    None where that cannot be, and then nothing is removed: after several rounds, or where other units must go along.
+    """
+    if len(recipe.rounds) != 1:
+        return None
+    keep = {}
+    for group in recipe.rounds[0].groups:
+        stays = torch.zeros(group.size, dtype=torch.bool)
+        stays[list(group.kept)] = True
+        gone = (~stays).nonzero().flatten()
+        stays[gone[: -len(group.kept) % multiple]] = True
+        keep[group.name] = stays
+    try:
+        return compact_(original, trace(original, example_inputs), keep, verify=False)
+    except IfsoError:
+        return None
+
+
+def padded_(original: nn.Module, pruned: nn.Module, data: Data, *, multiple: int | None = None) -> Padding:
     """Copy the numbers of ``pruned`` into ``original``, with zeros elsewhere, if it then trains as ``pruned`` does.
 
+    With a ``multiple``, ``original`` is first narrowed to widths that are multiples of it, where that can be done.
     Otherwise a RecipeError says why: units that are flagged, such as those of a layer norm, or a trial on a batch of
     ``data`` in which the loss is another one or something that was removed has a gradient.
     """
@@ -97,7 +128,11 @@ def padded_(original: nn.Module, pruned: nn.Module, data: Data) -> Padding:
         if group.flags and len(group.kept) < group.size:
             raise RecipeError(f"units of {group.name} were removed, which are flagged {', '.join(group.flags)}")
     try:
-        padding = Padding(original, recipe, data.example_inputs())
+        inputs = data.example_inputs()
+        padding, whole = Padding(original, recipe, inputs), copy.deepcopy(original)
+        narrowed = None if multiple is None else narrow_(original, recipe, inputs, multiple)
+        if narrowed is not None:
+            padding = padding.within(Padding(whole, narrowed, inputs))
         padding.pad_(original, pruned)
         with tensor_cores("float32"):
             _try(padding, original, pruned, data.loss_fn, data.first_batch())

@@ -1,4 +1,4 @@
-"""Convolutions of few channels, as CIFAR networks and pruned ones have them, with a quicker gradient of the weight."""
+"""Convolutions of few channels, as CIFAR networks and pruned ones have them, and batch norms, by kernels of ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ def narrow_layers(precision: str, device: torch.device) -> AbstractContextManage
 
 
 class NarrowConvolutions(TorchFunctionMode):
-    """Within it, 2-d convolutions under bfloat16 autocast on a GPU take :func:`kernels.weight_gradient` where it pays.
+    """Within it, narrow convolutions and batch norms in training take our kernels, under bfloat16 autocast on a GPU.
 
     The result of every layer is the same; gradients of weights are summed in another order, and stay in float32.
     """
@@ -38,12 +38,18 @@ class NarrowConvolutions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Only ``conv2d`` is looked at."""
+        """Only ``conv2d`` and ``batch_norm`` are looked at."""
         if func is F.conv2d and not kwargs and len(args) == 7 and _suits(args[0], args[1], *args[3:]):
             x, weight, bias, stride, padding, _, _ = args
             y = _Convolution.apply(x.to(torch.bfloat16), weight, stride[0], padding[0])
             return y if bias is None else y + bias.to(y.dtype).view(1, -1, 1, 1)
+        if func is F.batch_norm and (norm := _Norm(*args, **(kwargs or {}))).suits():
+            return _BatchNorm.apply(norm.x, norm.weight, norm.bias, norm.mean, norm.var, norm.momentum, norm.eps)
         return func(*args, **(kwargs or {}))
+
+
+def _bfloat16() -> bool:
+    return torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
 
 
 def _suits(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
@@ -52,8 +58,7 @@ def _suits(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, 
     square = all(isinstance(pair, tuple) and len(set(pair)) == 1 for pair in (stride, padding, dilation))
     return (
         x.is_cuda
-        and torch.is_autocast_enabled("cuda")
-        and torch.get_autocast_dtype("cuda") == torch.bfloat16
+        and _bfloat16()
         and square
         and groups == 1
         and dilation[0] == 1
@@ -64,6 +69,56 @@ def _suits(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, 
         and x.dim() == 4
         and 0 < x.shape[0] * x.shape[2] * x.shape[3] * WIDEST < 2**30
     )
+
+
+class _Norm(NamedTuple):
+    """The arguments of ``F.batch_norm``."""
+
+    x: Tensor
+    mean: Tensor | None
+    var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+
+    def suits(self) -> bool:
+        """Return whether our kernels can take it."""
+        x, tensors = self.x, (self.weight, self.bias, self.mean, self.var)
+        return (
+            x.is_cuda
+            and _bfloat16()
+            and self.training
+            and self.momentum is not None
+            and all(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors)
+            and x.dtype == torch.bfloat16
+            and x.dim() == 4
+            and x.is_contiguous(memory_format=torch.channels_last)
+            and x.numel() // x.shape[1] > 1
+            and x.numel() < 2**31
+        )
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, momentum: float, eps: float
+    ) -> Tensor:
+        from ifso.training.kernels import batch_norm
+
+        y, stats = batch_norm(x, weight, bias, mean, var, momentum, eps)
+        ctx.save_for_backward(x, weight, stats)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from ifso.training.kernels import batch_norm_gradients
+
+        x, weight, stats = ctx.saved_tensors
+        dy = dy.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        return *batch_norm_gradients(x, dy, weight, stats), None, None, None, None
 
 
 class _Convolution(torch.autograd.Function):
