@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ifso.training.precision import autocast
-from ifso.training.triton_conv import NarrowConvolutions, _suits, available, narrow_layers
+from ifso.training.triton_conv import NarrowConvolutions, _Norm, _suits, available, narrow_layers
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
