@@ -17,7 +17,10 @@ WIDEST = 64
 
 TILE = 128
 PROGRAMS = 264
-"""Positions in a tile, and programs that sum: two for each of the 132 multiprocessors of an H200."""
+"""Positions in a tile, and programs that sum: two for each of the 132 multiprocessors of an H200.
+
+These numbers, and where :func:`_row_gradients` is taken, were chosen by measuring there.
+"""
 
 NORM_TILE = 4096
 NORM_SUMS, NORM_PROGRAMS = 128, 264
@@ -90,6 +93,43 @@ def _partial_gradients(
     tl.store(partial + place, total, mask=(k < out_channels)[:, None] & (c < channels)[None, :] & (s < SIDE)[None, :])
 
 
+@triton.jit
+def _row_gradients(
+    x, dy, partial, positions, height, width, channels, out_height, out_width, out_channels, stride, padding, each,
+    SIDE: tl.constexpr, TILE: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_partial_gradients`, for the three taps in a row of a 3×3 kernel, which share what is loaded of dy."""
+    split, r = tl.program_id(0), tl.program_id(1)
+    c, k = tl.arange(0, BC), tl.arange(0, BK)
+    left = tl.zeros((BK, BC), tl.float32)
+    middle = tl.zeros((BK, BC), tl.float32)
+    right = tl.zeros((BK, BC), tl.float32)
+    for first in range(split * each, tl.minimum((split + 1) * each, positions), TILE):
+        at = first + tl.arange(0, TILE)
+        h = at // out_width % out_height * stride - padding + r
+        w = at % out_width * stride - padding
+        source = (at // (out_width * out_height) * height + h) * width + w
+        inside, there = (at < positions) & (h >= 0) & (h < height), (c < channels)[None, :]
+        pixels = x + source[:, None] * channels + c[None, :]
+        grads = tl.load(
+            dy + at[:, None] * out_channels + k[None, :],
+            mask=(at < positions)[:, None] & (k < out_channels)[None, :],
+            other=0.0,
+        )
+        grads = tl.trans(grads)
+        near = tl.load(pixels, mask=(inside & (w >= 0) & (w < width))[:, None] & there, other=0.0)
+        left = tl.dot(grads, near, left)
+        near = tl.load(pixels + channels, mask=(inside & (w >= -1) & (w < width - 1))[:, None] & there, other=0.0)
+        middle = tl.dot(grads, near, middle)
+        near = tl.load(pixels + 2 * channels, mask=(inside & (w >= -2) & (w < width - 2))[:, None] & there, other=0.0)
+        right = tl.dot(grads, near, right)
+    place = partial + ((split * out_channels + k)[:, None] * SIDE + r) * SIDE * channels + c[None, :]
+    kept = (k < out_channels)[:, None] & (c < channels)[None, :]
+    tl.store(place, left, mask=kept)
+    tl.store(place + channels, middle, mask=kept)
+    tl.store(place + 2 * channels, right, mask=kept)
+
+
 def convolution(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     """y [N, K, H', W'] from x [N, C, H, W], channels-last, and weight [K, C, side, side] in float32."""
     side = weight.shape[2]
@@ -123,15 +163,21 @@ def weight_gradient(x: Tensor, dy: Tensor, side: int, stride: int, padding: int)
     """∂L/∂W [K, C, side, side] in float32 from x [N, C, H, W] and ∂L/∂y [N, K, H', W'], both channels-last."""
     samples, channels, height, width = x.shape
     _, out_channels, out_height, out_width = dy.shape
-    positions, block = samples * out_height * out_width, _block(channels)
-    taps, tile = (triton.next_power_of_2(side), TILE) if block < WIDEST else (1, TILE // 2)
+    positions, block, widest = samples * out_height * out_width, _block(channels), _block(max(channels, out_channels))
+    if side == 3 and widest < WIDEST:
+        taps, tile, programs = 3, 2048 // widest, 2 * PROGRAMS
+        kernel, more = _row_gradients, {"num_warps": 2}
+    else:
+        taps, tile = (triton.next_power_of_2(side), TILE) if block < WIDEST else (1, TILE // 2)
+        programs, kernel, more = PROGRAMS, _partial_gradients, {"BW": taps, "num_warps": 4}
     groups = side * triton.cdiv(side, taps)
-    each = triton.cdiv(triton.cdiv(positions, triton.cdiv(PROGRAMS, groups)), tile) * tile
+    programs = triton.cdiv(programs, groups)
+    each = triton.cdiv(triton.cdiv(positions, programs), tile) * tile
     splits = triton.cdiv(positions, each)
     partial = torch.empty(splits, out_channels, side, side, channels, device=x.device)
-    _partial_gradients[(splits, groups)](
+    kernel[(splits, groups)](
         x, dy, partial, positions, height, width, channels, out_height, out_width, out_channels, stride, padding, each,
-        SIDE=side, TILE=tile, BC=block, BK=_block(out_channels), BW=taps, num_warps=4, num_stages=3,
+        SIDE=side, TILE=tile, BC=block, BK=_block(out_channels), num_stages=3, **more,
     )  # fmt: skip
     return partial.sum(0).permute(0, 3, 1, 2)
 
@@ -221,10 +267,10 @@ def _norm_backward_sums(
 
 @triton.jit
 def _norm_backward(
-    x, dy, dx, gain, stats, partial, gradients, rows, channels,
+    x, dy, dx, gain, stats, partial, of_gain, of_bias, rows, channels,
     BR: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """∂L/∂x, and the gradients [gain, bias]."""
+    """The gradients of x, gain and bias."""
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cols < channels
     mean = tl.load(stats + cols, mask=inside, other=0.0)
@@ -232,8 +278,8 @@ def _norm_backward(
     plain = _total(partial, 0, cols, channels, SPLITS)
     along = _total(partial, 1, cols, channels, SPLITS)
     if tl.program_id(1) == 0:
-        tl.store(gradients + cols, along, mask=inside)
-        tl.store(gradients + channels + cols, plain, mask=inside)
+        tl.store(of_gain + cols, along, mask=inside)
+        tl.store(of_bias + cols, plain, mask=inside)
     scale = tl.load(gain + cols, mask=inside, other=0.0) * rstd
     for tile in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
         at, there = _norm_tile(tile, cols, rows, channels, BR)
@@ -261,10 +307,10 @@ def batch_norm_gradients(x: Tensor, dy: Tensor, gain: Tensor, stats: Tensor) -> 
     """∂L/∂x, ∂L/∂gain and ∂L/∂bias; ``dy`` lies in memory as ``x`` does."""
     sizes, sums, programs, tiles = _norm_plan(x)
     partial = torch.empty(tiles["SPLITS"], 2, x.shape[1], device=x.device)
-    gradients, dx = torch.empty(2, x.shape[1], device=x.device), torch.empty_like(x)
+    dx, of_gain, of_bias = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
     _norm_backward_sums[sums](x, dy, stats, partial, *sizes, **tiles)
-    _norm_backward[programs](x, dy, dx, gain, stats, partial, gradients, *sizes, **tiles)
-    return dx, gradients[0], gradients[1]
+    _norm_backward[programs](x, dy, dx, gain, stats, partial, of_gain, of_bias, *sizes, **tiles)
+    return dx, of_gain, of_bias
 
 
 def _norm_plan(x: Tensor) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, int]]:
