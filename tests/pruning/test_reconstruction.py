@@ -18,7 +18,7 @@ import ifso
 from ifso.pruning import judging, reconstruction
 from ifso.pruning.fitted_layers import layers_of, outputs_left
 from ifso.pruning.judging import Aim
-from ifso.pruning.reconstruction import GRID, LEAST_GAIN, LEAST_ROOM, Room, reconstruct_, towards
+from ifso.pruning.reconstruction import GRID, LEAST_GAIN, Room, reconstruct_, towards
 from ifso.pruning.recovery import norms_of, recalibrate_
 
 
