@@ -74,6 +74,8 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="PIXELS", help="height and width of the images, or both: 480x640")
     parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     parser.add_argument("--images", metavar="FILE.npz", help="CIFAR images x_train, y_train (random ones otherwise)")
+    words = "the batch and the loss are those of DATA, such as file.py:factory (images with labels otherwise)"
+    parser.add_argument("--data", metavar="DATA", help=words)
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
     parser.add_argument("--no-ranks", action="store_true", help="do not compare with scores in float64")
     parser.add_argument("--repeats", type=positive, default=7, metavar="N", help="rounds (%(default)s)")
@@ -186,7 +188,7 @@ def run_score(args: argparse.Namespace) -> int:
     for name in args.models:
         setup = ScoreSetup(
             name, args.batch, args.device, args.precision, args.channels_last, size_of(args.size),
-            args.weights, args.images, args.eval,
+            args.weights, args.images, args.eval, args.data,
         )  # fmt: skip
         try:
             results.append(measure(setup, args.repeats, say, args.methods, ranks=not args.no_ranks))
