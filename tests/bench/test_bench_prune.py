@@ -32,21 +32,21 @@ ROWS = {
     "ifso, incremental": {
         "seconds": 12.34, "timings": {"trace": 0.5, "rounds": 11.0}, "removals": 40, "rounds": 400,
         "round_seconds": 0.0275, "scores_per_second": 72.7, "ratio": 5.5, "macs": 0.598, "params": 0.7,
-        "weights": 0.675, "stream_units_removed": 0, "accuracy": 88.125,
+        "weights": 0.675, "stream_units_removed": 0, "accuracy": 88.125, "memory_in_steps": 1.625,
     },
     "[magnitude], one-shot": {
         "seconds": 1.0, "timings": {"rounds": 0.25}, "removals": 40, "rounds": 1, "round_seconds": 0.25,
-        "scores_per_second": 8.0, "ratio": 50.0, "macs": 0.6, "params": 0.7, "weights": 0.5,
+        "scores_per_second": 8.0, "ratio": 50.0, "memory_in_steps": None, "macs": 0.6, "params": 0.7, "weights": 0.5,
         "stream_units_removed": 3, "accuracy": None,
     },
 }  # fmt: skip
 TABLES = """\
-┏━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━┳━━━━━━━┳━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┓
-┃ method                ┃    s ┃ removals ┃ scores/s ┃ × step ┃  MACs ┃ weights ┃ streams ┃ accuracy ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━┩
-│ ifso, incremental     │ 12.3 │       40 │       73 │   5.50 │ 59.8% │   67.5% │       0 │    88.12 │
-│ [magnitude], one-shot │  1.0 │       40 │        8 │  50.00 │ 60.0% │   50.0% │       3 │        – │
-└───────────────────────┴──────┴──────────┴──────────┴────────┴───────┴─────────┴─────────┴──────────┘"""
+┏━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━┳━━━━━━━┳━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┓
+┃ method                ┃    s ┃ removals ┃ scores/s ┃ × step ┃ × memory ┃  MACs ┃ weights ┃ streams ┃ accuracy ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━╇━━━━━━━╇━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━┩
+│ ifso, incremental     │ 12.3 │       40 │       73 │   5.50 │     1.62 │ 59.8% │   67.5% │       0 │    88.12 │
+│ [magnitude], one-shot │  1.0 │       40 │        8 │  50.00 │        – │ 60.0% │   50.0% │       3 │        – │
+└───────────────────────┴──────┴──────────┴──────────┴────────┴──────────┴───────┴─────────┴─────────┴──────────┘"""
 PARTS = """\
 seconds by part of the run
 ┏━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━━┓
@@ -106,6 +106,20 @@ def test_a_staged_run_is_told_nothing_of_algorithm_2():
     told = {"accumulate": 3, "batches_per_score": 4, "schedule": "one-shot"}
     assert PruneMethod("taylor", "one-shot").options(setup) == {**told, "preset": "paper", "criterion": "taylor"}
     assert PruneMethod.of_preset("authors", "one-shot").options(setup) == {**told, "preset": "authors"}
+
+
+def test_memory_is_that_of_the_run_over_that_of_a_step(net, monkeypatch):
+    setup = PruneSetup(net, macs=0.8, data="digits", batch=64)
+    (row,) = bench.measure(setup, [PruneMethod.default()], print)["methods"].values()
+    assert row["peak_bytes"] is row["memory_in_steps"] is None  # counting takes time on a CPU
+    monkeypatch.setattr(PruneBench, "counts_memory", True)
+    result = bench.measure(setup, [PruneMethod.default()], print)
+    (row,) = result["methods"].values()
+    assert row["memory_in_steps"] == row["peak_bytes"] / result["step_peak_bytes"]
+    weights = 4 * (8 * 9 + 8 * 8 * 9 + 8 * 12 + 12 * 10)
+    maps = 4 * 64 * 64 * (8 + 8 + 12)  # what the convolutions give, which a step keeps
+    assert result["step_peak_bytes"] > maps + 2 * weights
+    assert row["peak_bytes"] > maps
 
 
 def test_weights_and_streams_are_those_of_the_result(net):

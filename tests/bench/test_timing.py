@@ -7,10 +7,36 @@ import json
 import pytest
 import torch
 
+from ifso.bench.score import ScoreBench, ScoreSetup
 from ifso.cli.main import main
 from ifso.common.timing import LiveBytes, in_turns, make_ready, middle, peak_bytes
 
 CPU = torch.device("cpu")
+MINE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.fc = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 5, 3), nn.Linear(5, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        if isinstance(x, dict):
+            x = x["img"]
+        return self.fc(self.two(self.one(x).tanh()).tanh().mean((2, 3))) * self.frozen
+
+class Data:
+    input_shape = (1, 8, 8)
+    def __init__(self):
+        torch.manual_seed(1)
+        self.train_batches = [{"img": torch.randn(4, 1, 8, 8)}]
+    def loss_fn(self, model, batch):
+        return model(batch).abs().mean()
+"""
+"""A network that does not learn all, and takes a batch that is a dict."""
 
 
 def test_live_bytes_counts_what_is_alive_and_only_that():
@@ -123,6 +149,21 @@ class TestBenchScore:
         assert main([*argv, "--no-ranks"]) == 0
         (none,) = json.loads(capsys.readouterr().out)["results"]
         assert (none["rank_samples"], none["methods"]["ifso"]["fidelity"]) == (0, None)
+
+    def test_batch_and_loss_are_those_of_a_file(self, capsys, tmp_path):
+        file = tmp_path / "mine.py"
+        file.write_text(MINE)
+        argv = ["bench", "score", "--models", f"{file}:Net", "--data", f"{file}:Data", "--repeats", "1", "--json"]
+        assert main([*argv, "--methods", "ifso", "taylor"]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["results"]
+        assert (result["data"], result["rank_samples"]) == ("mine.py:Data", 0)
+        assert all(row["seconds"] > 0 for row in result["methods"].values())
+        bench = ScoreBench(ScoreSetup(f"{file}:Net", data=f"{file}:Data"))
+        assert torch.equal(bench.loss(bench.model, bench.batch), bench.model(bench.batch).abs().mean())
+        slow = torch.stack(bench.methods()["double backward"]()).sum(0)[:-1].abs()
+        torch.testing.assert_close(bench.methods()["ifso"]().float(), slow, rtol=1e-4, atol=1e-6)
+        assert main([*argv, "--size", "8"]) == 2
+        assert "--data says what is in a batch" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("more", "words"),

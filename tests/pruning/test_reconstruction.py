@@ -18,7 +18,7 @@ import ifso
 from ifso.pruning import judging, reconstruction
 from ifso.pruning.fitted_layers import layers_of, outputs_left
 from ifso.pruning.judging import Aim
-from ifso.pruning.reconstruction import GRID, LEAST_GAIN, reconstruct_, towards
+from ifso.pruning.reconstruction import GRID, LEAST_GAIN, Room, reconstruct_, towards
 from ifso.pruning.recovery import norms_of, recalibrate_
 
 
@@ -109,6 +109,12 @@ class Chain(nn.Module):
 
 
 CHAIN = Case("chain", Chain, image(24, 3, 8, 8))
+
+
+def little(monkeypatch: pytest.MonkeyPatch, **room: int) -> None:
+    """Let so many bytes be held, and of everything else as many as one likes."""
+    given = Room(**{**dict.fromkeys(Room._fields, 2**40), **room})
+    monkeypatch.setattr(reconstruction.Room, "of", lambda _: given)
 
 
 def by_hand(small: nn.Module, whole: nn.Module, batches: list[Tensor]) -> None:
@@ -253,7 +259,7 @@ def test_frozen_weights_stay_and_little_memory_changes_nothing(monkeypatch):
     assert reconstruct_(small, whole, CHAIN.graph(), kept, square, lambda: batches)
     assert torch.equal(small.three.weight, other.three.weight)
     assert not torch.equal(small.two.weight, other.two.weight)
-    monkeypatch.setattr(reconstruction, "TARGETS", 1)
+    little(monkeypatch, targets=1)
     assert reconstruct_(other, whole, CHAIN.graph(), kept, square, lambda: batches)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in small.state_dict().items())
 
@@ -268,13 +274,11 @@ def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
     monkeypatch.setattr(reconstruction._Fit, "by_itself_", lambda *args: alone.append(1) or by_itself(*args))
     better = reconstruct_(one, whole, graph, kept, square, lambda: batches)
     assert bool(alone) == (name not in IN_ONE_PASS)
-    monkeypatch.setattr(reconstruction, "LIVE", 0)
+    little(monkeypatch, live=0, places=0)
     assert reconstruct_(other, whole, graph, kept, square, lambda: batches) == better
     for key, tensor in other.state_dict().items():
         torch.testing.assert_close(one.state_dict()[key], tensor, rtol=1e-6, atol=1e-8, msg=lambda t, n=key: n + t)
-    monkeypatch.setattr(reconstruction, "LIVE", 2**30)
-    monkeypatch.setattr(reconstruction, "TARGETS", 1)
-    monkeypatch.setattr(reconstruction, "joined", lambda _: None)
+    little(monkeypatch, targets=1, live=0)
     assert reconstruct_(third, whole, graph, kept, square, lambda: batches) == better
     assert all(torch.equal(third.state_dict()[key], tensor) for key, tensor in other.state_dict().items())
 
@@ -319,7 +323,7 @@ def test_a_network_that_takes_no_larger_batch_has_a_pass_for_each_layer(monkeypa
     whole, keep, batches = CHAIN.model(), {"one": torch.arange(8) < 5}, batches_of(CHAIN, 4)
     wanted, kept = pruned(whole, CHAIN.graph(), keep), CHAIN.graph().kept(keep)
     found = copy.deepcopy(wanted)
-    monkeypatch.setattr(reconstruction, "LIVE", 0)
+    little(monkeypatch, live=0)
     assert reconstruct_(wanted, whole, CHAIN.graph(), kept, square, lambda: batches)
     monkeypatch.undo()
     found.__class__ = Small

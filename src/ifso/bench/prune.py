@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ifso.common.devices import usable_device
 from ifso.common.loss_fn import LossFn
-from ifso.common.timing import in_turns, machine, make_ready, middle
+from ifso.common.timing import in_turns, machine, make_ready, middle, peak_bytes
 from ifso.criteria.registry import find
 from ifso.data import Data, open_data
 from ifso.errors import DataError, IfsoError
@@ -27,6 +27,7 @@ from ifso.models.registry import network_for
 from ifso.pruning.budget import STAGED, Budget, usual
 from ifso.pruning.events import Removal, Silent
 from ifso.pruning.prune import prune
+from ifso.pruning.result import PruneResult
 from ifso.pruning.settings import CALIBRATION
 from ifso.tasks.classification import cross_entropy
 from ifso.training.evaluation import evaluate
@@ -36,6 +37,7 @@ ROUNDS = 20
 """How often the plain training step is timed."""
 
 RANDOM_BATCHES = 8
+"""At least; a staged run gets all samples that it looks at."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class PruneBench:
         self.batches = self._random_batches() if self.data is None else []
         self.graph: ChannelGraph = trace(self.model, self.example)
 
+    @property
+    def counts_memory(self) -> bool:
+        """Whether the memory of runs is counted: on a GPU, as on a CPU that takes time."""
+        return self.device.type == "cuda"
+
     def _random_batches(self) -> list[tuple[Tensor, Tensor]]:
         if not isinstance(self.example, Tensor):
             raise IfsoError(f"bench prune measures image classifiers; {self.setup.model} takes something else")
@@ -120,7 +127,7 @@ class PruneBench:
             classes = copy.deepcopy(self.model).eval()(self.example).shape[1]
         shape = self.setup.batch, *self.example.shape[1:]
         found = []
-        for _ in range(RANDOM_BATCHES):
+        for _ in range(max(RANDOM_BATCHES, math.ceil(CALIBRATION / self.setup.batch))):
             images, labels = torch.randn(shape), torch.randint(0, classes, shape[:1])
             found.append((images.to(self.device), labels.to(self.device)))
         return found
@@ -134,8 +141,11 @@ class PruneBench:
         """The task's loss, in the precision that is asked for."""
         return loss_in(self.setup.precision, cross_entropy if self.data is None else self.data.loss_fn)
 
-    def step_seconds(self) -> float:
-        """Time of one training step (loss, gradients, SGD) of the whole model; on a GPU without Python's share."""
+    def step(self) -> dict[str, Any]:
+        """``step_seconds`` of a training step (loss, gradients, SGD) of the model, without Python's share on a GPU.
+
+        ``step_peak_bytes`` is the most memory that it takes beside the model: gradients and momenta are part of it.
+        """
         model = copy.deepcopy(self.model).train()
         parameters = list(model.parameters())
         optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4)
@@ -147,20 +157,29 @@ class PruneBench:
                 parameter.grad = gradient
             optimizer.step()
 
-        return middle(in_turns({"step": make_ready(step, self.device)}, ROUNDS)["step"])[0]
+        peak = peak_bytes(step, self.device)
+        seconds, _ = middle(in_turns({"step": make_ready(step, self.device)}, ROUNDS)["step"])
+        return {"step_seconds": seconds, "step_peak_bytes": peak}
 
     def run(self, method: PruneMethod) -> dict[str, Any]:
         """One whole run: what it took and what is left."""
         model, counter = copy.deepcopy(self.model), _Counter()
         setup, batches, loss_fn = self.setup, self.train_batches(), self.loss_fn
+        found: list[PruneResult] = []
+
+        def whole_run() -> None:
+            budget, options = Budget(macs=setup.macs), method.options(setup)
+            result = prune(
+                model, batches, loss_fn, budget=budget, example_inputs=self.example, seed=setup.seed, listener=counter,
+                **options,
+            )  # fmt: skip
+            found.append(result)
+
         start = time.perf_counter()
-        result = prune(
-            model, batches, loss_fn, budget=Budget(macs=setup.macs), example_inputs=self.example,
-            seed=setup.seed, listener=counter, **method.options(setup),
-        )  # fmt: skip
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        peak = peak_bytes(whole_run, self.device) if self.counts_memory else None
+        if peak is None:
+            whole_run()
+        seconds, result = time.perf_counter() - start, found[0]
         if method.staged:
             whole = sum(1 for _ in self.train_batches())
             rounds = len(result.stages) * min(math.ceil(CALIBRATION / setup.batch), whole)
@@ -170,6 +189,7 @@ class PruneBench:
         spent = result.timings["scores" if method.staged else "rounds"]
         return {
             "seconds": seconds,
+            "peak_bytes": peak,
             "timings": dict(result.timings),
             "removals": counter.removals,
             "rounds": rounds,
@@ -213,18 +233,19 @@ def _weights(model: nn.Module) -> int:
 
 
 def measure(setup: PruneSetup, methods: Iterable[PruneMethod], say: Callable[[str], None]) -> dict[str, Any]:
-    """All methods one after the other, and the seconds of a plain training step in the same process."""
+    """All methods one after the other, and seconds and memory of a plain training step in the same process."""
     with tensor_cores(setup.precision):
         bench = PruneBench(setup)
         say(f"{setup.model}: a plain training step")
-        step = bench.step_seconds()
+        step = bench.step()
         rows = {}
         for method in methods:
             say(f"{setup.model}: {method.name}")
             rows[method.name] = bench.run(method)
     for row in rows.values():
-        row["ratio"] = row["round_seconds"] / step
+        row["ratio"] = row["round_seconds"] / step["step_seconds"]
+        row["memory_in_steps"] = row["peak_bytes"] and row["peak_bytes"] / step["step_peak_bytes"]
     about = machine(bench.device)
     names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("data", setup.data))}
-    found = {"units": bench.graph.num_units, "step_seconds": step, "methods": rows}
+    found = {"units": bench.graph.num_units, **step, "methods": rows}
     return {**asdict(setup), **names, **about, **found}

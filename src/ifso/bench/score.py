@@ -23,6 +23,7 @@ from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
 from ifso.criteria.registry import create
 from ifso.curvature.weight_space import readers, weight_space
+from ifso.data import open_data
 from ifso.data.cifar import cifar_part, read_npz
 from ifso.data.compatibility import classes_of
 from ifso.errors import IfsoError
@@ -32,6 +33,7 @@ from ifso.models import create_model, default_inputs
 from ifso.models.detectors import is_detector
 from ifso.tasks.classification import cross_entropy
 from ifso.tasks.detection import detection_loss
+from ifso.training.profiling import in_memory_format
 
 PRECISIONS = ("float32", "tf32", "bf16")
 METHODS = {
@@ -54,7 +56,8 @@ class ScoreSetup:
     """What is measured: a MODEL, the size of its batch and images, where and in which precision and layout.
 
     ``weights`` is a file with trained weights and ``images`` an .npz of CIFAR images; both are random otherwise.
-    ``size`` is of squares, or (height, width). A detector sees images with :data:`BOXES` random boxes each.
+    ``size`` is of squares, or (height, width). A detector sees images with :data:`BOXES` random boxes each. With
+    ``data``, DATA of the command line, the batch is its first one for training, and the loss is its own.
     """
 
     model: str
@@ -66,6 +69,7 @@ class ScoreSetup:
     weights: str | None = None
     images: str | None = None
     eval_mode: bool = False
+    data: str | None = None
 
 
 BOXES = 8
@@ -88,10 +92,15 @@ class ScoreBench:
         layout = torch.channels_last if setup.channels_last else torch.contiguous_format
         self.model = self.model.to(self.device).to(memory_format=layout)
         self.detects = is_detector(self.model) and not hasattr(self.model, "roi_heads")  # which draw regions at random
+        self.data = None if setup.data is None else open_data(setup.data, device=self.device)
         self.batch: Any
-        if self.detects:
+        example: Any
+        if self.data is not None:
+            given = next(iter(self.data.train_batches(setup.batch))), self.data.example_inputs()
+            self.batch, example = in_memory_format(given, channels_last=setup.channels_last)
+        elif self.detects:
             self.batch = self._random_boxes()
-            example: Any = (self.batch[0][:1],)
+            example = (self.batch[0][:1],)
         else:
             images, labels = self._random_batch() if setup.images is None else _cifar_batch(setup.images, setup.batch)
             images = images.to(self.device).contiguous(memory_format=layout)
@@ -132,8 +141,10 @@ class ScoreBench:
         return images, targets
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross entropy, or the losses of a detector, the model under autocast if it is to run in bf16."""
+        """Cross entropy, or the losses of a detector or of DATA, the model under autocast if it is to run in bf16."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setup.precision == "bf16"):
+            if self.data is not None:
+                return self.data.loss_fn(model, batch)
             if self.detects:
                 return detection_loss(model, batch)
             logits = model(batch[0])
@@ -142,7 +153,7 @@ class ScoreBench:
     def methods(self) -> dict[str, Callable[[], Any]]:
         """What is compared, by name."""
         others: dict[str, Callable[[], Any]] = {
-            "gradient": lambda: torch.autograd.grad(self.loss(self.model, self.batch), list(self.model.parameters())),
+            "gradient": lambda: torch.autograd.grad(self.loss(self.model, self.batch), self._learning()),
             "training step": self._training_step,
             "double backward": self._double_backward,
         }
@@ -151,8 +162,8 @@ class ScoreBench:
 
     @property
     def rank_samples(self) -> int:
-        """How many samples of the batch ranks are compared on; none of a detector, which would take many minutes."""
-        if self.detects:
+        """How many samples of the batch ranks are compared on; none with a loss that may take many minutes."""
+        if self.detects or self.data is not None:
             return 0
         each = count(self.graph, self.graph.kept(None)).macs
         return min(self.setup.batch, max(2, int(RANK_MACS / each)))
@@ -170,9 +181,12 @@ class ScoreBench:
         found = {name: replace(score, batch=(images, labels))() for name, score in scores.items()}
         return {name: spearman(values.tolist(), exact[name == "authors"]) for name, values in found.items()}
 
+    def _learning(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def _training_step(self) -> None:
         """A first step, which makes its momentum; of length zero, so that the network stays as it is."""
-        weights = list(self.model.parameters())
+        weights = self._learning()
         optimizer = torch.optim.SGD(weights, lr=0.0, momentum=0.9)
         self.loss(self.model, self.batch).backward()
         optimizer.step()
@@ -357,7 +371,8 @@ def measure(
             row["memory_in_steps"] = row["peak_bytes"] / step
         row["captured"], row["fidelity"] = trials.ready[name].captured, fidelity.get(name)
     about = machine(bench.device)
-    names = {key: value and Path(value).name for key, value in (("weights", setup.weights), ("images", setup.images))}
+    files = ("weights", setup.weights), ("images", setup.images), ("data", setup.data)
+    names = {key: value and Path(value).name for key, value in files}
     compared = bench.rank_samples if fidelity else 0
     return {
         **asdict(setup), **names, **about, "units": bench.graph.num_units, "rank_samples": compared, "methods": rows,
@@ -369,6 +384,8 @@ def _check(setup: ScoreSetup, methods: Sequence[str] | None) -> None:
     unknown = set(methods or ()) - set(METHODS)
     if unknown:
         raise IfsoError(f"no method {min(unknown)!r}; choose among {', '.join(METHODS)}")
+    if setup.data is not None and (setup.images is not None or setup.size is not None):
+        raise IfsoError("--data says what is in a batch; leave --images and --size out")
     if setup.precision not in PRECISIONS:
         raise IfsoError(f"precision {setup.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
     if setup.device.partition(":")[0] not in ("cpu", "cuda"):

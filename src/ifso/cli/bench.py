@@ -42,7 +42,8 @@ PRUNE_CAPTION = (
     "s: the whole run, from tracing to verification; the first one also pays for kernels that are compiled. "
     "× step: seconds of a round (scores of its batches and, unless in one shot, a step; in a staged run the score of "
     "one batch) over those of a plain training step of the whole network in the same process, on a GPU as a CUDA "
-    "graph. Weights: entries of kernels and matrices left. "
+    "graph. × memory: the most that the run holds beside the model and the data over what that step holds; on a GPU. "
+    "Weights: entries of kernels and matrices left. "
     "Streams: units removed that several layers make together, such as a residual stream's. "
     "Seconds on a CPU say nothing about a GPU; compare ratios."
 )
@@ -73,6 +74,8 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="PIXELS", help="height and width of the images, or both: 480x640")
     parser.add_argument("--weights", metavar="FILE", help="trained weights (random ones otherwise)")
     parser.add_argument("--images", metavar="FILE.npz", help="CIFAR images x_train, y_train (random ones otherwise)")
+    words = "the batch and the loss are those of DATA, such as file.py:factory (images with labels otherwise)"
+    parser.add_argument("--data", metavar="DATA", help=words)
     parser.add_argument("--eval", action="store_true", help="batch norm in eval mode (train mode otherwise)")
     parser.add_argument("--no-ranks", action="store_true", help="do not compare with scores in float64")
     parser.add_argument("--repeats", type=positive, default=7, metavar="N", help="rounds (%(default)s)")
@@ -185,7 +188,7 @@ def run_score(args: argparse.Namespace) -> int:
     for name in args.models:
         setup = ScoreSetup(
             name, args.batch, args.device, args.precision, args.channels_last, size_of(args.size),
-            args.weights, args.images, args.eval,
+            args.weights, args.images, args.eval, args.data,
         )  # fmt: skip
         try:
             results.append(measure(setup, args.repeats, say, args.methods, ranks=not args.no_ranks))
@@ -270,7 +273,9 @@ def run_prune(args: argparse.Namespace) -> int:
 def _outcome_table(result: dict[str, Any]) -> Table:
     rows = []
     for name, row in result["methods"].items():
-        work = f"{row['seconds']:.1f}", str(row["removals"]), f"{row['scores_per_second']:.0f}", f"{row['ratio']:.2f}"
+        memory = "–" if row["memory_in_steps"] is None else f"{row['memory_in_steps']:.2f}"
+        speed = f"{row['scores_per_second']:.0f}", f"{row['ratio']:.2f}"
+        work = f"{row['seconds']:.1f}", str(row["removals"]), *speed, memory
         left = f"{row['macs']:.1%}", f"{row['weights']:.1%}", str(row["stream_units_removed"])
         rows.append((name, *work, *left, "–" if row["accuracy"] is None else f"{row['accuracy']:.2f}"))
     title = (
@@ -278,7 +283,7 @@ def _outcome_table(result: dict[str, Any]) -> Table:
         f"k={result['accumulate']}, {result['batches_per_score']} batches for a score; {_machine(result)}; "
         f"training step {1000 * result['step_seconds']:.1f} ms"
     )
-    headings = ("method", "s", "removals", "scores/s", "× step", "MACs", "weights", "streams", "accuracy")
+    headings = ("method", "s", "removals", "scores/s", "× step", "× memory", "MACs", "weights", "streams", "accuracy")
     return table(headings, rows, title=title, caption=PRUNE_CAPTION)
 
 

@@ -24,11 +24,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ifso.common.batches import joined, num_samples, rough_count
 from ifso.common.distributed import is_distributed
@@ -51,17 +50,31 @@ GRID = (0.01, 0.1, 1.0, 10.0)
 LEAST_GAIN = 1e-3
 """A layer is changed if that takes away so much of the variance of its outputs."""
 
-TARGETS = 2**29
-"""Bytes of the unpruned network's outputs that are held at a time; layers beyond that wait for another pass."""
-
-LIVE = 2**32
-"""Bytes that all samples may take on their way through the network, estimated as four times the widest input; or what
-may be held of them, half for either network, where passes go on from layer to layer."""
-
-GPU_SHARE = 4
-"""One part in so many of a GPU's memory may be taken instead of :data:`LIVE`, and a quarter of that for targets."""
+LEAST_ROOM = 2**28
+"""Bytes that may be held in any case."""
 
 Batches = Callable[[], Iterable[Any]]
+
+
+class Room(NamedTuple):
+    """Bytes that may be held at a time: ``targets``, outputs of the unpruned network; layers beyond that wait.
+
+    ``live`` is what all samples may take on their way through the network as one batch. ``places`` is for what passes
+    go on from, of either network, where they do not go as one.
+    """
+
+    targets: int
+    live: int
+    places: int
+
+    @classmethod
+    def of(cls, layers: Mapping[str, Layer]) -> Room:
+        """As much in all as a training step of the unpruned network keeps of a batch: inputs and outputs of its layers.
+
+        The sizes of the network and of its batches alone decide, no clock and no machine.
+        """
+        room = max(LEAST_ROOM, 2 * sum(layer.reads for layer in layers.values()))
+        return cls(targets=room // 3, live=room * 2 // 3, places=room // 3)
 
 
 class _Apart(Exception):
@@ -104,14 +117,11 @@ def reconstruct_(
             return False
         undo = Undo(model)
         layers, whole = (layers_of(network, loss_fn, first) for network in (model, teacher))
-        counts, samples = _all_samples(layers, batches)
-        device = next(iter(named_tensors(model).values())).device
-        room = _room(device, LIVE, GPU_SHARE) // 2
-        together = list(
-            _together(layers.keys() & whole.keys(), whole, len(counts), _room(device, TARGETS, 4 * GPU_SHARE))
-        )
-        passes = PartialPasses(model, loss_fn, batches, room)
-        aims = PartialPasses(teacher, loss_fn, batches, room if len(together) > 1 else 0)
+        room = Room.of(whole)
+        counts, samples = _all_samples(layers, batches, room.live)
+        together = list(_together(layers.keys() & whole.keys(), whole, len(counts), room.targets))
+        passes = PartialPasses(model, loss_fn, batches, room.places)
+        aims = PartialPasses(teacher, loss_fn, batches, room.places if len(together) > 1 else 0)
         for names in together:
             targets = _targets(aims, named_tensors(teacher), {name: whole[name] for name in names})
             rows = {name: outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name]) for name in names}
@@ -170,26 +180,20 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     return best
 
 
-def _all_samples(layers: Mapping[str, Layer], batches: Batches) -> tuple[list[int], Any | None]:
+def _all_samples(layers: Mapping[str, Layer], batches: Batches, live: int) -> tuple[list[int], Any | None]:
     """How many samples each batch holds, and all of them as one batch.
 
-    None if that takes too much memory, several processes, or batches go apart.
+    None if that takes more than ``live`` bytes, by four times the widest input; or several processes, or batches go
+    apart.
     """
-    found = list(batches())
     try:
-        counts = [num_samples(batch) for batch in found]
+        counts = [num_samples(batch) for batch in batches()]
     except ScoreError:  # of tensors some hold no samples
-        return [rough_count(batch) for batch in found], None
+        return [rough_count(batch) for batch in batches()], None
     if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
         return counts, None
-    device = next((leaf.device for leaf in tree_leaves(found) if isinstance(leaf, Tensor)), torch.device("cpu"))
-    live = 4 * max(layer.reads for layer in layers.values()) * sum(counts) / max(counts[0], 1)
-    return counts, joined(found) if live <= _room(device, LIVE, GPU_SHARE) else None
-
-
-def _room(device: torch.device, usual: int, share: int) -> int:
-    """Bytes that may be taken: a part of a GPU's memory, elsewhere what is usual."""
-    return torch.cuda.get_device_properties(device).total_memory // share if device.type == "cuda" else usual
+    taken = 4 * max(layer.reads for layer in layers.values()) * sum(counts) / max(counts[0], 1)
+    return counts, joined(list(batches())) if taken <= live else None
 
 
 def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held: int) -> Iterator[list[str]]:
