@@ -15,6 +15,7 @@ from small_runs import SmallResNet, listed
 from torch import Tensor, nn
 
 import ifso
+from ifso.common.timing import LiveBytes, peak_bytes
 from ifso.pruning import judging, reconstruction
 from ifso.pruning.fitted_layers import layers_of, outputs_left
 from ifso.pruning.judging import Aim
@@ -281,6 +282,26 @@ def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
     little(monkeypatch, targets=1, live=0)
     assert reconstruct_(third, whole, graph, kept, square, lambda: batches) == better
     assert all(torch.equal(third.state_dict()[key], tensor) for key, tensor in other.state_dict().items())
+
+
+def test_it_takes_about_as_much_memory_as_a_training_step(monkeypatch):
+    def step() -> None:
+        whole(batches[0]).square().mean().backward()
+
+    whole, batches = CHAIN.model(), [F.interpolate(batch, (40, 40)) for batch in batches_of(CHAIN, 24)]
+    keep = {name: torch.isin(torch.arange(size), torch.tensor(KEPT[name])) for name, size in SIZES.items()}
+    usual, roomy = (pruned(whole, CHAIN.graph(), keep) for _ in range(2))
+    monkeypatch.setattr(reconstruction, "LEAST_ROOM", 0)
+    taken = []
+    for small in (usual, roomy):
+        with LiveBytes() as live:
+            assert reconstruct_(small, whole, CHAIN.graph(), CHAIN.graph().kept(keep), square, lambda: batches)
+        taken.append(live.peak)
+        little(monkeypatch)
+    bound = peak_bytes(step, torch.device("cpu"))
+    assert taken[0] <= 2 * bound < 4 * bound < taken[1]
+    for name, tensor in roomy.state_dict().items():
+        torch.testing.assert_close(usual.state_dict()[name], tensor, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("room", [2**20, 24 * 4 * 8, 0])

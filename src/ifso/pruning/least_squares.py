@@ -72,14 +72,15 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
     if not left.numel():
         return result
     size = mean_size(moments.diagonal(), kept | weight.any(0))
-    inner, cross = moments[left][:, left], moments[:, left]
+    cross = moments[:, left]
     while True:
-        damped = inner.clone()
+        damped = cross[left]
         damped.diagonal().add_(damping * size)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed):
             break
         damping = max(10 * damping, 1e-12)
+    del damped
     cross[left, torch.arange(len(left), device=cross.device)] += damping * size
     result[:, left] = torch.cholesky_solve((weight @ cross).t(), factor).t()
     return result
@@ -210,7 +211,9 @@ def _fit(
     moments = halves.whole()
     matrix = as_matrix(weight, seen.transposed, seen.groups).double()
     stays = _columns_kept(seen.reader, seen, kept, matrix.shape[2]).to(matrix.device)
-    whole, *apart = (part.matrix(centred=normed or seen.bias in tensors) for part in (moments, *halves.apart()))
+    mean, parts = moments.mean(), (moments, *halves.apart())
+    whole, *apart = (part.matrix(centred=normed or seen.bias in tensors) for part in parts)
+    del halves, moments, parts  # of wide layers they take much memory
     groups = zip(matrix, whole, zip(*apart, strict=True), stays, strict=True)
     new = torch.stack(
         [
@@ -218,7 +221,7 @@ def _fit(
             for one, both, each, left in groups
         ]
     )
-    shift = ((matrix - new) @ moments.mean().unsqueeze(2)).flatten()
+    shift = ((matrix - new) @ mean.unsqueeze(2)).flatten()
     return as_kernel(new, weight.shape, seen.transposed).to(weight.dtype), shift
 
 
