@@ -67,22 +67,22 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
     """
     if not bool(moments.isfinite().all()):
         raise ScoreError("the inputs of a layer are not finite, so that its weights cannot be updated; check the data")
-    left = kept.nonzero().flatten()
-    result = torch.zeros_like(weight)
-    if not left.numel():
+    result, lost = weight * kept, ~kept & weight.any(0)
+    if not bool(kept.any()) or not bool(lost.any()):
         return result
+    left, lost = kept.nonzero().flatten(), lost.nonzero().flatten()
     size = mean_size(moments.diagonal(), kept | weight.any(0))
-    cross = moments[:, left]
+    # W Ã[:, K] = W[:, K] Ã[K, K] + W[:, L] A[L, K]: only what goes has to be taken over
+    taken, inner = weight[:, lost] @ moments[lost][:, left], moments[left]
     while True:
-        damped = cross[left]
+        damped = inner.index_select(1, left)
         damped.diagonal().add_(damping * size)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed):
             break
         damping = max(10 * damping, 1e-12)
-    del damped
-    cross[left, torch.arange(len(left), device=cross.device)] += damping * size
-    result[:, left] = torch.cholesky_solve((weight @ cross).t(), factor).t()
+    del damped, inner
+    result[:, left] += torch.cholesky_solve(taken.t(), factor).t()
     return result
 
 
