@@ -12,7 +12,8 @@ outputs of the whole network are not nearer there in the end, or the loss is hig
 undone.
 
 Where all samples go through the network as one batch, a single pass does it: each layer is fitted when it is about to
-run. Else every layer takes a pass of its own, from the layer before (:mod:`~ifso.pruning.partial_passes`).
+run. Else every layer takes a pass of its own, from the layer before (:mod:`~ifso.pruning.partial_passes`), in which as
+many batches as there is room for go as one.
 
 Both networks are in eval mode. The batch norms of the unpruned one have new statistics where its loss is lower with
 them: those of a training that was broken off lag behind its weights. A batch norm behind a layer gets the mean and the
@@ -24,12 +25,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from ifso.common.batches import joined, num_samples, rough_count
+from ifso.common.batches import is_listed, joined, num_samples, rough_count
 from ifso.common.distributed import is_distributed
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.module_state import named_tensors
@@ -59,8 +62,8 @@ Batches = Callable[[], Iterable[Any]]
 class Room(NamedTuple):
     """Bytes that may be held at a time: ``targets``, outputs of the unpruned network; layers beyond that wait.
 
-    ``live`` is what all samples may take on their way through the network as one batch. ``places`` is for what passes
-    go on from, of either network, where they do not go as one.
+    ``live`` is what samples may take on their way through the network as one batch. ``places`` is for what passes go on
+    from, of either network, where not all go as one.
     """
 
     targets: int
@@ -74,7 +77,7 @@ class Room(NamedTuple):
         The sizes of the network and of its batches alone decide, no clock and no machine.
         """
         room = max(LEAST_ROOM, 2 * sum(layer.reads for layer in layers.values()))
-        return cls(targets=room // 3, live=room * 2 // 3, places=room // 3)
+        return cls(targets=room // 3, live=room // 2, places=room // 3)
 
 
 class _Apart(Exception):
@@ -118,18 +121,22 @@ def reconstruct_(
         undo = Undo(model)
         layers, whole = (layers_of(network, loss_fn, first) for network in (model, teacher))
         room = Room.of(whole)
-        counts, samples = _all_samples(layers, batches, room.live)
+        chunks = _chunks(layers, batches, room.live)
+        counts = [count for chunk in chunks for count in chunk]
+        samples = joined(list(batches())) if [counts] == chunks and len(counts) > 1 else None
+        if samples is not None or not all(_go_together(one, loss_fn, batches, chunks[0]) for one in (model, teacher)):
+            chunks = [[count] for count in counts]
         together = list(_together(layers.keys() & whole.keys(), whole, len(counts), room.targets))
-        passes = PartialPasses(model, loss_fn, batches, room.places)
-        aims = PartialPasses(teacher, loss_fn, batches, room.places if len(together) > 1 else 0)
+        passes = PartialPasses(model, loss_fn, _as_chunks(batches, chunks), room.places)
+        aims = PartialPasses(teacher, loss_fn, passes.batches, room.places if len(together) > 1 else 0)
         for names in together:
-            targets = _targets(aims, named_tensors(teacher), {name: whole[name] for name in names})
+            targets = _targets(aims, chunks, named_tensors(teacher), {name: whole[name] for name in names})
             rows = {name: outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name]) for name in names}
             fit = _Fit(model, teacher, layers, targets, rows, loss_fn, reduce)
             if samples is None or not fit.in_one_pass_(names, samples, counts):
                 samples = None
                 for name in names:
-                    fit.by_itself_(name, passes)
+                    fit.by_itself_(name, passes, chunks)
         after = aim.judged(model)
         if after is not None and after.distance < before.distance and not after.loss > before.loss > before.unpruned:
             return True
@@ -180,20 +187,72 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     return best
 
 
-def _all_samples(layers: Mapping[str, Layer], batches: Batches, live: int) -> tuple[list[int], Any | None]:
-    """How many samples each batch holds, and all of them as one batch.
+def _chunks(layers: Mapping[str, Layer], batches: Batches, live: int) -> list[list[int]]:
+    """How many samples each batch holds, in lists of those that go as one batch.
 
-    None if that takes more than ``live`` bytes, by four times the widest input; or several processes, or batches go
-    apart.
+    They take up to ``live`` bytes, by four times the widest input. Batches of other kinds go apart, and each does by
+    itself with several processes, or layers that are called more than once.
     """
+    found, kinds = list[list[int]](), list[Any]()
     try:
-        counts = [num_samples(batch) for batch in batches()]
+        for batch in batches():
+            found.append([num_samples(batch)])
+            kinds.append(_kind(batch))
     except ScoreError:  # of tensors some hold no samples
-        return [rough_count(batch) for batch in batches()], None
+        return [[rough_count(batch)] for batch in batches()]
     if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
-        return counts, None
-    taken = 4 * max(layer.reads for layer in layers.values()) * sum(counts) / max(counts[0], 1)
-    return counts, joined(list(batches())) if taken <= live else None
+        return found
+    most = live * max(found[0][0], 1) / (4 * max(layer.reads for layer in layers.values()))
+    chunks = found[:1]
+    for (count,), kind, before in zip(found[1:], kinds[1:], kinds[:-1], strict=True):
+        if kind is None or kind != before or sum(chunks[-1]) + count > most:
+            chunks.append([])
+        chunks[-1].append(count)
+    return chunks
+
+
+def _kind(batch: Any) -> Any:
+    """What two batches must have in common to be joined; None for one that cannot be."""
+    leaves, spec = tree_flatten(batch)
+    if is_listed(batch) or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        return None
+    return spec, [(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves]
+
+
+def _as_chunks(batches: Batches, chunks: Sequence[Sequence[int]]) -> Batches:
+    """The batches, those of a chunk as one."""
+
+    def give() -> Iterator[Any]:
+        found = iter(batches())
+        for chunk in chunks:
+            some = list(islice(found, len(chunk)))
+            yield joined(some) if len(some) > 1 else some[0]
+
+    return give
+
+
+def _go_together(network: nn.Module, loss_fn: LossFn, batches: Batches, chunk: Sequence[int]) -> bool:
+    """Return whether layers see of the batches of a chunk, as one, so many times the rows as there are more samples."""
+    if len(chunk) == 1:
+        return True
+    lengths = list[list[tuple[str, int]]]()
+    for counts in (chunk[:1], chunk):
+        batch, seen = next(iter(_as_chunks(batches, [counts])())), list[tuple[str, int]]()
+        calls = LayerCalls(named_tensors(network), lambda name, call: seen.append((name, len(call.x))))  # noqa: B023
+        try:
+            run(network, loss_fn, batch, calls)
+        except Exception:  # a network that takes no such batch, or no memory for it
+            return False
+        lengths.append([(name, length * sum(chunk) // sum(counts)) for name, length in seen])
+    return lengths[0] == lengths[1]
+
+
+def _by_batch(call: LayerCall, counts: Sequence[int]) -> list[LayerCall]:
+    """A call that saw the samples of several batches, apart; nothing if its rows are not theirs."""
+    if len(counts) == 1:
+        return [call]
+    share, rest = divmod(len(call.x), sum(counts))
+    return [] if rest else [replace(call, x=part) for part in call.x.split([share * count for count in counts])]
 
 
 def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held: int) -> Iterator[list[str]]:
@@ -212,16 +271,21 @@ def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held:
 
 
 def _targets(
-    passes: PartialPasses, tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]
+    passes: PartialPasses, chunks: Sequence[Sequence[int]], tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]
 ) -> dict[str, list[list[Tensor]]]:
     """The outputs [rows, outputs] of layers in the unpruned network by batch, at the positions that are looked at."""
     found: dict[str, list[list[Tensor]]] = {name: [] for name in layers}
 
-    def begin(number: int) -> See:
+    def begin(chunk: int) -> See:
+        first = sum(map(len, chunks[:chunk]))
         for some in found.values():
-            some[number:] = [[]]
+            some[first:] = [[] for _ in chunks[chunk]]
 
         def see(name: str, call: LayerCall) -> None:
+            for number, part in enumerate(_by_batch(call, chunks[chunk]), first):
+                add(name, number, part)
+
+        def add(name: str, number: int, call: LayerCall) -> None:
             here = found[name][number]
             columns = call.columns(POSITIONS, _generator(name, number, len(here)))
             outputs = columns @ as_matrix(call.weight, layers[name].transposed, call.groups).mT
@@ -256,11 +320,10 @@ class _Fit:
         def see(name: str, call: LayerCall) -> None:
             if name in fitted:
                 return
-            share, rest = divmod(len(call.x), sum(counts))
-            if rest:
+            parts = _by_batch(call, counts)
+            if not parts:
                 raise _Apart
-            parts = call.x.split([share * count for count in counts])
-            self._move_(name, self._halves(name, ([replace(call, x=part)] for part in parts)))
+            self._move_(name, self._halves(name, ([part] for part in parts)))
             means = self.layers[name].means
             places = [*means, *(f"{mean.removesuffix('mean')}var" for mean in means)]
             fitted[name] = [(place, tensors[place].clone()) for place in places]
@@ -277,7 +340,7 @@ class _Fit:
                 tensors[place].copy_(tensor)
         return True
 
-    def by_itself_(self, name: str, passes: PartialPasses) -> None:
+    def by_itself_(self, name: str, passes: PartialPasses, chunks: Sequence[Sequence[int]]) -> None:
         """Fit a layer in a pass of its own, which begins where the one before ended."""
         seen: list[LayerCall] = []
 
@@ -286,7 +349,12 @@ class _Fit:
             return lambda _, call: seen.append(call)
 
         asked = Asked({name: named_tensors(self.model)[name]}, self.layers[name].calls, name)
-        self._move_(name, self._halves(name, (seen for _ in passes.over(asked, begin))))
+        calls = (
+            [parts[place] for parts in (_by_batch(call, chunks[chunk]) for call in seen) if parts]
+            for chunk in passes.over(asked, begin)
+            for place in range(len(chunks[chunk]))
+        )
+        self._move_(name, self._halves(name, calls))
 
     def _halves(self, name: str, calls: Iterable[Sequence[LayerCall]]) -> Halves | None:
         """Moments of what a layer reads and should give; None if these do not go together, or are too many."""
