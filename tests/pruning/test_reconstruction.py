@@ -19,9 +19,10 @@ import ifso
 from ifso.common.batches import num_samples
 from ifso.common.timing import LiveBytes, peak_bytes
 from ifso.pruning import judging, reconstruction
+from ifso.pruning.chunks import chunks_of
 from ifso.pruning.fitted_layers import layers_of, outputs_left
 from ifso.pruning.judging import Aim
-from ifso.pruning.reconstruction import GRID, LEAST_GAIN, Room, _chunks, reconstruct_, towards
+from ifso.pruning.reconstruction import GRID, LEAST_GAIN, Room, reconstruct_, towards
 from ifso.pruning.recovery import norms_of, recalibrate_
 
 
@@ -294,14 +295,14 @@ def test_batches_of_other_kinds_go_apart():
     layers = {"one": replace(layer, reads=100)}
 
     def of(sizes: list[tuple[int, ...]], live: int) -> list[list[int]]:
-        return _chunks(layers, lambda: [torch.zeros(size) for size in sizes], live)
+        return chunks_of(layers, lambda: [torch.zeros(size) for size in sizes], live)
 
     assert of([(4, 2)] * 5, 400 * 5 // 2) == [[4, 4], [4, 4], [4]]
     assert of([(4, 2), (2, 2), (1, 2), (4, 2)], 400 * 2) == [[4, 2, 1], [4]]
     assert of([(4, 2), (4, 3), (4, 3)], 2**30) == [[4], [4, 4]]
     assert of([(4, 2)] * 2, 1) == [[4], [4]]
-    assert _chunks({"one": replace(layer, calls=2)}, lambda: [torch.zeros(4, 2)] * 2, 2**30) == [[4], [4]]
-    assert _chunks(layers, lambda: [([torch.zeros(3)] * 2, [{}] * 2)] * 2, 2**30) == [[2], [2]]
+    assert chunks_of({"one": replace(layer, calls=2)}, lambda: [torch.zeros(4, 2)] * 2, 2**30) == [[4], [4]]
+    assert chunks_of(layers, lambda: [([torch.zeros(3)] * 2, [{}] * 2)] * 2, 2**30) == [[2], [2]]
 
 
 @pytest.mark.parametrize("name", [*IN_ONE_PASS, "shared-module", "multihead-sequence-first", "gru-by-hand"])

@@ -24,22 +24,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from ifso.common.batches import is_listed, joined, num_samples, rough_count
-from ifso.common.distributed import is_distributed
+from ifso.common.batches import joined
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes
 from ifso.criteria.moments import Halves, mean_size
-from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.pruning.chunks import Batches, as_chunks, by_batch, chunks_of, go_together
 from ifso.pruning.fitted_layers import Layer, layers_of, outputs_left
 from ifso.pruning.judging import Aim
 from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
@@ -55,8 +52,6 @@ LEAST_GAIN = 1e-3
 
 LEAST_ROOM = 2**28
 """Bytes that may be held in any case."""
-
-Batches = Callable[[], Iterable[Any]]
 
 
 class Room(NamedTuple):
@@ -121,13 +116,13 @@ def reconstruct_(
         undo = Undo(model)
         layers, whole = (layers_of(network, loss_fn, first) for network in (model, teacher))
         room = Room.of(whole)
-        chunks = _chunks(layers, batches, room.live)
+        chunks = chunks_of(layers, batches, room.live)
         counts = [count for chunk in chunks for count in chunk]
         samples = joined(list(batches())) if [counts] == chunks and len(counts) > 1 else None
-        if samples is not None or not all(_go_together(one, loss_fn, batches, chunks[0]) for one in (model, teacher)):
+        if samples is not None or not all(go_together(one, loss_fn, batches, chunks[0]) for one in (model, teacher)):
             chunks = [[count] for count in counts]
         together = list(_together(layers.keys() & whole.keys(), whole, len(counts), room.targets))
-        passes = PartialPasses(model, loss_fn, _as_chunks(batches, chunks), room.places)
+        passes = PartialPasses(model, loss_fn, as_chunks(batches, chunks), room.places)
         aims = PartialPasses(teacher, loss_fn, passes.batches, room.places if len(together) > 1 else 0)
         for names in together:
             targets = _targets(aims, chunks, named_tensors(teacher), {name: whole[name] for name in names})
@@ -187,74 +182,6 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     return best
 
 
-def _chunks(layers: Mapping[str, Layer], batches: Batches, live: int) -> list[list[int]]:
-    """How many samples each batch holds, in lists of those that go as one batch.
-
-    They take up to ``live`` bytes, by four times the widest input. Batches of other kinds go apart, and each does by
-    itself with several processes, or layers that are called more than once.
-    """
-    found, kinds = list[list[int]](), list[Any]()
-    try:
-        for batch in batches():
-            found.append([num_samples(batch)])
-            kinds.append(_kind(batch))
-    except ScoreError:  # of tensors some hold no samples
-        return [[rough_count(batch)] for batch in batches()]
-    if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
-        return found
-    most = live * max(found[0][0], 1) / (4 * max(layer.reads for layer in layers.values()))
-    chunks = found[:1]
-    for (count,), kind, before in zip(found[1:], kinds[1:], kinds[:-1], strict=True):
-        if kind is None or kind != before or sum(chunks[-1]) + count > most:
-            chunks.append([])
-        chunks[-1].append(count)
-    return chunks
-
-
-def _kind(batch: Any) -> Any:
-    """What two batches must have in common to be joined; None for one that cannot be."""
-    leaves, spec = tree_flatten(batch)
-    if is_listed(batch) or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        return None
-    return spec, [(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves]
-
-
-def _as_chunks(batches: Batches, chunks: Sequence[Sequence[int]]) -> Batches:
-    """The batches, those of a chunk as one."""
-
-    def give() -> Iterator[Any]:
-        found = iter(batches())
-        for chunk in chunks:
-            some = list(islice(found, len(chunk)))
-            yield joined(some) if len(some) > 1 else some[0]
-
-    return give
-
-
-def _go_together(network: nn.Module, loss_fn: LossFn, batches: Batches, chunk: Sequence[int]) -> bool:
-    """Return whether layers see of the batches of a chunk, as one, so many times the rows as there are more samples."""
-    if len(chunk) == 1:
-        return True
-    lengths = list[list[tuple[str, int]]]()
-    for counts in (chunk[:1], chunk):
-        batch, seen = next(iter(_as_chunks(batches, [counts])())), list[tuple[str, int]]()
-        calls = LayerCalls(named_tensors(network), lambda name, call: seen.append((name, len(call.x))))  # noqa: B023
-        try:
-            run(network, loss_fn, batch, calls)
-        except Exception:  # a network that takes no such batch, or no memory for it
-            return False
-        lengths.append([(name, length * sum(chunk) // sum(counts)) for name, length in seen])
-    return lengths[0] == lengths[1]
-
-
-def _by_batch(call: LayerCall, counts: Sequence[int]) -> list[LayerCall]:
-    """A call that saw the samples of several batches, apart; nothing if its rows are not theirs."""
-    if len(counts) == 1:
-        return [call]
-    share, rest = divmod(len(call.x), sum(counts))
-    return [] if rest else [replace(call, x=part) for part in call.x.split([share * count for count in counts])]
-
-
 def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held: int) -> Iterator[list[str]]:
     """Layers, in order, whose targets can be held at the same time."""
     names: list[str] = []
@@ -282,7 +209,7 @@ def _targets(
             some[first:] = [[] for _ in chunks[chunk]]
 
         def see(name: str, call: LayerCall) -> None:
-            for number, part in enumerate(_by_batch(call, chunks[chunk]), first):
+            for number, part in enumerate(by_batch(call, chunks[chunk]), first):
                 add(name, number, part)
 
         def add(name: str, number: int, call: LayerCall) -> None:
@@ -320,7 +247,7 @@ class _Fit:
         def see(name: str, call: LayerCall) -> None:
             if name in fitted:
                 return
-            parts = _by_batch(call, counts)
+            parts = by_batch(call, counts)
             if not parts:
                 raise _Apart
             self._move_(name, self._halves(name, ([part] for part in parts)))
@@ -350,7 +277,7 @@ class _Fit:
 
         asked = Asked({name: named_tensors(self.model)[name]}, self.layers[name].calls, name)
         calls = (
-            [parts[place] for parts in (_by_batch(call, chunks[chunk]) for call in seen) if parts]
+            [parts[place] for parts in (by_batch(call, chunks[chunk]) for call in seen) if parts]
             for chunk in passes.over(asked, begin)
             for place in range(len(chunks[chunk]))
         )
