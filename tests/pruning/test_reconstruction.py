@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from small_runs import SmallResNet, listed
 from torch import Tensor, nn
 
 import ifso
+from ifso.common.batches import num_samples
+from ifso.common.timing import LiveBytes, peak_bytes
 from ifso.pruning import judging, reconstruction
+from ifso.pruning.chunks import chunks_of
 from ifso.pruning.fitted_layers import layers_of, outputs_left
 from ifso.pruning.judging import Aim
 from ifso.pruning.reconstruction import GRID, LEAST_GAIN, Room, reconstruct_, towards
@@ -264,6 +268,43 @@ def test_frozen_weights_stay_and_little_memory_changes_nothing(monkeypatch):
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in small.state_dict().items())
 
 
+@pytest.mark.parametrize(("name", "as_one"), [("plain", True), ("vit", True), ("multihead-sequence-first", False)])
+def test_batches_that_go_as_one_do_what_they_do_apart(name, as_one, monkeypatch):
+    case = CASES[name]
+    whole, graph, keep = case.model(), case.graph(), random_keep(case.graph(), seed=2, share=0.3)
+    found, batches, sizes = pruned(whole, graph, keep), batches_of(case, 5), []
+    wanted, kept = copy.deepcopy(found), graph.kept(keep)
+    little(monkeypatch, live=0)
+    better = reconstruct_(wanted, whole, graph, kept, square, lambda: batches)
+    two = 2 * max(layer.reads for layer in layers_of(found, square, batches[0]).values())
+    little(monkeypatch, live=4 * two)
+    passes = reconstruction.PartialPasses
+    monkeypatch.setattr(
+        reconstruction, "PartialPasses",
+        lambda *args: sizes.append([num_samples(batch) for batch in args[2]()]) or passes(*args),
+    )  # fmt: skip
+    assert reconstruct_(found, whole, graph, kept, square, lambda: batches) == better
+    count = num_samples(batches[0])
+    assert sizes[0] == ([2 * count, 2 * count, count] if as_one else [count] * 5)
+    for key, tensor in wanted.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[key], tensor, rtol=1e-6, atol=1e-8, msg=lambda t, n=key: n + t)
+
+
+def test_batches_of_other_kinds_go_apart():
+    layer = next(iter(layers_of(CHAIN.model(), square, batches_of(CHAIN, 1)[0]).values()))
+    layers = {"one": replace(layer, reads=100)}
+
+    def of(sizes: list[tuple[int, ...]], live: int) -> list[list[int]]:
+        return chunks_of(layers, lambda: [torch.zeros(size) for size in sizes], live)
+
+    assert of([(4, 2)] * 5, 400 * 5 // 2) == [[4, 4], [4, 4], [4]]
+    assert of([(4, 2), (2, 2), (1, 2), (4, 2)], 400 * 2) == [[4, 2, 1], [4]]
+    assert of([(4, 2), (4, 3), (4, 3)], 2**30) == [[4], [4, 4]]
+    assert of([(4, 2)] * 2, 1) == [[4], [4]]
+    assert chunks_of({"one": replace(layer, calls=2)}, lambda: [torch.zeros(4, 2)] * 2, 2**30) == [[4], [4]]
+    assert chunks_of(layers, lambda: [([torch.zeros(3)] * 2, [{}] * 2)] * 2, 2**30) == [[2], [2]]
+
+
 @pytest.mark.parametrize("name", [*IN_ONE_PASS, "shared-module", "multihead-sequence-first", "gru-by-hand"])
 def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
     case = CASES[name]
@@ -281,6 +322,26 @@ def test_one_pass_does_what_a_pass_for_each_layer_does(name, monkeypatch):
     little(monkeypatch, targets=1, live=0)
     assert reconstruct_(third, whole, graph, kept, square, lambda: batches) == better
     assert all(torch.equal(third.state_dict()[key], tensor) for key, tensor in other.state_dict().items())
+
+
+def test_it_takes_about_as_much_memory_as_a_training_step(monkeypatch):
+    def step() -> None:
+        whole(batches[0]).square().mean().backward()
+
+    whole, batches = CHAIN.model(), [F.interpolate(batch, (40, 40)) for batch in batches_of(CHAIN, 24)]
+    keep = {name: torch.isin(torch.arange(size), torch.tensor(KEPT[name])) for name, size in SIZES.items()}
+    usual, roomy = (pruned(whole, CHAIN.graph(), keep) for _ in range(2))
+    monkeypatch.setattr(reconstruction, "LEAST_ROOM", 0)
+    taken = []
+    for small in (usual, roomy):
+        with LiveBytes() as live:
+            assert reconstruct_(small, whole, CHAIN.graph(), CHAIN.graph().kept(keep), square, lambda: batches)
+        taken.append(live.peak)
+        little(monkeypatch)
+    bound = peak_bytes(step, torch.device("cpu"))
+    assert taken[0] <= 2 * bound < 4 * bound < taken[1]
+    for name, tensor in roomy.state_dict().items():
+        torch.testing.assert_close(usual.state_dict()[name], tensor, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("room", [2**20, 24 * 4 * 8, 0])

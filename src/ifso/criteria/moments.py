@@ -57,10 +57,10 @@ class Moments:
     def over(self, reduce: Callable[[Tensor], Tensor]) -> Moments:
         """Those of the rows of all processes, in float64 and without a shift; ``reduce`` is a sum over them."""
         sums, shift = self.sums.double(), self.shift.double()
-        cross = sums.unsqueeze(2) * shift.unsqueeze(1)
-        squares = self.rows * shift.unsqueeze(2) * shift.unsqueeze(1)
-        products = reduce(self.products.double() + cross + cross.transpose(1, 2) + squares)
-        total = reduce(sums + self.rows * shift)
+        total = sums + self.rows * shift
+        products = self.products.to(torch.float64, copy=True)
+        products.baddbmm_(torch.stack([total, shift], 2), torch.stack([shift, sums], 1))  # in place: they may be wide
+        products, total = reduce(products), reduce(total)
         rows = int(reduce(torch.tensor(float(self.rows), device=sums.device)))
         return Moments(products, total, torch.zeros_like(total), rows)
 
@@ -71,12 +71,13 @@ class Moments:
     def matrix(self, centred: bool) -> Tensor:
         """Covariance, or second moment, [groups, k, k], in float64; zero where only rounding is left."""
         shifted, mean = self.sums.double() / self.rows, self.mean()
-        matrix = self.products.double() / self.rows - shifted.unsqueeze(2) * shifted.unsqueeze(1)
+        matrix = self.products.to(torch.float64, copy=True).div_(self.rows)
+        matrix.baddbmm_(shifted.unsqueeze(2), shifted.unsqueeze(1), alpha=-1)
         variance = matrix.diagonal(dim1=1, dim2=2)
         rounding = 16 * torch.finfo(self.products.dtype).eps * shifted.square()
         constant = (variance <= ROUNDING * (variance + mean.square())) | (variance <= rounding)
-        matrix = matrix.masked_fill(constant.unsqueeze(2) | constant.unsqueeze(1), 0)
-        return matrix if centred else matrix + mean.unsqueeze(2) * mean.unsqueeze(1)
+        matrix.masked_fill_(constant.unsqueeze(2) | constant.unsqueeze(1), 0)
+        return matrix if centred else matrix.baddbmm_(mean.unsqueeze(2), mean.unsqueeze(1))
 
 
 @dataclass

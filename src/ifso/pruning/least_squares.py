@@ -67,21 +67,22 @@ def fitted(weight: Tensor, moments: Tensor, kept: Tensor, damping: float = DAMPI
     """
     if not bool(moments.isfinite().all()):
         raise ScoreError("the inputs of a layer are not finite, so that its weights cannot be updated; check the data")
-    left = kept.nonzero().flatten()
-    result = torch.zeros_like(weight)
-    if not left.numel():
+    result, lost = weight * kept, ~kept & weight.any(0)
+    if not bool(kept.any()) or not bool(lost.any()):
         return result
+    left, lost = kept.nonzero().flatten(), lost.nonzero().flatten()
     size = mean_size(moments.diagonal(), kept | weight.any(0))
-    inner, cross = moments[left][:, left], moments[:, left]
+    # W Ã[:, K] = W[:, K] Ã[K, K] + W[:, L] A[L, K]: only what goes has to be taken over
+    taken, inner = weight[:, lost] @ moments[lost][:, left], moments[left]
     while True:
-        damped = inner.clone()
+        damped = inner.index_select(1, left)
         damped.diagonal().add_(damping * size)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed):
             break
         damping = max(10 * damping, 1e-12)
-    cross[left, torch.arange(len(left), device=cross.device)] += damping * size
-    result[:, left] = torch.cholesky_solve((weight @ cross).t(), factor).t()
+    del damped, inner
+    result[:, left] += torch.cholesky_solve(taken.t(), factor).t()
     return result
 
 
@@ -210,7 +211,9 @@ def _fit(
     moments = halves.whole()
     matrix = as_matrix(weight, seen.transposed, seen.groups).double()
     stays = _columns_kept(seen.reader, seen, kept, matrix.shape[2]).to(matrix.device)
-    whole, *apart = (part.matrix(centred=normed or seen.bias in tensors) for part in (moments, *halves.apart()))
+    mean, parts = moments.mean(), (moments, *halves.apart())
+    whole, *apart = (part.matrix(centred=normed or seen.bias in tensors) for part in parts)
+    del halves, moments, parts  # of wide layers they take much memory
     groups = zip(matrix, whole, zip(*apart, strict=True), stays, strict=True)
     new = torch.stack(
         [
@@ -218,7 +221,7 @@ def _fit(
             for one, both, each, left in groups
         ]
     )
-    shift = ((matrix - new) @ moments.mean().unsqueeze(2)).flatten()
+    shift = ((matrix - new) @ mean.unsqueeze(2)).flatten()
     return as_kernel(new, weight.shape, seen.transposed).to(weight.dtype), shift
 
 

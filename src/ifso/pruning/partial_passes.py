@@ -68,7 +68,7 @@ class PartialPasses:
     """
 
     def __init__(self, network: nn.Module, loss_fn: LossFn, batches: Callable[[], Iterable[Any]], room: int) -> None:
-        self._network, self._loss_fn, self._batches = network, loss_fn, batches
+        self._network, self._loss_fn, self.batches = network, loss_fn, batches
         self._room, self._course, self._places = float(room), _Course(), dict[int, _Place]()
 
     def over(self, asked: Asked, begin: Callable[[int], See]) -> Iterator[int]:
@@ -79,17 +79,17 @@ class PartialPasses:
         """
         if self._room and not self._course.functions:
             self._see_course()
-        for number, batch in enumerate(self._batches()):
+        for number, batch in enumerate(self.batches()):
             if not self._room or not self._goes_on(number, batch, asked, begin):
                 self._pass(number, batch, asked, begin)
             yield number
 
     def _see_course(self) -> None:
         """What a whole pass of the first batch calls and makes use of."""
-        first = next(iter(self._batches()))
+        first = next(iter(self.batches()))
         recorder = _Recorder(self._course, tensors_of(first))
         run(self._network, self._loss_fn, first, recorder)
-        self._room = 0 if recorder.broken else self._room / sum(1 for _ in self._batches())
+        self._room = 0 if recorder.broken else self._room / sum(1 for _ in self.batches())
 
     def _goes_on(self, number: int, batch: Any, asked: Asked, begin: Callable[[int], See]) -> bool:
         """Return whether the pass of a batch went well; if not, all begin anew from now on, and nothing is held."""

@@ -12,7 +12,8 @@ outputs of the whole network are not nearer there in the end, or the loss is hig
 undone.
 
 Where all samples go through the network as one batch, a single pass does it: each layer is fitted when it is about to
-run. Else every layer takes a pass of its own, from the layer before (:mod:`~ifso.pruning.partial_passes`).
+run. Else every layer takes a pass of its own, from the layer before (:mod:`~ifso.pruning.partial_passes`), in which as
+many batches as there is room for go as one.
 
 Both networks are in eval mode. The batch norms of the unpruned one have new statistics where its loss is lower with
 them: those of a training that was broken off lag behind its weights. A batch norm behind a layer gets the mean and the
@@ -23,20 +24,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ifso.common.batches import joined, num_samples, rough_count
-from ifso.common.distributed import is_distributed
+from ifso.common.batches import joined
 from ifso.common.loss_fn import LossFn, steady_
 from ifso.common.module_state import named_tensors
 from ifso.common.torch_state import same_modes
 from ifso.criteria.moments import Halves, mean_size
-from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph
+from ifso.pruning.chunks import Batches, as_chunks, by_batch, chunks_of, go_together
 from ifso.pruning.fitted_layers import Layer, layers_of, outputs_left
 from ifso.pruning.judging import Aim
 from ifso.pruning.layer_calls import LayerCall, LayerCalls, as_kernel, as_matrix
@@ -53,14 +53,12 @@ LEAST_GAIN = 1e-3
 LEAST_ROOM = 2**28
 """Bytes that may be held in any case."""
 
-Batches = Callable[[], Iterable[Any]]
-
 
 class Room(NamedTuple):
     """Bytes that may be held at a time: ``targets``, outputs of the unpruned network; layers beyond that wait.
 
-    ``live`` is what all samples may take on their way through the network as one batch. ``places`` is for what passes
-    go on from, of either network, where they do not go as one.
+    ``live`` is what samples may take on their way through the network as one batch. ``places`` is for what passes go on
+    from, of either network, where not all go as one.
     """
 
     targets: int
@@ -74,7 +72,7 @@ class Room(NamedTuple):
         The sizes of the network and of its batches alone decide, no clock and no machine.
         """
         room = max(LEAST_ROOM, 2 * sum(layer.reads for layer in layers.values()))
-        return cls(targets=room // 3, live=room * 2 // 3, places=room // 3)
+        return cls(targets=room // 3, live=room // 2, places=room // 3)
 
 
 class _Apart(Exception):
@@ -118,18 +116,22 @@ def reconstruct_(
         undo = Undo(model)
         layers, whole = (layers_of(network, loss_fn, first) for network in (model, teacher))
         room = Room.of(whole)
-        counts, samples = _all_samples(layers, batches, room.live)
+        chunks = chunks_of(layers, batches, room.live)
+        counts = [count for chunk in chunks for count in chunk]
+        samples = joined(list(batches())) if [counts] == chunks and len(counts) > 1 else None
+        if samples is not None or not all(go_together(one, loss_fn, batches, chunks[0]) for one in (model, teacher)):
+            chunks = [[count] for count in counts]
         together = list(_together(layers.keys() & whole.keys(), whole, len(counts), room.targets))
-        passes = PartialPasses(model, loss_fn, batches, room.places)
-        aims = PartialPasses(teacher, loss_fn, batches, room.places if len(together) > 1 else 0)
+        passes = PartialPasses(model, loss_fn, as_chunks(batches, chunks), room.places)
+        aims = PartialPasses(teacher, loss_fn, passes.batches, room.places if len(together) > 1 else 0)
         for names in together:
-            targets = _targets(aims, named_tensors(teacher), {name: whole[name] for name in names})
+            targets = _targets(aims, chunks, named_tensors(teacher), {name: whole[name] for name in names})
             rows = {name: outputs_left(graph, kept, name, named_tensors(teacher)[name], whole[name]) for name in names}
             fit = _Fit(model, teacher, layers, targets, rows, loss_fn, reduce)
             if samples is None or not fit.in_one_pass_(names, samples, counts):
                 samples = None
                 for name in names:
-                    fit.by_itself_(name, passes)
+                    fit.by_itself_(name, passes, chunks)
         after = aim.judged(model)
         if after is not None and after.distance < before.distance and not after.loss > before.loss > before.unpruned:
             return True
@@ -180,22 +182,6 @@ def towards(weight: Tensor, fit: Tensor, judge: Tensor) -> Tensor | None:
     return best
 
 
-def _all_samples(layers: Mapping[str, Layer], batches: Batches, live: int) -> tuple[list[int], Any | None]:
-    """How many samples each batch holds, and all of them as one batch.
-
-    None if that takes more than ``live`` bytes, by four times the widest input; or several processes, or batches go
-    apart.
-    """
-    try:
-        counts = [num_samples(batch) for batch in batches()]
-    except ScoreError:  # of tensors some hold no samples
-        return [rough_count(batch) for batch in batches()], None
-    if is_distributed() or not layers or any(layer.calls > 1 for layer in layers.values()):
-        return counts, None
-    taken = 4 * max(layer.reads for layer in layers.values()) * sum(counts) / max(counts[0], 1)
-    return counts, joined(list(batches())) if taken <= live else None
-
-
 def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held: int) -> Iterator[list[str]]:
     """Layers, in order, whose targets can be held at the same time."""
     names: list[str] = []
@@ -212,16 +198,21 @@ def _together(chosen: Set[str], layers: Mapping[str, Layer], batches: int, held:
 
 
 def _targets(
-    passes: PartialPasses, tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]
+    passes: PartialPasses, chunks: Sequence[Sequence[int]], tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]
 ) -> dict[str, list[list[Tensor]]]:
     """The outputs [rows, outputs] of layers in the unpruned network by batch, at the positions that are looked at."""
     found: dict[str, list[list[Tensor]]] = {name: [] for name in layers}
 
-    def begin(number: int) -> See:
+    def begin(chunk: int) -> See:
+        first = sum(map(len, chunks[:chunk]))
         for some in found.values():
-            some[number:] = [[]]
+            some[first:] = [[] for _ in chunks[chunk]]
 
         def see(name: str, call: LayerCall) -> None:
+            for number, part in enumerate(by_batch(call, chunks[chunk]), first):
+                add(name, number, part)
+
+        def add(name: str, number: int, call: LayerCall) -> None:
             here = found[name][number]
             columns = call.columns(POSITIONS, _generator(name, number, len(here)))
             outputs = columns @ as_matrix(call.weight, layers[name].transposed, call.groups).mT
@@ -256,11 +247,10 @@ class _Fit:
         def see(name: str, call: LayerCall) -> None:
             if name in fitted:
                 return
-            share, rest = divmod(len(call.x), sum(counts))
-            if rest:
+            parts = by_batch(call, counts)
+            if not parts:
                 raise _Apart
-            parts = call.x.split([share * count for count in counts])
-            self._move_(name, self._halves(name, ([replace(call, x=part)] for part in parts)))
+            self._move_(name, self._halves(name, ([part] for part in parts)))
             means = self.layers[name].means
             places = [*means, *(f"{mean.removesuffix('mean')}var" for mean in means)]
             fitted[name] = [(place, tensors[place].clone()) for place in places]
@@ -277,7 +267,7 @@ class _Fit:
                 tensors[place].copy_(tensor)
         return True
 
-    def by_itself_(self, name: str, passes: PartialPasses) -> None:
+    def by_itself_(self, name: str, passes: PartialPasses, chunks: Sequence[Sequence[int]]) -> None:
         """Fit a layer in a pass of its own, which begins where the one before ended."""
         seen: list[LayerCall] = []
 
@@ -286,7 +276,12 @@ class _Fit:
             return lambda _, call: seen.append(call)
 
         asked = Asked({name: named_tensors(self.model)[name]}, self.layers[name].calls, name)
-        self._move_(name, self._halves(name, (seen for _ in passes.over(asked, begin))))
+        calls = (
+            [parts[place] for parts in (by_batch(call, chunks[chunk]) for call in seen) if parts]
+            for chunk in passes.over(asked, begin)
+            for place in range(len(chunks[chunk]))
+        )
+        self._move_(name, self._halves(name, calls))
 
     def _halves(self, name: str, calls: Iterable[Sequence[LayerCall]]) -> Halves | None:
         """Moments of what a layer reads and should give; None if these do not go together, or are too many."""
