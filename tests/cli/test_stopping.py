@@ -10,7 +10,7 @@ import pytest
 from ifso.cli.main import COMMANDS, main
 
 WORK = {
-    "demo": "ifso.cli.demo_study.demonstrate",
+    "demo": "ifso.cli.demo.demonstrate",
     "inspect ifso:resnet20": "ifso.models.registry.network_for",
     "train --model ifso:resnet20 --data digits": "ifso.data.open_data",
     "prune --model ifso:resnet20 --data digits --macs 0.5": "ifso.data.open_data",

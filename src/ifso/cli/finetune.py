@@ -5,43 +5,37 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import complain, console, print_json, table
+from ifso.cli.console import complain, print_json
 from ifso.cli.distributed import World, joined, leave
 from ifso.cli.inputs import data_options, name_networks, report_notes
-from ifso.cli.options import add_option, add_shared, real, seed
-from ifso.cli.progress import training_progress
-from ifso.cli.resume import check_same_options, resumable, stored_options
-from ifso.cli.teachers import Teachers, check_teacher_options
-from ifso.cli.train_options import (
+from ifso.cli.options import add_option, add_shared, real, resumable, seed
+from ifso.cli.train import (
     TEACHER,
     add_data,
     add_recipe,
     add_running,
-    common_option,
     gather,
     has_boxes,
     settings_of,
+    show_trained,
+    train_each,
 )
-from ifso.common.text import with_error
 from ifso.errors import IfsoError
 from ifso.runs.arguments import FINETUNE, without_folders
 from ifso.runs.open import OpenedRun, open_run
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import nn
 
+    from ifso.cli.train import Say
     from ifso.data import Data
     from ifso.training.runs import Training
     from ifso.training.settings import TrainSettings
-
-    Outcome = dict[str, Any] | IfsoError
-    Say = Callable[[str], None]
 
 DESCRIPTION = (
     "Fine-tune the pruned network of a run, or those of several side by side, into RUN/finetune. "
@@ -136,6 +130,14 @@ def run(args: argparse.Namespace) -> int:
     return leave(max((failure.exit_status for failure in failures.values()), default=0))
 
 
+def common_option(options: Sequence[Mapping[str, Any]], name: str, default: str) -> str:
+    """The value that all trainings side by side have of an option."""
+    values = sorted({str(each.get(name, default)) for each in options})
+    if len(values) > 1:
+        raise IfsoError(f"trainings with --{name} {' and '.join(values)} cannot go on side by side; resume them apart")
+    return values[0] if values else default
+
+
 def _check_arguments(args: argparse.Namespace) -> None:
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise IfsoError("the same RUN is given twice; give each one once")
@@ -146,6 +148,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
+    """How a run is fine-tuned. Detectors are padded on request only: they fill a GPU, and take less memory without."""
     run = open_run(folder, model=args.model, unverified=args.unverified)
     target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
@@ -153,49 +156,12 @@ def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
         usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
         args = argparse.Namespace(**{**vars(args), "distill": usual})
     options = gather(args, target, known, "ifso finetune", folder)
-    options["padded"] = _padded(args, target, options)
+    on_gpu = options["device"].partition(":")[0] == "cuda"
+    options.setdefault("padded", on_gpu and not args.resume and not has_boxes(options.get("data")))
     settings = settings_of(options)
     check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
     return FinetunePlan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
-
-
-def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) -> bool:
-    """In the shape before pruning? As it was begun, if it is resumed, else as asked for.
-
-    Not detectors, unless asked for: they fill a GPU by themselves, and the small network takes less memory.
-    """
-    stored = stored_options(folder, ("padded",), "ifso finetune") if args.resume else {}
-    if stored and args.padded is not None:
-        check_same_options({"padded": args.padded}, stored, folder)
-    on_gpu = options["device"].partition(":")[0] == "cuda"
-    default = not args.resume and on_gpu and not has_boxes(options.get("data"))
-    return stored.get("padded", default if args.padded is None else args.padded)
-
-
-def train_each(
-    command: str,
-    folders: Sequence[Path],
-    prepare: Callable[[Sequence[int], Say], list[Training]],
-    args: argparse.Namespace,
-    world: World,
-) -> list[Outcome]:
-    """Train in all ``folders`` side by side what ``prepare`` makes for their numbers; what is finished is only read."""
-    from ifso.training.runs import SilentTraining, finished_summary, remove_checkpoint, train_side_by_side
-
-    found = {number: finished_summary(folder) if args.resume else None for number, folder in enumerate(folders)}
-    done: dict[int, Outcome] = {number: summary for number, summary in found.items() if summary is not None}
-    for number in done if world.is_first else ():
-        remove_checkpoint(folders[number])
-    left = [number for number in found if number not in done]
-    if left:
-        with training_progress(command) if world.is_first else nullcontext(SilentTraining()) as listener:
-            trainings = prepare(left, listener.said)
-            for line in dict.fromkeys(args.said):
-                listener.said(line)
-            outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
-        done.update(zip(left, outcomes, strict=True))
-    return [done[number] for number in found]
 
 
 class _Preparation:
@@ -241,31 +207,102 @@ class _Preparation:
         return self._data[key]
 
 
-def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:
-    """The table, and a line for each network that was better before."""
-    console().print(summary_table(summaries))
-    for summary in summaries:
-        for note in summary.get("notes", ()):
-            print(f"note: {summary['folder']}: {note}")
+def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
+    """One line where a teacher has no weights, no name, or nothing to say."""
+    from ifso.models.registry import is_program
+
+    teacher = options.get("teacher")
+    if teacher is None:
+        if "teacher_weights" in options:
+            raise IfsoError("--teacher-weights without --teacher; give the MODEL that they are of")
+        return
+    if not settings.distill:
+        raise IfsoError(f"--teacher {teacher}, but nothing is distilled; add --distill, or --recipe ours")
+    if "teacher_weights" not in options and not pretrained and not is_program(teacher):
+        raise IfsoError(
+            f"--teacher {teacher} has random weights; give trained ones with --teacher-weights, or published ones with "
+            "--pretrained"
+        )
 
 
-def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each network that was trained: accuracies, mAP, or losses where the data has a loss of its own."""
-    splits = sorted({summary["split"] for summary in summaries})
-    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
-    kind = "map" if all("last_map" in summary for summary in summaries) else "eval_loss" if own else "top1"
-    stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
-    rows = []
-    for summary in summaries:
-        values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
-        counted = summary.get("samples") if kind == "top1" else None
-        cells = ["–" if value is None else with_error(value, counted) for value in values]
-        cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
-        rows.append((summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}"))
-    best = () if kind == "eval_loss" else ("best epoch",)
-    headings = ("folder", *stages, "last epoch", *best, "epochs", "seconds")
-    error = " ± standard error" if kind == "top1" and any(summary.get("samples") for summary in summaries) else ""
-    return table(headings, rows, title=f"{TITLES[kind]}{error} on {' and '.join(splits)} images")
+class Teachers:
+    """Opens teachers, and measures what they are worth, once for all runs that share them."""
+
+    def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
+        self._args, self._world, self._say = args, world, say
+        self._known: dict[Any, tuple[nn.Module, float | None]] = {}
+        self._digests: dict[nn.Module, str] = {}
+
+    def of(
+        self, plan: FinetunePlan, data: Data, pruned: nn.Module
+    ) -> tuple[nn.Module | None, dict[str, float], dict[str, str]]:
+        """The teacher, what networks beside the pruned one are worth, and what must be the same on resume.
+
+        A teacher that cannot teach ``pruned`` is refused before it is measured.
+        """
+        from ifso.common.distributed import together
+        from ifso.surgery.recipe import digest_of
+
+        if not plan.settings.distill:
+            return None, {}, {}
+        shared = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        original = partial(plan.run.original, weights=plan.changed("weights"), data=data, **where)
+        if "teacher" not in plan.options:
+            network, worth = self._judged(shared, original, plan, data)
+            return network, _measured(unpruned=worth), {}
+        network, worth = self._named(plan, data, pruned)
+        if network not in self._digests:
+            self._digests[network] = digest_of(network)
+        unpruned = None
+        try:
+            model = self._known[shared][0] if shared in self._known else together(original)
+        except IfsoError as error:
+            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
+        else:
+            _, unpruned = self._judged(shared, lambda: model, plan, data)
+        before = _measured(unpruned=unpruned, teacher=worth)
+        return network, before, {"teacher_weights": self._digests[network]}
+
+    def _named(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
+        """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
+        from ifso.common.distributed import together
+        from ifso.training.teachers import check_teacher
+
+        name, weights = (self._option(plan, option) for option in TEACHER)
+        key = name, weights, id(data)
+        made = partial(self._made, str(name), weights, plan, data)
+        model = self._known[key][0] if key in self._known else together(made)
+        together(partial(check_teacher, model, pruned, data))
+        return self._judged(key, lambda: model, plan, data)
+
+    def _option(self, plan: FinetunePlan, option: str) -> str | None:
+        given: str | None = getattr(self._args, option)
+        return plan.run.there(option) if given is None and option in plan.options else given
+
+    def _made(self, name: str, weights: str | None, plan: FinetunePlan, data: Data) -> nn.Module:
+        from ifso.models.registry import network_for
+
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        return network_for(name, data.num_classes, weights=weights, seed=plan.settings.seed, **where)
+
+    def _judged(
+        self, key: Any, make: Callable[[], nn.Module], plan: FinetunePlan, data: Data
+    ) -> tuple[nn.Module, float | None]:
+        """The network in the memory layout of training, and its accuracy or mAP; known by its key from now on."""
+        import torch
+
+        from ifso.data.base import headline
+        from ifso.training.evaluation import evaluate_once
+
+        if key not in self._known:
+            model = make()
+            if plan.settings.channels_last:
+                model = model.to(memory_format=torch.channels_last)
+            worth = evaluate_once(model, data, plan.settings, validation=bool(plan.options.get("validation")))
+            self._known[key] = model, worth.get(headline(data))
+        return self._known[key]
 
 
-TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}
+def _measured(**worth: float | None) -> dict[str, float]:
+    return {name: value for name, value in worth.items() if value is not None}

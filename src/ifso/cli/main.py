@@ -21,7 +21,7 @@ from ifso.cli.console import complain, give_up, steady_streams
 from ifso.cli.distributed import leave
 from ifso.errors import IfsoError
 
-COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export)
+COMMANDS = (demo, inspect, train, prune, finetune, evaluate, report, export, bench)
 REPRO = (
     "Run studies of the paper again, or what is left of them: tables, figures (their names are below), or rows such as "
     "resnet32-cifar10-50 (network, data, per cent of MACs removed). What was interrupted goes on when the same command "
@@ -119,12 +119,12 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"ifso {__version__}")
     parser.add_argument(DEBUG, action="store_true", help="show the traceback of an error; also after a command")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
     from ifso_repro.choose.command import add_parser
     from ifso_repro.cli import add_commands
 
-    bench.add_parser(commands, add_parser)
+    more = {bench: [add_parser]}
+    for command in COMMANDS:
+        command.add_parser(commands, *more.get(command, ()))
     add_commands(commands.add_parser("repro", help="run studies of the paper again", description=REPRO, add_help=False))
     return parser
 

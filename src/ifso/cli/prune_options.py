@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.inputs import name_networks
-from ifso.cli.options import BATCH, SHARED, WEIGHTS, add_option, add_shared, real, seed, shape
-from ifso.cli.resume import check_same_options, stored_options
+from ifso.cli.options import (
+    BATCH,
+    SHARED,
+    WEIGHTS,
+    add_option,
+    add_shared,
+    check_same_options,
+    real,
+    seed,
+    shape,
+    stored_options,
+)
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 from ifso.runs.arguments import opened_with
 from ifso.runs.open import found_again

@@ -367,15 +367,20 @@ def network_for(
     pretrained: bool = False,
     device: str = "cpu",
     channels_last: bool = False,
+    seed: int | None = None,
 ) -> nn.Module:
     """The MODEL ``name`` with ``num_classes`` outputs; a user's own ``file.py:factory`` is called as it is.
 
-    ``pretrained`` allows published weights where ``weights`` names no file.
+    ``pretrained`` allows published weights where ``weights`` names no file. With a ``seed`` it fixes what is random in
+    the network, and torch's random state on the CPU stays as it was.
 
     >>> network_for("ifso:resnet20", 7).fc.out_features
     7
     """
     classes = None if is_program(name) else num_classes
-    model = create_model(name, weights=weights, num_classes=classes, pretrained=pretrained and weights is None)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model = create_model(name, weights=weights, num_classes=classes, pretrained=pretrained and weights is None)
     model = model.to(device)
     return model.to(memory_format=torch.channels_last) if channels_last else model
