@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ifso.runs.records import RunRecord
+    from ifso.runs.reading import RunRecord
 
 BACKBONE = "backbone.body."
 """Where detectors of torchvision keep the network that others use for classification."""

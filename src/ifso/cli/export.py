@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
-from ifso.cli.evaluation_report import NOT_THERE, STAGES
+from ifso.cli.evaluate import NOT_THERE, STAGES
 from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
 from ifso.cli.options import add_option, add_shared, shape
 from ifso.common.text import amount
@@ -67,7 +67,7 @@ def _choose_format(args: argparse.Namespace) -> None:
     if args.out is None and args.to is None:
         raise IfsoError("say with --to onnx or --to torch what to export to, or name a file with --out")
     from ifso.exporting.export import SUFFIXES, kind_of, refuse_place
-    from ifso.exporting.onnx_files import need_packages
+    from ifso.exporting.formats import need_packages
 
     if args.out is None:
         args.out = args.folder / f"{'original' if args.original else 'model'}{SUFFIXES[args.to]}"

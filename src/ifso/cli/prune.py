@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import console, path_from, print_json, table
 from ifso.cli.distributed import World, device_of, joined, leave
-from ifso.cli.evaluation_report import accuracy
+from ifso.cli.evaluate import accuracy
 from ifso.cli.inputs import data_options, example_input, report_notes, shapes_of
 from ifso.cli.options import add_help, resumable
 from ifso.cli.prune_options import COSTS, add_options, gather, prune_arguments, takes_default_steps, takes_steps

@@ -9,7 +9,7 @@ from typing import Any
 from ifso.common.text import amount, standard_error, with_error
 from ifso.pruning.result import LABELS, UNDONE
 from ifso.runs.arguments import FINETUNE
-from ifso.runs.records import RunRecord
+from ifso.runs.reading import RunRecord
 from ifso.runs.values import at, in_percent, listing, mapping, number, numbers, objects, percent, text, whole
 
 QUALITIES = {"accuracy": ("accuracy", "top1"), "mAP": ("map",)}
