@@ -22,7 +22,6 @@ from ifso.data import open_data
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
 from ifso.graph.printing import by_reason
-from ifso.pruning.events import Silent
 from ifso.training.evaluation import evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -316,8 +315,8 @@ class TestDemo:
 
     @pytest.fixture
     def quick(self, monkeypatch, few_digits):
-        def demonstrated(out, seed, say, _):
-            return demonstrate(out, seed, say, Silent(), self.QUICK)
+        def demonstrated(out, seed, say):
+            return demonstrate(out, seed, say, self.QUICK)
 
         monkeypatch.setattr("ifso.cli.demo.demonstrate", demonstrated)
 

@@ -1,47 +1,47 @@
-"""``ifso demo``: a small network trained, pruned by several criteria, fine-tuned and compared, in about a minute."""
+"""``ifso demo``: commands of ifso on real data: a small network trained, pruned by several criteria, fine-tuned."""
 
 from __future__ import annotations
 
 import argparse
-import copy
+import io
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ifso.cli import evaluate, finetune, prune, train
 from ifso.cli.console import complain, console, print_json, table, write_json
-from ifso.cli.evaluate import profiles
+from ifso.cli.evaluate import STAGES
 from ifso.cli.inputs import compute_threads
 from ifso.cli.options import add_option, add_shared, seed
-from ifso.cli.prune import evaluation
 from ifso.common.text import with_error
-from ifso.errors import IfsoError, RunError, VerificationError
+from ifso.errors import RunError, VerificationError
 from ifso.runs.arguments import FINETUNE
-from ifso.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import nn
-
-    from ifso.pruning.events import Listener
-    from ifso.training.evaluation import Accuracy
-    from ifso.training.trainer import Epoch
 
 MODEL, DATA, KEPT = "ifso:resnet8-digits", "digits", 0.5
 OURS = "true-loss"
 CRITERIA = {OURS: 1, "magnitude": 1, "random": 3}
 """What is compared, and how often it is done: chance deserves more than one try.
 
-All else is the default of ``ifso.prune`` for each of them: stages without training, weights fitted in closed form.
+All else is the default of ``ifso prune`` for each of them: stages without training, weights fitted in closed form.
 """
+TRAINING: dict[str, Any] = {"batch": 64, "nesterov": True, "weight_decay": 5e-4}
+"""Options of ``ifso train`` and ``ifso finetune``."""
+
 POINTS = 1.0
 """By so many points of accuracy the fine-tuned network may stay behind the unpruned one."""
-SUMMARY, FINAL, REPORT = "demo.json", "finetuned", "report.html"
+TRAINED, FINAL, NUMBERS, REPORT = "trained", "finetuned", "demo.json", "report.html"
+SUMMARY, EVALUATION = "summary.json", "eval.json"
+"""What commands write into the folder of a run."""
 
 Checks = tuple[tuple[str, bool], ...]
 """What was checked, in words, and whether it is so."""
@@ -71,7 +71,7 @@ class Row:
     after: float
     loss: float
     seconds: float
-    finetune_seconds: float
+    finetune_seconds: float = 0.0
     runs: int = 1
 
 
@@ -94,123 +94,7 @@ class Outcome:
         }  # fmt: skip
 
 
-class EveryFifthEpoch:
-    """A listener of a training that reports every fifth epoch."""
-
-    def __init__(self, say: Callable[[str], None], epochs: int) -> None:
-        self._say, self._epochs = say, epochs
-
-    def ended(self, _: str, epoch: Epoch) -> None:
-        """Print one line."""
-        if epoch.number % 5 == 0:
-            self._say(f"epoch {epoch.number} of {self._epochs}, loss {epoch.loss:.4f}")
-
-    def started(self, *_: Any) -> None:
-        """Do nothing."""
-
-    stepped = said = started
-
-
-class Study:
-    """Data and training, the same for all networks."""
-
-    def __init__(self, seed: int, say: Callable[[str], None], listener: Listener, effort: Effort) -> None:
-        from ifso.data import open_data
-
-        self._seed, self._say, self._listener, self._effort = seed, say, listener, effort
-        self._about = {"model": MODEL, "data": DATA, "command": f"ifso demo --seed {seed}"}
-        self._settings = TrainSettings(
-            effort.train_epochs, batch=64, schedule="one-cycle", nesterov=True, weight_decay=5e-4, seed=seed
-        )
-        self.data = open_data(DATA, seed=seed)
-
-    def trained(self) -> tuple[nn.Module, Row]:
-        """The network before pruning."""
-        from ifso.models.registry import network_for
-        from ifso.training.trainer import TrainerHooks, fit
-
-        settings, started = self._settings, time.perf_counter()
-        model = network_for(MODEL, None, seed=self._seed)
-        self._say(f"training {MODEL} on {DATA}, {settings.epochs} epochs")
-        watch = TrainerHooks(on_epoch=partial(EveryFifthEpoch(self._say, settings.epochs).ended, MODEL))
-        fit(model, self.data.train_batches(settings.batch), settings, hooks=watch)
-        seconds, accuracy = time.perf_counter() - started, self._accuracy(model)
-        self._say(f"accuracy {with_error(accuracy.top1, accuracy.samples)} %")
-        return model, Row("unpruned", 1.0, 1.0, accuracy.top1, accuracy.top1, accuracy.loss, seconds, 0.0)
-
-    def pruned(self, unpruned: nn.Module, name: str, number: int, folder: Path) -> tuple[nn.Module, Row]:
-        """A copy of the network, pruned with a criterion and fine-tuned. ``number`` tells its runs apart, from 1."""
-        from ifso.criteria.registry import create
-        from ifso.pruning.budget import Budget
-        from ifso.pruning.prune import prune
-
-        which = f", {number} of {CRITERIA[name]}" if CRITERIA[name] > 1 else ""
-        self._say(f"removing half of the MACs with {name}{which}")
-        seed = {"seed": self._seed * CRITERIA[name] + number} if name == "random" else {}
-        model = copy.deepcopy(unpruned)
-        result = prune(
-            model, self.data.train_batches(self._settings.batch), self.data.loss_fn, budget=Budget(macs=KEPT),
-            example_inputs=self.data.example_inputs(), criterion=create(name, **seed),
-            calibration=self._effort.calibration, seed=self._seed, listener=self._listener,
-            evaluate=evaluation(self.data, "float32"), about=self._about, out=folder,
-        )  # fmt: skip
-        pruned, before = copy.deepcopy(model), self._accuracy(model).top1
-        seconds = self._finetune(model, folder / FINETUNE)
-        after = self._accuracy(model)
-        self._profile(folder, {"unpruned": unpruned, "pruned": pruned, "fine-tuned": model})
-        first, last = (with_error(value, after.samples) for value in (before, after.top1))
-        self._say(f"accuracy {first} %, after fine-tuning {last} %")
-        macs, params = (getattr(result.after, kind) / getattr(result.before, kind) for kind in ("macs", "params"))
-        return model, Row(name, macs, params, before, after.top1, after.loss, result.seconds, seconds)
-
-    def same_again(self, model: nn.Module, folder: Path) -> bool:
-        """Whether the network, saved in ``folder`` and loaded into a fresh one, computes the same."""
-        import torch
-
-        from ifso.models import create_model
-        from ifso.surgery.store import load, save
-
-        save(model, folder)
-        (images, _), loaded = next(iter(self.data.test_batches())), load(folder, create_model(MODEL))
-        with torch.no_grad():
-            return torch.equal(loaded.eval()(images), model.eval()(images))
-
-    def _finetune(self, model: nn.Module, folder: Path) -> float:
-        """Train in a folder of its own; the seconds it took."""
-        from ifso.training.runs import Training, train_side_by_side
-
-        epochs, started = self._effort.finetune_epochs, time.perf_counter()
-        self._say(f"fine-tuning for {epochs} epochs")
-        settings = replace(self._settings, epochs=epochs, lr=0.05, schedule="cosine")
-        training = Training("fine-tuning", folder, model, self.data, settings, about=self._about, start="pruned")
-        (outcome,) = train_side_by_side([training], EveryFifthEpoch(self._say, epochs))
-        if isinstance(outcome, IfsoError):
-            raise outcome
-        return time.perf_counter() - started
-
-    def _accuracy(self, model: nn.Module) -> Accuracy:
-        from ifso.training.evaluation import evaluate
-
-        return evaluate(model, self.data.test_batches())
-
-    def _profile(self, folder: Path, models: dict[str, nn.Module]) -> None:
-        """Write what ``ifso eval`` would measure of these networks."""
-        from ifso.runs.reading import EVALUATION
-        from ifso.training.evaluation import quality
-        from ifso.training.profiling import hardware
-
-        data, precision, test = self.data, "float32", self.data.test_batches()
-        batch = next(iter(data.train_batches(self._settings.batch)))
-        qualities = {name: quality(each, data, test, precision, over_ranks=False) for name, each in models.items()}
-        found = profiles(models, qualities, data.example_inputs(), batch, data.loss_fn, precision)
-        about = {"data": DATA, "model": MODEL, "split": "test", "precision": precision, "hardware": hardware("cpu")}
-        networks = {name: profile.as_dict() for name, profile in found.items()}
-        write_json(folder / EVALUATION, {**about, "train_batch": self._settings.batch, "networks": networks})
-
-
-def demonstrate(
-    out: Path, seed: int, say: Callable[[str], None], listener: Listener, effort: Effort = Effort()
-) -> Outcome:
+def demonstrate(out: Path, seed: int, say: Callable[[str], None], effort: Effort = Effort()) -> Outcome:
     """Train, prune, fine-tune and compare; everything is written into ``out``, or a numbered folder beside it.
 
     One thread does it all: more are no quicker with layers this small, and far slower where other work is going on.
@@ -218,20 +102,85 @@ def demonstrate(
     from ifso.report import write_report
 
     started, folder = time.perf_counter(), free_folder(out)
+    runs = [folder / run for name in CRITERIA for run in run_names(name)]
     with compute_threads(1):
-        study = Study(seed, say, listener, effort)
-        unpruned, row = study.trained()
-        rows, models = [row], {}
+        say(f"training {MODEL} on {DATA}, {effort.train_epochs} epochs")
+        how = {**TRAINING, "epochs": effort.train_epochs, "lr_schedule": "one-cycle", "seed": seed}
+        command("train", model=MODEL, data=DATA, out=folder / TRAINED, **how)
+        compared = []
         for name in CRITERIA:
-            runs = [study.pruned(unpruned, name, n, folder / run) for n, run in enumerate(run_names(name), 1)]
-            models[name] = runs[0][0]
-            rows.append(mean_row([row for _, row in runs]))
-        checks = check(rows, same_again=study.same_again(models[OURS], folder / FINAL))
-        images = sum(len(labels) for _, labels in study.data.test_batches())
-    outcome = Outcome(tuple(rows), folder, time.perf_counter() - started, images, checks)
-    write_json(folder / SUMMARY, outcome.as_json())
-    write_report([folder / run for name in CRITERIA for run in run_names(name)], folder / REPORT)
+            places = enumerate((folder / run for run in run_names(name)), 1)
+            compared.append(mean_row([smaller(run, name, number, seed, say, effort) for number, run in places]))
+        images, unpruned = unpruned_row(runs[0], folder / TRAINED)
+        rows = (unpruned, *compared)
+        checks = check(rows, same_again=saved_again(folder / OURS / FINETUNE, folder / FINAL))
+    outcome = Outcome(rows, folder, time.perf_counter() - started, images, checks)
+    write_json(folder / NUMBERS, outcome.as_json())
+    write_report(runs, folder / REPORT)
     return outcome
+
+
+def smaller(run: Path, name: str, number: int, seed: int, say: Callable[[str], None], effort: Effort) -> Row:
+    """The trained network, pruned with a criterion, fine-tuned, measured. ``number`` tells its runs apart, from 1."""
+    which = f", {number} of {CRITERIA[name]}" if CRITERIA[name] > 1 else ""
+    say(f"removing half of the MACs with {name}{which}")
+    how: dict[str, Any] = {"criterion": name, "calibration": effort.calibration, "batch": 64, "seed": seed}
+    if name == "random":
+        how["criterion_option"] = f"seed={seed * CRITERIA[name] + number}"
+    weights = run.parent / TRAINED / "model.safetensors"
+    command("prune", model=MODEL, weights=weights, data=DATA, macs=KEPT, out=run, **how)
+    say(f"fine-tuning for {effort.finetune_epochs} epochs")
+    how = {**TRAINING, "epochs": effort.finetune_epochs, "lr": 0.05, "lr_schedule": "cosine", "seed": seed}
+    command("finetune", run, **how)
+    command("eval", run, latency_batch=1, train_batch=64, out=run / EVALUATION)
+    pruned, after = (read_json(run / EVALUATION)["networks"][stage] for stage in STAGES[1:])
+    first, last = (with_error(each["top1"], each["samples"]) for each in (pruned, after))
+    say(f"accuracy {first} %, after fine-tuning {last} %")
+    seconds = (read_json(folder / SUMMARY)["seconds"] for folder in (run, run / FINETUNE))
+    return Row(name, after["macs_share"], after["params_share"], pruned["top1"], after["top1"], after["loss"], *seconds)
+
+
+def unpruned_row(run: Path, trained: Path) -> tuple[int, Row]:
+    """The network that a run began with, and how many images it was measured on."""
+    found, seconds = read_json(run / EVALUATION)["networks"][STAGES[0]], read_json(trained / SUMMARY)["seconds"]
+    return found["samples"], Row("unpruned", 1.0, 1.0, found["top1"], found["top1"], found["loss"], seconds)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The document in a file that a command has written."""
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def command(name: str, *words: object, **options: object) -> None:
+    """Run ``ifso NAME WORD … --OPTION VALUE …`` on the CPU, without what it prints on standard output."""
+    parser = argparse.ArgumentParser("ifso")
+    commands = parser.add_subparsers()
+    for each in (train, prune, finetune, evaluate):
+        each.add_parser(commands)
+    given = [
+        word
+        for option, value in options.items()
+        for word in (f"--{option.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    args = parser.parse_args([name, *map(str, words), "--device", "cpu", *given])
+    with redirect_stdout(io.StringIO()):
+        args.run(args)
+
+
+def saved_again(folder: Path, copy: Path) -> bool:
+    """Whether the network in ``folder``, saved as ``copy`` and loaded into a fresh one, computes the same."""
+    import torch
+
+    from ifso.data import open_data
+    from ifso.models import create_model
+    from ifso.surgery.store import load, save
+
+    model = load(folder, create_model(MODEL)).eval()
+    save(model, copy)
+    images, _ = next(iter(open_data(DATA).test_batches()))
+    with torch.no_grad():
+        return torch.equal(load(copy, create_model(MODEL)).eval()(images), model(images))
 
 
 def run_names(name: str) -> list[str]:
@@ -298,10 +247,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; the status is 4 if a check of the result fails."""
-    from ifso.pruning.progress import progress
-
-    with progress() as listener:
-        outcome = demonstrate(args.out, args.seed, _say, listener)
+    outcome = demonstrate(args.out, args.seed, _say)
     if args.json:
         print_json(outcome.as_json())
     else:
@@ -334,7 +280,7 @@ def _remarks(outcome: Outcome) -> list[str]:
         f"Accuracy in per cent ± its standard error on {outcome.test_images} test images. Of runs: the mean, ± of one.",
         f"One of the {outcome.test_images} test images is {100 / outcome.test_images:.2f} points of accuracy.",
         *(f"{'ok' if passed else 'FAILED'}: {what}" for what, passed in outcome.checks),
-        f"run folder: {outcome.folder} (runs {runs}; the fine-tuned network in {FINAL}, the numbers in {SUMMARY})",
+        f"run folder: {outcome.folder} (runs {runs}; the fine-tuned network in {FINAL}, the numbers in {NUMBERS})",
         f"to look at: {outcome.folder / REPORT}",
         f"{outcome.seconds:.0f} s in all",
     ]
