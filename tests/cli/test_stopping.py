@@ -14,7 +14,7 @@ WORK = {
     "inspect ifso:resnet20": "ifso.models.registry.network_for",
     "train --model ifso:resnet20 --data digits": "ifso.data.open_data",
     "prune --model ifso:resnet20 --data digits --macs 0.5": "ifso.data.open_data",
-    "finetune RUN": "ifso.cli.finetune.open_run",
+    "finetune RUN": "ifso.runs.open.open_run",
     "eval --model ifso:resnet20 --data digits": "ifso.data.open_data",
     "report RUN": "ifso.report.write_report",
     "export RUN --to torch": "ifso.cli.export._export",

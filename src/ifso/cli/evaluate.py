@@ -14,7 +14,6 @@ from ifso.cli.inputs import compute_threads, data_options, example_input, name_n
 from ifso.cli.options import BATCH, add_option, add_shared, positive, seed, shape, share
 from ifso.common.text import amount, with_error
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from ifso.common.loss_fn import LossFn
     from ifso.data import Data
+    from ifso.runs.open import OpenedRun
     from ifso.training.evaluation import Evaluation
     from ifso.training.profiling import Profile
 
@@ -105,6 +105,7 @@ def _measure(args: argparse.Namespace, world: World) -> Report | None:
     from ifso.common.batches import of_batch, size_of
     from ifso.data.base import detects
     from ifso.data.compatibility import check_fits
+    from ifso.runs.open import open_tuned
     from ifso.training.evaluation import quality
     from ifso.training.profiling import in_memory_format
 

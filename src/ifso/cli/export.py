@@ -13,13 +13,13 @@ from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_o
 from ifso.cli.options import add_option, add_shared, shape
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
     from ifso.data import Data
+    from ifso.runs.open import OpenedRun
 
 DESCRIPTION = (
     "Write the fine-tuned network of a run, or the pruned one if it was not fine-tuned, as an ONNX file or a "
@@ -82,6 +82,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from ifso.exporting.export import bytes_of, export
+    from ifso.runs.open import open_tuned
     from ifso.training.profiling import costs_of
 
     run = open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)

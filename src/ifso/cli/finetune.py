@@ -27,13 +27,13 @@ from ifso.cli.train import (
 )
 from ifso.errors import IfsoError
 from ifso.runs.arguments import FINETUNE, without_folders
-from ifso.runs.open import OpenedRun, open_run
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ifso.cli.train import Say
     from ifso.data import Data
+    from ifso.runs.open import OpenedRun
     from ifso.training.runs import Training
     from ifso.training.settings import TrainSettings
 
@@ -149,6 +149,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
     """How a run is fine-tuned. Detectors are padded on request only: they fill a GPU, and take less memory without."""
+    from ifso.runs.open import open_run
+
     run = open_run(folder, model=args.model, unverified=args.unverified)
     target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
@@ -165,12 +167,16 @@ def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
 
 
 class _Preparation:
-    """Opens data and teachers once for all runs that share them."""
+    """Opens data and teachers, and measures what these are worth, once for all runs that share them."""
 
     def __init__(self, args: argparse.Namespace, world: World, say: Say) -> None:
         self._args, self._world, self._say = args, world, say
-        self._data: dict[Any, Data] = {}
-        self._teachers = Teachers(args, world, say)
+        self._known: dict[Any, Any] = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def training(self, plan: FinetunePlan) -> Training:
         """All that it takes to fine-tune the network of a run."""
@@ -179,7 +185,7 @@ class _Preparation:
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
         model = plan.run.pruned(self._world.device, data=data)
-        teacher, before, fixed = self._teachers.of(plan, data, model)
+        teacher, before, fixed = self._taught(plan, data, model)
         told = {"data": without_folders(data.name), "validation": plan.options.get("validation", 0)}
         return Training(
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
@@ -199,12 +205,81 @@ class _Preparation:
 
     def _opened(self, plan: FinetunePlan) -> Data:
         options = data_options(self._args, self._world, plan.settings.seed, plan.options.get("validation", 0))
+
+        def opened() -> Data:
+            data = plan.run.open_data(data=plan.changed("data"), **options)
+            report_notes(data, self._say)
+            return data
+
         near = plan.run.folder.resolve().parent
-        key = plan.options.get("data"), near, options["seed"], options["validation"]
-        if key not in self._data:
-            self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
-            report_notes(self._data[key], self._say)
-        return self._data[key]
+        return self._once((plan.options.get("data"), near, options["seed"], options["validation"]), opened)
+
+    def _taught(
+        self, plan: FinetunePlan, data: Data, pruned: nn.Module
+    ) -> tuple[nn.Module | None, dict[str, float], dict[str, str]]:
+        """The teacher, what networks beside the pruned one are worth, and what must be the same on resume.
+
+        A teacher that cannot teach ``pruned`` is refused before it is measured.
+        """
+        from ifso.common.distributed import together
+        from ifso.surgery.recipe import digest_of
+        from ifso.training.teachers import check_teacher
+
+        if not plan.settings.distill:
+            return None, {}, {}
+        if "teacher" not in plan.options:
+            network = self._unpruned(plan, data)
+            return network, self._worth(plan, data, unpruned=network), {}
+        network = self._named(plan, data)
+        together(partial(check_teacher, network, pruned, data))
+        before, fixed = self._worth(plan, data, teacher=network), self._once(network, partial(digest_of, network))
+        try:
+            unpruned = self._unpruned(plan, data)
+        except IfsoError as error:
+            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
+        else:
+            before = {**self._worth(plan, data, unpruned=unpruned), **before}
+        return network, before, {"teacher_weights": fixed}
+
+    def _unpruned(self, plan: FinetunePlan, data: Data) -> nn.Module:
+        from ifso.common.distributed import together
+
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        make = partial(plan.run.original, weights=plan.changed("weights"), data=data, **where)
+        key = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        return self._once(key, partial(together, make))
+
+    def _named(self, plan: FinetunePlan, data: Data) -> nn.Module:
+        """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
+        from ifso.common.distributed import together
+        from ifso.models.registry import network_for
+
+        name, weights = (self._option(plan, option) for option in TEACHER)
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        make = partial(network_for, str(name), data.num_classes, weights=weights, seed=plan.settings.seed, **where)
+        return self._once((name, weights, id(data)), partial(together, make))
+
+    def _option(self, plan: FinetunePlan, option: str) -> str | None:
+        given: str | None = getattr(self._args, option)
+        return plan.run.there(option) if given is None and option in plan.options else given
+
+    def _worth(self, plan: FinetunePlan, data: Data, **networks: nn.Module) -> dict[str, float]:
+        """The accuracy or mAP of networks, by the same names, in the memory layout of training; where it is known."""
+        import torch
+
+        from ifso.data.base import headline
+        from ifso.training.evaluation import evaluate_once
+
+        found = {}
+        for name, network in networks.items():
+            if plan.settings.channels_last:
+                network.to(memory_format=torch.channels_last)
+            validation = bool(plan.options.get("validation"))
+            judge = partial(evaluate_once, network, data, plan.settings, validation=validation)
+            measures = self._once(("worth", network), judge)
+            if headline(data) in measures:
+                found[name] = measures[headline(data)]
+        return found
 
 
 def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
@@ -223,86 +298,3 @@ def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *
             f"--teacher {teacher} has random weights; give trained ones with --teacher-weights, or published ones with "
             "--pretrained"
         )
-
-
-class Teachers:
-    """Opens teachers, and measures what they are worth, once for all runs that share them."""
-
-    def __init__(self, args: argparse.Namespace, world: World, say: Callable[[str], None]) -> None:
-        self._args, self._world, self._say = args, world, say
-        self._known: dict[Any, tuple[nn.Module, float | None]] = {}
-        self._digests: dict[nn.Module, str] = {}
-
-    def of(
-        self, plan: FinetunePlan, data: Data, pruned: nn.Module
-    ) -> tuple[nn.Module | None, dict[str, float], dict[str, str]]:
-        """The teacher, what networks beside the pruned one are worth, and what must be the same on resume.
-
-        A teacher that cannot teach ``pruned`` is refused before it is measured.
-        """
-        from ifso.common.distributed import together
-        from ifso.surgery.recipe import digest_of
-
-        if not plan.settings.distill:
-            return None, {}, {}
-        shared = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
-        where = {"device": self._world.device, "pretrained": self._args.pretrained}
-        original = partial(plan.run.original, weights=plan.changed("weights"), data=data, **where)
-        if "teacher" not in plan.options:
-            network, worth = self._judged(shared, original, plan, data)
-            return network, _measured(unpruned=worth), {}
-        network, worth = self._named(plan, data, pruned)
-        if network not in self._digests:
-            self._digests[network] = digest_of(network)
-        unpruned = None
-        try:
-            model = self._known[shared][0] if shared in self._known else together(original)
-        except IfsoError as error:
-            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
-        else:
-            _, unpruned = self._judged(shared, lambda: model, plan, data)
-        before = _measured(unpruned=unpruned, teacher=worth)
-        return network, before, {"teacher_weights": self._digests[network]}
-
-    def _named(self, plan: FinetunePlan, data: Data, pruned: nn.Module) -> tuple[nn.Module, float | None]:
-        """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
-        from ifso.common.distributed import together
-        from ifso.training.teachers import check_teacher
-
-        name, weights = (self._option(plan, option) for option in TEACHER)
-        key = name, weights, id(data)
-        made = partial(self._made, str(name), weights, plan, data)
-        model = self._known[key][0] if key in self._known else together(made)
-        together(partial(check_teacher, model, pruned, data))
-        return self._judged(key, lambda: model, plan, data)
-
-    def _option(self, plan: FinetunePlan, option: str) -> str | None:
-        given: str | None = getattr(self._args, option)
-        return plan.run.there(option) if given is None and option in plan.options else given
-
-    def _made(self, name: str, weights: str | None, plan: FinetunePlan, data: Data) -> nn.Module:
-        from ifso.models.registry import network_for
-
-        where = {"device": self._world.device, "pretrained": self._args.pretrained}
-        return network_for(name, data.num_classes, weights=weights, seed=plan.settings.seed, **where)
-
-    def _judged(
-        self, key: Any, make: Callable[[], nn.Module], plan: FinetunePlan, data: Data
-    ) -> tuple[nn.Module, float | None]:
-        """The network in the memory layout of training, and its accuracy or mAP; known by its key from now on."""
-        import torch
-
-        from ifso.data.base import headline
-        from ifso.training.evaluation import evaluate_once
-
-        if key not in self._known:
-            model = make()
-            if plan.settings.channels_last:
-                model = model.to(memory_format=torch.channels_last)
-            worth = evaluate_once(model, data, plan.settings, validation=bool(plan.options.get("validation")))
-            self._known[key] = model, worth.get(headline(data))
-        return self._known[key]
-
-
-def _measured(**worth: float | None) -> dict[str, float]:
-    return {name: value for name, value in worth.items() if value is not None}

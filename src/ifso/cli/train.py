@@ -32,7 +32,6 @@ from ifso.cli.progress import training_progress
 from ifso.common.text import with_error
 from ifso.errors import IfsoError, TrainingError
 from ifso.runs.arguments import PATHS, SPELLED, without_folders
-from ifso.runs.open import found_again
 from ifso.training.settings import ADAM_RATE, OPTIMIZERS, RECIPES, SCHEDULES, TrainSettings, training_recipe
 
 if TYPE_CHECKING:
@@ -172,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
     args.said = name_networks(args)
     options = gather(args, args.out, {"distill": 0.0}, "ifso train")
     if args.resume:
+        from ifso.runs.open import found_again
+
         given = [name for name in PATHS if getattr(args, name) is not None]
         options = found_again(args.out, options, [*given, *(["data"] if args.download else ())])
     for name in ("model", "data"):

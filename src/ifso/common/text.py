@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from typing import Any
 
 LONGEST = 500
 """Characters that are repeated of what an error says; a hostile file may put anything there."""
@@ -111,3 +113,20 @@ def measured(name: str, value: float, samples: int | None = None) -> str:
     if name != "accuracy" or not samples or not 0 <= value <= 100:
         return f"{value:.4g}"
     return with_error(value, samples)
+
+
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+def literal(text: str) -> Any:
+    """A number, true, false or none, anything that Python writes as a literal, or else the text itself.
+
+    >>> literal("2"), literal("1e-3"), literal("true"), literal("neumann")
+    (2, 0.001, True, 'neumann')
+    """
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text

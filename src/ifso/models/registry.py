@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from ifso.common.files import is_folder
-from ifso.common.text import one_line
+from ifso.common.text import literal, one_line
 from ifso.errors import IfsoError, ModelNotFound, TraceError, required
 from ifso.models.detectors import (
     SMALL,
@@ -62,8 +61,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "
 """By provider: the option that asks for published weights."""
 
 ELSEWHERE = "; if there is no network here, fetch the weights where there is one, and give their file with --weights"
-
-CONSTANTS = {"true": True, "false": False, "none": None}
 
 FRAMES = 16
 
@@ -186,10 +183,7 @@ def _option(part: str, text: str) -> tuple[str, Any]:
     if not equals or not key.isidentifier():
         shown, of = (repr(each if len(each) <= 200 else f"{each[:199]}…") for each in (part, text))
         raise ModelNotFound(f"{of}: {shown} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
-    try:
-        return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return key, value
+    return key, literal(value)
 
 
 def is_program(name: str) -> bool:
