@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(*_report(inspection), sep="\n")
     if args.svg is not None:
-        write_svg(args.svg, f"ifso inspect {inspection.name}", _report(inspection))
+        write_text(args.svg, draw(f"ifso inspect {inspection.name}", _report(inspection)))
     return 0
 
 
@@ -240,13 +240,8 @@ FORMAT = (
 )
 
 
-def write_svg(path: Path, command: str, parts: Sequence[RenderableType]) -> None:
-    """Write ``parts`` (tables and text), as ``command`` prints them, into the SVG file ``path``."""
-    write_text(path, draw(command, parts))
-
-
 def draw(command: str, parts: Sequence[RenderableType]) -> str:
-    """The SVG document; the same parts always give the same text."""
+    """``parts`` (tables and text), as ``command`` prints them, as SVG; the same parts always give the same text."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

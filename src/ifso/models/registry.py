@@ -30,7 +30,7 @@ from ifso.models.detectors import (
     small_retinanet,
 )
 from ifso.models.from_file import build_from_file
-from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
+from ifso.models.resnet import DEPTHS, CifarResNet
 from ifso.models.vgg import CifarVGG16
 from ifso.models.weights import load_weights
 from ifso.surgery.store import load
@@ -40,10 +40,10 @@ FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 Builder = Callable[..., nn.Module]
 
 OWN: dict[str, Builder] = {
-    **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in DEPTHS},
-    **{f"resnet{depth}-padded": partial(cifar_resnet, depth, padded=True) for depth in DEPTHS},
+    **{f"resnet{depth}": partial(CifarResNet, depth // 6) for depth in DEPTHS},
+    **{f"resnet{depth}-padded": partial(CifarResNet, depth // 6, padded=True) for depth in DEPTHS},
     "vgg16": CifarVGG16,
-    "resnet8-digits": digits_resnet,
+    "resnet8-digits": partial(CifarResNet, 1, colours=1),
 }
 
 OWN_IMAGES = {"resnet8-digits": (1, 8, 8)}
