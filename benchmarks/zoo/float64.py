@@ -12,10 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from benchmarks.zoo.networks import Entry
-from ifso.bench.correlation import spearman
+from ifso.bench.correlation import spearman, spearman_at_equal_size
 from ifso.common.files import replacing, write_tensors
 from ifso.graph.channel_graph import ChannelGraph
-from ifso_repro.statistics import spearman_at_equal_size
 
 CRITERIA = ("ifso", "group-fisher")
 PER_GROUP = 16

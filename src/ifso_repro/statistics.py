@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ifso.bench.correlation import spearman
 from ifso_repro.jobs import Job, method_name
 from ifso_repro.results import AnyResult, DetectionResult, other_networks
 from ifso_repro.schema import Row
@@ -161,21 +160,3 @@ def _apart(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 def last_top1(group: Sequence[AnyResult]) -> Spread:
     """The spread of the last epoch of a group of runs, in top-1 or, of detectors, in mAP."""
     return Spread.of([result.worth("last") for result in group])
-
-
-def spearman_at_equal_size(first: Sequence[float], second: Sequence[float], sizes: Sequence[int]) -> float | None:
-    """The mean, weighted by the number of masks, of Spearman's correlation among masks that remove equally many units.
-
-    A sum of scores grows with the number of removed units, and so does the loss: random scores already correlate with
-    the truth over masks of all sizes. Here they do not.
-
-    >>> spearman_at_equal_size([1, 2, 20, 10], [3, 4, 50, 60], sizes=[1, 1, 2, 2])
-    0.0
-    """
-    total, weight = 0.0, 0
-    for size in set(sizes):
-        places = [place for place, other in enumerate(sizes) if other == size]
-        found = spearman([first[place] for place in places], [second[place] for place in places])
-        if found is not None:
-            total, weight = total + found * len(places), weight + len(places)
-    return total / weight if weight else None

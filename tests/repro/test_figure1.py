@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from ifso.bench.correlation import pearson, ranks, spearman
+from ifso.bench.correlation import pearson, ranks, spearman, spearman_at_equal_size
 from ifso.cli.main import main
 from ifso.criteria import registry
 from ifso_repro.figure1.estimates import DEFAULT_STEPS, draw_masks, evaluations_until, keep, measure, size, train_
 from ifso_repro.figure1.networks import SMOKE, Stop, choose, create
 from ifso_repro.figure1.study import figure1
 from ifso_repro.figure1.summary import EXISTING, path_name
-from ifso_repro.statistics import spearman_at_equal_size
 
 TINY = replace(SMOKE, masks=3, images=30, features=4, path_steps=(2,), first_order_steps=20)
 

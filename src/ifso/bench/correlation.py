@@ -1,4 +1,4 @@
-"""Do two lists of numbers rise together? Pearson and Spearman."""
+"""Do two lists of numbers rise together? Pearson, Spearman, and Spearman among masks of equal size."""
 
 from __future__ import annotations
 
@@ -54,3 +54,21 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     1.0
     """
     return pearson(ranks(first).tolist(), ranks(second).tolist())
+
+
+def spearman_at_equal_size(first: Sequence[float], second: Sequence[float], sizes: Sequence[int]) -> float | None:
+    """The mean, weighted by the number of masks, of Spearman's correlation among masks that remove equally many units.
+
+    A sum of scores grows with the number of removed units, and so does the loss: random scores already correlate with
+    the truth over masks of all sizes. Here they do not.
+
+    >>> spearman_at_equal_size([1, 2, 20, 10], [3, 4, 50, 60], sizes=[1, 1, 2, 2])
+    0.0
+    """
+    total, weight = 0.0, 0
+    for size in set(sizes):
+        places = [place for place, other in enumerate(sizes) if other == size]
+        found = spearman([first[place] for place in places], [second[place] for place in places])
+        if found is not None:
+            total, weight = total + found * len(places), weight + len(places)
+    return total / weight if weight else None

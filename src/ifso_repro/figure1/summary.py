@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.bench.correlation import pearson, spearman
+from ifso.bench.correlation import pearson, spearman, spearman_at_equal_size
 from ifso.criteria import registry
 from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.plots import BLUE, COLUMN, MUTED, VERMILION, draw, key
-from ifso_repro.statistics import spearman_at_equal_size
 from ifso_repro.table_lines import Grid, as_rich
 
 if TYPE_CHECKING:
