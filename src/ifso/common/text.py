@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Sequence
 from typing import Any
 
 LONGEST = 500
 """Characters that are repeated of what an error says; a hostile file may put anything there."""
 
 
-def one_line(error: BaseException | str) -> str:
+def one_line(error: BaseException | str, longest: int = LONGEST) -> str:
     r"""What an error says, without line breaks and characters that cannot be printed.
 
     >>> one_line("a\nb \x1b[1m")
     'a b \\x1b[1m'
     """
-    words = " ".join(str(error).split())[: LONGEST + 1]
+    words = " ".join(str(error).split())[: longest + 1]
     words = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+    return words if len(words) <= longest else f"{words[: longest - 1]}…"
 
 
 def amount(number: float) -> str:
@@ -42,6 +43,15 @@ def shown(value: object, most: int = 80) -> str:
     """A value as Python writes it, cut off where it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def few(words: Sequence[str], most: int = 6, joint: str = ", ") -> str:
+    """The first ones, and how many more there are.
+
+    >>> few(["a", "b", "c"], 2), few(["a", "b"], 2, joint="; ")
+    ('a, b and 1 more', 'a; b')
+    """
+    return joint.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def duration(seconds: float | None) -> str:

@@ -67,7 +67,9 @@ def run_program(path: Path, samples: Sequence[Sample]) -> list[list[Tensor]]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            raise ExportError(f"a fresh process cannot run the program: {_shortened(said[-1])}; nothing was written")
+            raise ExportError(
+                f"a fresh process cannot run the program: {one_line(said[-1], LONGEST)}; nothing was written"
+            )
         found = load_file(outputs)
     counts = [sum(name.startswith(f"{number}.") for name in found) for number in range(len(samples))]
     return [[found[f"{number}.{place}"] for place in range(count)] for number, count in enumerate(counts)]
@@ -125,11 +127,7 @@ def said(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
     first = next((line for line in lines if not line.startswith("Constraints violated")), "no message")
-    return f"{type(error).__name__}: {_shortened(first)}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    return f"{type(error).__name__}: {one_line(first, LONGEST)}"
 
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")

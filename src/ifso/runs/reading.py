@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ifso.common.serialization import parsed, read_lines, read_tensor_file, refuse_special
-from ifso.common.text import one_line
+from ifso.common.text import few, one_line
 from ifso.errors import IfsoError, RecipeError, RunError
 from ifso.runs.arguments import FINETUNE, pruning_of, refuse_no_network
 from ifso.runs.files import (
@@ -235,8 +235,7 @@ def _config(folder: Path) -> dict[str, Any]:
     inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
     hint = "; give a folder that ifso prune --out made"
     if inside:
-        more = f" and {len(inside) - 4} more" if len(inside) > 4 else ""
-        hint = f", but {one_line(', '.join(inside[:4]))}{more} within it may: give those"
+        hint = f", but {one_line(few(inside, 4))} within it may: give those"
     raise RunError(f"{folder} holds no run (no {CONFIG}){hint}")
 
 
