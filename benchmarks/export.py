@@ -26,7 +26,7 @@ from ifso.common.text import amount
 from ifso.common.timing import Ready, in_turns, make_ready, middle
 from ifso.errors import IfsoError
 from ifso.exporting.export import export
-from ifso.exporting.onnx_files import need_packages, open_onnx
+from ifso.exporting.formats import need_packages, open_onnx
 from ifso.models import default_inputs
 from ifso.models.registry import network_for
 from ifso.training.profiling import costs_of, hardware

@@ -16,13 +16,12 @@ import torch
 
 import ifso
 from ifso.cli import bench, inspect
-from ifso.cli.demo_study import MODEL, Effort, Outcome, Row, check, demonstrate, free_folder
+from ifso.cli.demo import MODEL, Effort, Outcome, Row, check, demonstrate, free_folder
 from ifso.cli.main import main
 from ifso.data import open_data
 from ifso.errors import IfsoError
 from ifso.graph.channel_graph import ChannelGraph, Frozen, Group, Member
 from ifso.graph.printing import by_reason
-from ifso.pruning.events import Silent
 from ifso.training.evaluation import evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +160,7 @@ class TestMain:
         def fail(*_):
             raise Unmet("first\n  second")
 
-        monkeypatch.setattr("ifso.cli.demo_study.demonstrate", fail)
+        monkeypatch.setattr("ifso.cli.demo.demonstrate", fail)
         assert main(["demo"]) == 3
         captured = capsys.readouterr()
         assert captured.err == "ifso: error: first second\n"
@@ -171,7 +170,7 @@ class TestMain:
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("ifso.cli.demo_study.demonstrate", interrupt)
+        monkeypatch.setattr("ifso.cli.demo.demonstrate", interrupt)
         assert main(["demo"]) == 130
         assert capsys.readouterr().err == "ifso: interrupted\n"
 
@@ -316,10 +315,10 @@ class TestDemo:
 
     @pytest.fixture
     def quick(self, monkeypatch, few_digits):
-        def demonstrated(out, seed, say, _):
-            return demonstrate(out, seed, say, Silent(), self.QUICK)
+        def demonstrated(out, seed, say):
+            return demonstrate(out, seed, say, self.QUICK)
 
-        monkeypatch.setattr("ifso.cli.demo_study.demonstrate", demonstrated)
+        monkeypatch.setattr("ifso.cli.demo.demonstrate", demonstrated)
 
     def test_prunes_compares_and_saves(self, quick, tmp_path, capsys):
         threads = torch.get_num_threads()
@@ -372,7 +371,7 @@ class TestDemo:
         assert f"must be a whole number from 0 to 9223372036854775807, got {seed!r}" in capsys.readouterr().err
 
     def test_the_table(self, monkeypatch, capsys):
-        monkeypatch.setattr("ifso.cli.demo_study.demonstrate", lambda *_: outcome())
+        monkeypatch.setattr("ifso.cli.demo.demonstrate", lambda *_: outcome())
         assert main(["demo"]) == 0
         lines = capsys.readouterr().out.splitlines()
         cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
@@ -401,7 +400,7 @@ class TestDemo:
         ],
     )
     def test_a_failed_check_ends_with_4(self, change, words, monkeypatch, capsys):
-        monkeypatch.setattr("ifso.cli.demo_study.demonstrate", lambda *_: outcome(**change))
+        monkeypatch.setattr("ifso.cli.demo.demonstrate", lambda *_: outcome(**change))
         assert main(["demo"]) == 4
         captured = capsys.readouterr()
         assert captured.err.startswith("ifso: error: a check of the result failed: ")

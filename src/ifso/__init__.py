@@ -64,34 +64,25 @@ __all__ = [
     "unit_costs",
 ]
 
-_HOME = {
-    "Budget": "ifso.pruning.budget",
-    "ChannelGraph": "ifso.graph.channel_graph",
-    "Cost": "ifso.costs",
-    "Criterion": "ifso.criteria.base",
-    "Frozen": "ifso.graph.channel_graph",
-    "Group": "ifso.graph.channel_graph",
-    "LossChange": "ifso.curvature.loss_change",
-    "Member": "ifso.graph.channel_graph",
-    "Mixed": "ifso.pruning.budget",
-    "PruneResult": "ifso.pruning.result",
-    "Recipe": "ifso.surgery.recipe",
-    "UnitCosts": "ifso.costs",
-    "balance": "ifso.graph.balancing",
-    "compact_": "ifso.surgery.compact",
-    "cost": "ifso.costs",
-    "create_model": "ifso.models",
-    "export": "ifso.exporting.export",
-    "load": "ifso.surgery.store",
-    "masked": "ifso.surgery.mask",
-    "prune": "ifso.pruning.prune",
-    "recipe": "ifso.surgery.recipe",
-    "save": "ifso.surgery.store",
-    "score": "ifso.criteria.scorer",
-    "trace": "ifso.graph.tracing",
-    "true_loss_change": "ifso.curvature.loss_change",
-    "unit_costs": "ifso.costs",
+_MODULES = {
+    "costs": ("Cost", "UnitCosts", "cost", "unit_costs"),
+    "criteria.base": ("Criterion",),
+    "criteria.scorer": ("score",),
+    "curvature.loss_change": ("LossChange", "true_loss_change"),
+    "exporting.export": ("export",),
+    "graph.balancing": ("balance",),
+    "graph.channel_graph": ("ChannelGraph", "Frozen", "Group", "Member"),
+    "graph.tracing": ("trace",),
+    "models": ("create_model",),
+    "pruning.budget": ("Budget", "Mixed"),
+    "pruning.prune": ("prune",),
+    "pruning.result": ("PruneResult",),
+    "surgery.compact": ("compact_",),
+    "surgery.mask": ("masked",),
+    "surgery.recipe": ("Recipe", "recipe"),
+    "surgery.store": ("load", "save"),
 }
+_HOME = {name: f"ifso.{module}" for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -1,1 +1,1 @@
-"""The tables and figures of the IFSO paper, run again: ``ifso repro``."""
+"""The tables and figures of the IFSO paper, run again, and methods compared: ``ifso repro``, ``ifso bench choose``."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, Look, draw, empty, key, name
 from ifso.errors import IfsoError
 from ifso_repro.config import find_study, study
 from ifso_repro.jobs import Job
+from ifso_repro.plots import COLUMN, INK, LOOKS, MUTED, PAGE, Look, draw, empty, key, name
 from ifso_repro.results import Result, read, read_file
 from ifso_repro.schema import RECIPES
 from ifso_repro.statistics import Runs, Spread, last_top1, otherwise

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.cli.console import print_json, say
-from ifso.common.plots import BLUE, GREEN, INK, MUTED, PAGE, PALE, draw, empty, key, plain
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso.runs.reading import read_run
@@ -23,13 +22,14 @@ from ifso_repro.curves import PLACES, Plot, draw_study, load, plot
 from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import draw_loss_change
 from ifso_repro.jobs import Job
+from ifso_repro.plots import BLUE, GREEN, INK, MUTED, PAGE, PALE, draw, empty, key, plain
 from ifso_repro.schema import RECIPES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ifso.runs.records import RunRecord
+    from ifso.runs.reading import RunRecord
 
 BACKBONE = "backbone.body."
 """Where detectors of torchvision keep the network that others use for classification."""

@@ -17,7 +17,7 @@ from torch import nn
 
 import ifso
 from ifso.cli.console import console
-from ifso.cli.evaluation_report import Report, report_parts
+from ifso.cli.evaluate import Report, report_parts
 from ifso.cli.main import main
 from ifso.costs.cost import Cost
 from ifso.costs.latency import Latency

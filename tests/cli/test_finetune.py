@@ -10,8 +10,8 @@ import torch
 from interrupting import interrupt_at
 from safetensors.torch import load_file, save_file
 
-from ifso.cli.finetune import summary_table
 from ifso.cli.main import main
+from ifso.cli.train import summary_table
 from ifso.data import open_data
 from ifso.models import create_model
 from ifso.report.results import warnings

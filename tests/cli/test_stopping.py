@@ -10,11 +10,11 @@ import pytest
 from ifso.cli.main import COMMANDS, main
 
 WORK = {
-    "demo": "ifso.cli.demo_study.demonstrate",
+    "demo": "ifso.cli.demo.demonstrate",
     "inspect ifso:resnet20": "ifso.models.registry.network_for",
     "train --model ifso:resnet20 --data digits": "ifso.data.open_data",
     "prune --model ifso:resnet20 --data digits --macs 0.5": "ifso.data.open_data",
-    "finetune RUN": "ifso.cli.finetune.open_run",
+    "finetune RUN": "ifso.runs.open.open_run",
     "eval --model ifso:resnet20 --data digits": "ifso.data.open_data",
     "report RUN": "ifso.report.write_report",
     "export RUN --to torch": "ifso.cli.export._export",

@@ -14,10 +14,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import ifso
-from ifso.cli import train_options
+from ifso.cli import train
 from ifso.cli.main import main
 from ifso.cli.progress import PlainTrainingProgress, RichTrainingProgress
-from ifso.cli.train_options import FIELDS, gather, settings_of
+from ifso.cli.train import FIELDS, gather, settings_of
 from ifso.data import open_data
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import PRECISIONS
@@ -187,7 +187,7 @@ class TestOptions:
     def test_every_setting_is_an_option(self):
         assert {field.name for field in dataclasses.fields(TrainSettings)} == set(FIELDS)
         parser = argparse.ArgumentParser()
-        for add in (train_options.add_recipe, train_options.add_data, train_options.add_running):
+        for add in (train.add_recipe, train.add_data, train.add_running):
             add(parser)
         elsewhere = {"distill", "temperature", "seed"}
         assert set(FIELDS) - elsewhere <= {action.dest for action in parser._actions}
@@ -197,7 +197,7 @@ class TestOptions:
 
     def test_all_of_them_reach_the_settings(self, tmp_path):
         parser = argparse.ArgumentParser()
-        for add in (train_options.add_recipe, train_options.add_data, train_options.add_running):
+        for add in (train.add_recipe, train.add_data, train.add_running):
             add(parser)
         given = (
             "--recipe ours --epochs 7 --batch 64 --lr 0.2 --schedule step --milestones 0.3 0.5 --factor 0.2 "

@@ -12,7 +12,7 @@ from torch import nn
 import ifso
 from ifso.errors import ExportError, VerificationError
 from ifso.exporting import export as exporting
-from ifso.exporting import onnx_files
+from ifso.exporting import formats
 from ifso.exporting.export import in_order_of, relative_difference, worst_difference
 from ifso.exporting.samples import Sample
 
@@ -138,7 +138,7 @@ class TestOnnx:
         assert list(tmp_path.iterdir()) == []
 
     def test_weights_that_one_file_cannot_hold(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(onnx_files, "MOST_BYTES", 10)
+        monkeypatch.setattr(formats, "MOST_BYTES", 10)
         with pytest.raises(ExportError, match=r"--to torch"):
             ifso.export(nn.Linear(2, 2), tmp_path / "x.onnx", torch.randn(1, 2))
 

@@ -23,7 +23,7 @@ from unittest import mock
 from safetensors import SafetensorError
 
 from ifso.common import files
-from ifso.exporting import torch_programs
+from ifso.exporting import formats
 
 REFUSALS = {"full": errno.ENOSPC, "read-only": errno.EROFS, "refused": errno.EACCES}
 STOPS = ("crash", "power", "names")
@@ -33,7 +33,7 @@ SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
 GROWING = ("open", "write", "save", "saved", "mkdir", "fsync")
 """What needs room; a disk may say so only when it is told to sync."""
 
-HOLDERS = (files, torch_programs)
+HOLDERS = (files, formats)
 """Modules that write safetensors by ``save_file``."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR

@@ -14,8 +14,8 @@ from failing_files import GROWING, KINDS, Crash, Disk, provisional_files
 
 from ifso.common.files import replacing, write_text
 from ifso.errors import IfsoError
+from ifso.exporting.formats import program_of, write_program
 from ifso.exporting.samples import Sample
-from ifso.exporting.torch_programs import program_of, write_program
 from ifso_repro.figure1.study import Record
 
 SAMPLED = {"save": 1, "report": 1, "train": 66, "finetune": 84, "prune": 168, "prune staged": 192}

@@ -12,13 +12,13 @@ from made_up import job_of, result, seeds
 from torch import nn
 
 import ifso
-from ifso.common.plots import DPI, LOOKS, PAGE, STYLE
 from ifso.criteria import registry
 from ifso_repro import curves, drawing
 from ifso_repro.curves import plot
 from ifso_repro.drawing import Source, draw_figure
 from ifso_repro.figure1.networks import NETWORKS
 from ifso_repro.figure1.summary import summarise
+from ifso_repro.plots import DPI, LOOKS, PAGE, STYLE
 from ifso_repro.results import write
 from ifso_repro.statistics import Runs
 

@@ -28,8 +28,7 @@ from ifso.report.page import render
 from ifso.runs.files import read_config
 from ifso.runs.folder import RunFolder
 from ifso.runs.open import OpenedRun, open_run
-from ifso.runs.reading import read_run
-from ifso.runs.records import RunRecord
+from ifso.runs.reading import RunRecord, read_run
 from ifso.runs.structure import Structure, from_document
 from ifso.surgery.loading import shapes_after
 from ifso.surgery.recipe import Recipe, recipe_of, shapes_of

@@ -16,7 +16,6 @@ ALLOWED = {
     "__init__.py": {"import_module"},
     "criteria/registry.py": {"import_module"},
     "errors.py": {"import_module"},
-    "exporting/onnx_files.py": {"import_module"},
 }
 """``file.py:factory`` is a Python file that the user names to have it run; nothing else may run one. The others import
 modules by names that stand in a table beside the call, or below ``ifso.criteria`` once such a table knows them."""
@@ -76,7 +75,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def test_the_whole_library():
-    assert len(FILES) > 200
+    assert len(FILES) > 150
     found = {str(path.relative_to(SOURCE)): found_in(path.read_text(encoding="utf-8")) for path in FILES}
     wrong = {path: faults - ALLOWED.get(path, set()) for path, faults in found.items()}
     assert {path: faults for path, faults in wrong.items() if faults} == {}

@@ -11,7 +11,7 @@ from small_detectors import boxes
 from torch import nn
 
 from ifso.cli.main import _parser, main
-from ifso.cli.train_options import gather, settings_of
+from ifso.cli.train import gather, settings_of
 from ifso.data import open_data
 from ifso.data.base import ImageData
 from ifso.data.batches import Augmentation, Images, Shard, TrainBatches, generator

@@ -25,7 +25,6 @@ from ifso.graph.tracing import trace
 from ifso.models import default_inputs
 from ifso.models.registry import network_for
 from ifso.pruning.budget import STAGED, Budget, usual
-from ifso.pruning.events import Removal, Silent
 from ifso.pruning.prune import prune
 from ifso.pruning.result import PruneResult
 from ifso.pruning.settings import CALIBRATION
@@ -163,15 +162,14 @@ class PruneBench:
 
     def run(self, method: PruneMethod) -> dict[str, Any]:
         """One whole run: what it took and what is left."""
-        model, counter = copy.deepcopy(self.model), _Counter()
-        setup, batches, loss_fn = self.setup, self.train_batches(), self.loss_fn
+        model, setup = copy.deepcopy(self.model), self.setup
+        batches, loss_fn = self.train_batches(), self.loss_fn
         found: list[PruneResult] = []
 
         def whole_run() -> None:
-            budget, options = Budget(macs=setup.macs), method.options(setup)
             result = prune(
-                model, batches, loss_fn, budget=budget, example_inputs=self.example, seed=setup.seed, listener=counter,
-                **options,
+                model, batches, loss_fn, budget=Budget(macs=setup.macs), example_inputs=self.example,
+                seed=setup.seed, progress=False, **method.options(setup),
             )  # fmt: skip
             found.append(result)
 
@@ -185,13 +183,13 @@ class PruneBench:
             rounds = len(result.stages) * min(math.ceil(CALIBRATION / setup.batch), whole)
         else:  # weights alone need be looked at only once where nothing changes them
             many = method.schedule != "one-shot" or find(method.criterion).needs not in ("nothing", "weights")
-            rounds = counter.steps * (setup.accumulate if many else 1)
+            rounds = result.metrics[-1]["step"] * (setup.accumulate if many else 1)
         spent = result.timings["scores" if method.staged else "rounds"]
         return {
             "seconds": seconds,
             "peak_bytes": peak,
             "timings": dict(result.timings),
-            "removals": counter.removals,
+            "removals": result.removals,
             "rounds": rounds,
             "round_seconds": spent / rounds,
             "scores_per_second": rounds * (1 if method.staged else setup.batches_per_score) / spent,
@@ -208,17 +206,6 @@ class PruneBench:
             return None if self.data is None else evaluate(model, self.data.test_batches()).top1
         except DataError:
             return None
-
-
-class _Counter(Silent):
-    """Counts removals and steps."""
-
-    def __init__(self) -> None:
-        self.removals = self.steps = 0
-
-    def removed(self, removal: Removal) -> None:
-        """One more."""
-        self.removals, self.steps = removal.removal, removal.step
 
 
 def stream_units_removed(graph: ChannelGraph, keep: Mapping[str, Tensor]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch.func import functional_call
 from ifso.bench.correlation import spearman
 from ifso.common.devices import let_go_of
 from ifso.common.text import describe_error
-from ifso.common.timing import WARM_UP, Ready, in_turns, machine, make_ready, middle, peak_bytes
-from ifso.common.torch_state import conv_settings, undisturbed
+from ifso.common.timing import WARM_UP, Ready, machine, make_ready, middle, peak_bytes
+from ifso.common.torch_state import full_float32, undisturbed
 from ifso.costs.cost import count
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.ifso import Ifso
@@ -278,45 +279,41 @@ class _Trials:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     scores: dict[str, _Scores] = field(default_factory=dict)
 
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """A method that fails within leaves its reason in its row; without a gradient there is nothing to compare."""
+        try:
+            yield
+        except Exception as error:
+            if name == "gradient":
+                raise
+            let_go_of(error)
+            self.ready.pop(name, None)
+            self.scores.pop(name, None)
+            self.rows[name] = {"error": str(error) if isinstance(error, IfsoError) else describe_error(error)}
+            self.say(f"{self.bench.setup.model}: {name} failed: {self.rows[name]['error']}")
+
     def take(self, name: str, function: Callable[[], Any]) -> None:
         """Run a method, see how much memory it takes, and make it ready to be timed."""
         self.say(f"{self.bench.setup.model}: {name}")
         device = self.bench.device
-        try:
+        with self.attempt(name):
             function()
-            row: dict[str, Any] = {"peak_bytes": peak_bytes(function, device)}
+            self.rows[name] = {"peak_bytes": peak_bytes(function, device)}
             self.ready[name] = _warm(function, device) if self.bench.detects else make_ready(function, device)
-        except Exception as error:
-            if name == "gradient":
-                raise
-            self.fail(name, error)
-            return
-        self.rows[name] = row
-        if isinstance(function, _Scores):
-            row["note"] = function.criterion.note(function.task)
-            if name.startswith(SCORES):
-                self.scores[name] = function
+            if isinstance(function, _Scores):
+                self.rows[name]["note"] = function.criterion.note(function.task)
+                if name.startswith(SCORES):
+                    self.scores[name] = function
 
     def time(self, repeats: int) -> dict[str, list[float]]:
         """Seconds in rounds of all that are ready."""
         found: dict[str, list[float]] = {name: [] for name in self.ready}
         for _ in range(repeats):
             for name, ready in list(self.ready.items()):
-                try:
-                    found[name] += in_turns({name: ready}, 1)[name]
-                except Exception as error:
-                    if name == "gradient":
-                        raise
-                    self.fail(name, error)
+                with self.attempt(name):
+                    found[name].append(ready.seconds())
         return {name: found[name] for name in self.ready}
-
-    def fail(self, name: str, error: Exception) -> None:
-        """Note why a method is left out."""
-        let_go_of(error)
-        self.ready.pop(name, None)
-        self.scores.pop(name, None)
-        self.rows[name] = {"error": str(error) if isinstance(error, IfsoError) else describe_error(error)}
-        self.say(f"{self.bench.setup.model}: {name} failed: {self.rows[name]['error']}")
 
     def ranks(self) -> dict[str, float | None]:
         """How well scores agree with exact ones; nothing, with a word about it, if these cannot be computed."""
@@ -345,10 +342,10 @@ def measure(
     A method that fails has its ``error`` in the place of numbers. ``ranks=False`` leaves float64 out.
     """
     _check(setup, methods)
-    conv, cudnn = conv_settings(), torch.backends.cudnn
-    before = conv.fp32_precision, cudnn.benchmark
-    conv.fp32_precision, cudnn.benchmark = "tf32" if setup.precision == "tf32" else "ieee", True
-    try:
+    cudnn = torch.backends.cudnn
+    before, cudnn.benchmark = cudnn.benchmark, True
+    with full_float32(setup.precision != "tf32"), ExitStack() as stack:
+        stack.callback(setattr, cudnn, "benchmark", before)
         bench = ScoreBench(setup)
         trials = _Trials(bench, say)
         for name, function in bench.methods().items():
@@ -357,8 +354,6 @@ def measure(
         say(f"{setup.model}: {repeats} rounds of all")
         seconds = trials.time(repeats)
         fidelity = trials.ranks() if ranks else {}
-    finally:
-        conv.fp32_precision, cudnn.benchmark = before
     rows = trials.rows
     step = rows.get("training step", {}).get("peak_bytes")
     for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""``ifso bench``: what ifso itself costs (tracing, scores, whole runs), and what its choices are worth."""
+"""``ifso bench``: what ifso itself costs: tracing, scores, whole runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli import bench_choose
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table, write_json
 from ifso.cli.options import add_shared, positive
 from ifso.common.text import describe_error
@@ -49,8 +48,8 @@ PRUNE_CAPTION = (
 )
 
 
-def add_parser(commands: Any) -> None:
-    """Register the command and what it can measure."""
+def add_parser(commands: Any, *more: Callable[[Any], None]) -> None:
+    """Register the command and what it can measure; ``more`` register what others measure."""
     parser = commands.add_parser("bench", help="measure what ifso itself costs and chooses")
     what = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     trace = what.add_parser("trace", help="CPU seconds and memory of tracing")
@@ -60,7 +59,8 @@ def add_parser(commands: Any) -> None:
     trace.set_defaults(run=run_trace)
     _add_score(what.add_parser("score", help="time and memory of the score as multiples of a gradient"))
     _add_prune(what.add_parser("prune", help="seconds of whole pruning runs, by part and against a training step"))
-    bench_choose.add_parser(what)
+    for add in more:
+        add(what)
     for name in MOVED:
         moved = what.add_parser(name, add_help=False, prefix_chars="\0")
         moved.add_argument("rest", nargs="*")

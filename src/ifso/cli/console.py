@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
+from ifso.common.text import one_line
 from ifso.errors import IfsoError
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ def say(line: str) -> None:
 
 def complain(words: str) -> None:
     """What went wrong, as one line on standard error, written in one piece: lines of several ranks do not mix."""
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(words.split()))
-    line = line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
-    sys.stderr.write(f"ifso: {line}\n")
+    sys.stderr.write(f"ifso: {one_line(words, LONGEST)}\n")
     sys.stderr.flush()
 
 

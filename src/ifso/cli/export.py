@@ -8,18 +8,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from ifso.cli.console import chatter_to_stderr, console, print_json, say, table
-from ifso.cli.evaluation_report import NOT_THERE, STAGES
+from ifso.cli.evaluate import NOT_THERE, STAGES
 from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
 from ifso.cli.options import add_option, add_shared, shape
 from ifso.common.text import amount
 from ifso.errors import DataError, IfsoError, RunError
-from ifso.runs.open import OpenedRun, open_tuned
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
     from ifso.data import Data
+    from ifso.runs.open import OpenedRun
 
 DESCRIPTION = (
     "Write the fine-tuned network of a run, or the pruned one if it was not fine-tuned, as an ONNX file or a "
@@ -67,7 +67,7 @@ def _choose_format(args: argparse.Namespace) -> None:
     if args.out is None and args.to is None:
         raise IfsoError("say with --to onnx or --to torch what to export to, or name a file with --out")
     from ifso.exporting.export import SUFFIXES, kind_of, refuse_place
-    from ifso.exporting.onnx_files import need_packages
+    from ifso.exporting.formats import need_packages
 
     if args.out is None:
         args.out = args.folder / f"{'original' if args.original else 'model'}{SUFFIXES[args.to]}"
@@ -82,6 +82,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from ifso.exporting.export import bytes_of, export
+    from ifso.runs.open import open_tuned
     from ifso.training.profiling import costs_of
 
     run = open_tuned(args.folder, model=args.model, unverified=args.unverified, finetuned=args.finetuned)

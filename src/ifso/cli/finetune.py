@@ -5,43 +5,37 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import complain, console, print_json, table
+from ifso.cli.console import complain, print_json
 from ifso.cli.distributed import World, joined, leave
 from ifso.cli.inputs import data_options, name_networks, report_notes
-from ifso.cli.options import add_option, add_shared, real, seed
-from ifso.cli.progress import training_progress
-from ifso.cli.resume import check_same_options, resumable, stored_options
-from ifso.cli.teachers import Teachers, check_teacher_options
-from ifso.cli.train_options import (
+from ifso.cli.options import add_option, add_shared, real, resumable, seed
+from ifso.cli.train import (
     TEACHER,
     add_data,
     add_recipe,
     add_running,
-    common_option,
     gather,
     has_boxes,
     settings_of,
+    show_trained,
+    train_each,
 )
-from ifso.common.text import with_error
 from ifso.errors import IfsoError
 from ifso.runs.arguments import FINETUNE, without_folders
-from ifso.runs.open import OpenedRun, open_run
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import nn
 
+    from ifso.cli.train import Say
     from ifso.data import Data
+    from ifso.runs.open import OpenedRun
     from ifso.training.runs import Training
     from ifso.training.settings import TrainSettings
-
-    Outcome = dict[str, Any] | IfsoError
-    Say = Callable[[str], None]
 
 DESCRIPTION = (
     "Fine-tune the pruned network of a run, or those of several side by side, into RUN/finetune. "
@@ -136,6 +130,14 @@ def run(args: argparse.Namespace) -> int:
     return leave(max((failure.exit_status for failure in failures.values()), default=0))
 
 
+def common_option(options: Sequence[Mapping[str, Any]], name: str, default: str) -> str:
+    """The value that all trainings side by side have of an option."""
+    values = sorted({str(each.get(name, default)) for each in options})
+    if len(values) > 1:
+        raise IfsoError(f"trainings with --{name} {' and '.join(values)} cannot go on side by side; resume them apart")
+    return values[0] if values else default
+
+
 def _check_arguments(args: argparse.Namespace) -> None:
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise IfsoError("the same RUN is given twice; give each one once")
@@ -146,6 +148,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
+    """How a run is fine-tuned. Detectors are padded on request only: they fill a GPU, and take less memory without."""
+    from ifso.runs.open import open_run
+
     run = open_run(folder, model=args.model, unverified=args.unverified)
     target = args.out or folder / FINETUNE
     known = {name: run.arguments[name] for name in ("model", "weights", "data", "seed") if name in run.arguments}
@@ -153,58 +158,25 @@ def _plan(args: argparse.Namespace, folder: Path) -> FinetunePlan:
         usual = DISTILL_BOXES if has_boxes(args.data or known.get("data")) else DISTILL
         args = argparse.Namespace(**{**vars(args), "distill": usual})
     options = gather(args, target, known, "ifso finetune", folder)
-    options["padded"] = _padded(args, target, options)
+    on_gpu = options["device"].partition(":")[0] == "cuda"
+    options.setdefault("padded", on_gpu and not args.resume and not has_boxes(options.get("data")))
     settings = settings_of(options)
     check_teacher_options(options, settings, pretrained=args.pretrained)
     told = {name: options[name] for name in ("model", *TEACHER) if name in options}
     return FinetunePlan(replace(run, arguments={**run.arguments, **told}), target, options, settings)
 
 
-def _padded(args: argparse.Namespace, folder: Path, options: Mapping[str, Any]) -> bool:
-    """In the shape before pruning? As it was begun, if it is resumed, else as asked for.
-
-    Not detectors, unless asked for: they fill a GPU by themselves, and the small network takes less memory.
-    """
-    stored = stored_options(folder, ("padded",), "ifso finetune") if args.resume else {}
-    if stored and args.padded is not None:
-        check_same_options({"padded": args.padded}, stored, folder)
-    on_gpu = options["device"].partition(":")[0] == "cuda"
-    default = not args.resume and on_gpu and not has_boxes(options.get("data"))
-    return stored.get("padded", default if args.padded is None else args.padded)
-
-
-def train_each(
-    command: str,
-    folders: Sequence[Path],
-    prepare: Callable[[Sequence[int], Say], list[Training]],
-    args: argparse.Namespace,
-    world: World,
-) -> list[Outcome]:
-    """Train in all ``folders`` side by side what ``prepare`` makes for their numbers; what is finished is only read."""
-    from ifso.training.runs import SilentTraining, finished_summary, remove_checkpoint, train_side_by_side
-
-    found = {number: finished_summary(folder) if args.resume else None for number, folder in enumerate(folders)}
-    done: dict[int, Outcome] = {number: summary for number, summary in found.items() if summary is not None}
-    for number in done if world.is_first else ():
-        remove_checkpoint(folders[number])
-    left = [number for number in found if number not in done]
-    if left:
-        with training_progress(command) if world.is_first else nullcontext(SilentTraining()) as listener:
-            trainings = prepare(left, listener.said)
-            for line in dict.fromkeys(args.said):
-                listener.said(line)
-            outcomes = train_side_by_side(trainings, listener, resume=args.resume, ranks=world.ranks)
-        done.update(zip(left, outcomes, strict=True))
-    return [done[number] for number in found]
-
-
 class _Preparation:
-    """Opens data and teachers once for all runs that share them."""
+    """Opens data and teachers, and measures what these are worth, once for all runs that share them."""
 
     def __init__(self, args: argparse.Namespace, world: World, say: Say) -> None:
         self._args, self._world, self._say = args, world, say
-        self._data: dict[Any, Data] = {}
-        self._teachers = Teachers(args, world, say)
+        self._known: dict[Any, Any] = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def training(self, plan: FinetunePlan) -> Training:
         """All that it takes to fine-tune the network of a run."""
@@ -213,7 +185,7 @@ class _Preparation:
 
         data, validation = self._opened(plan), bool(plan.options.get("validation"))
         model = plan.run.pruned(self._world.device, data=data)
-        teacher, before, fixed = self._teachers.of(plan, data, model)
+        teacher, before, fixed = self._taught(plan, data, model)
         told = {"data": without_folders(data.name), "validation": plan.options.get("validation", 0)}
         return Training(
             name=str(plan.run.folder), folder=plan.folder, model=model, data=data, settings=plan.settings,
@@ -233,39 +205,96 @@ class _Preparation:
 
     def _opened(self, plan: FinetunePlan) -> Data:
         options = data_options(self._args, self._world, plan.settings.seed, plan.options.get("validation", 0))
+
+        def opened() -> Data:
+            data = plan.run.open_data(data=plan.changed("data"), **options)
+            report_notes(data, self._say)
+            return data
+
         near = plan.run.folder.resolve().parent
-        key = plan.options.get("data"), near, options["seed"], options["validation"]
-        if key not in self._data:
-            self._data[key] = plan.run.open_data(data=plan.changed("data"), **options)
-            report_notes(self._data[key], self._say)
-        return self._data[key]
+        return self._once((plan.options.get("data"), near, options["seed"], options["validation"]), opened)
+
+    def _taught(
+        self, plan: FinetunePlan, data: Data, pruned: nn.Module
+    ) -> tuple[nn.Module | None, dict[str, float], dict[str, str]]:
+        """The teacher, what networks beside the pruned one are worth, and what must be the same on resume.
+
+        A teacher that cannot teach ``pruned`` is refused before it is measured.
+        """
+        from ifso.common.distributed import together
+        from ifso.surgery.recipe import digest_of
+        from ifso.training.teachers import check_teacher
+
+        if not plan.settings.distill:
+            return None, {}, {}
+        if "teacher" not in plan.options:
+            network = self._unpruned(plan, data)
+            return network, self._worth(plan, data, unpruned=network), {}
+        network = self._named(plan, data)
+        together(partial(check_teacher, network, pruned, data))
+        before, fixed = self._worth(plan, data, teacher=network), self._once(network, partial(digest_of, network))
+        try:
+            unpruned = self._unpruned(plan, data)
+        except IfsoError as error:
+            self._say(f"{plan.run.folder}: the unpruned network is not measured, because {error}")
+        else:
+            before = {**self._worth(plan, data, unpruned=unpruned), **before}
+        return network, before, {"teacher_weights": fixed}
+
+    def _unpruned(self, plan: FinetunePlan, data: Data) -> nn.Module:
+        from ifso.common.distributed import together
+
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        make = partial(plan.run.original, weights=plan.changed("weights"), data=data, **where)
+        key = plan.run.digest, plan.run.arguments.get("model"), plan.options.get("weights"), id(data)
+        return self._once(key, partial(together, make))
+
+    def _named(self, plan: FinetunePlan, data: Data) -> nn.Module:
+        """The network of ``--teacher``; a file that the run tells of is looked for as those of the run are."""
+        from ifso.common.distributed import together
+        from ifso.models.registry import network_for
+
+        name, weights = (self._option(plan, option) for option in TEACHER)
+        where = {"device": self._world.device, "pretrained": self._args.pretrained}
+        make = partial(network_for, str(name), data.num_classes, weights=weights, seed=plan.settings.seed, **where)
+        return self._once((name, weights, id(data)), partial(together, make))
+
+    def _option(self, plan: FinetunePlan, option: str) -> str | None:
+        given: str | None = getattr(self._args, option)
+        return plan.run.there(option) if given is None and option in plan.options else given
+
+    def _worth(self, plan: FinetunePlan, data: Data, **networks: nn.Module) -> dict[str, float]:
+        """The accuracy or mAP of networks, by the same names, in the memory layout of training; where it is known."""
+        import torch
+
+        from ifso.data.base import headline
+        from ifso.training.evaluation import evaluate_once
+
+        found = {}
+        for name, network in networks.items():
+            if plan.settings.channels_last:
+                network.to(memory_format=torch.channels_last)
+            validation = bool(plan.options.get("validation"))
+            judge = partial(evaluate_once, network, data, plan.settings, validation=validation)
+            measures = self._once(("worth", network), judge)
+            if headline(data) in measures:
+                found[name] = measures[headline(data)]
+        return found
 
 
-def show_trained(summaries: Sequence[Mapping[str, Any]]) -> None:
-    """The table, and a line for each network that was better before."""
-    console().print(summary_table(summaries))
-    for summary in summaries:
-        for note in summary.get("notes", ()):
-            print(f"note: {summary['folder']}: {note}")
+def check_teacher_options(options: Mapping[str, Any], settings: TrainSettings, *, pretrained: bool) -> None:
+    """One line where a teacher has no weights, no name, or nothing to say."""
+    from ifso.models.registry import is_program
 
-
-def summary_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each network that was trained: accuracies, mAP, or losses where the data has a loss of its own."""
-    splits = sorted({summary["split"] for summary in summaries})
-    own = all(summary.get("last_top1") is None and "eval_loss" in summary["last"] for summary in summaries)
-    kind = "map" if all("last_map" in summary for summary in summaries) else "eval_loss" if own else "top1"
-    stages = list(dict.fromkeys(stage for summary in summaries for stage in summary["before"]))
-    rows = []
-    for summary in summaries:
-        values = [*map(summary["before"].get, stages), summary.get(f"last_{kind}"), summary.get(f"best_{kind}")]
-        counted = summary.get("samples") if kind == "top1" else None
-        cells = ["–" if value is None else with_error(value, counted) for value in values]
-        cells = [f"{summary['last']['eval_loss']:.4g}"] if kind == "eval_loss" else cells
-        rows.append((summary["folder"], *cells, str(summary["epochs"]), f"{summary['seconds']:.1f}"))
-    best = () if kind == "eval_loss" else ("best epoch",)
-    headings = ("folder", *stages, "last epoch", *best, "epochs", "seconds")
-    error = " ± standard error" if kind == "top1" and any(summary.get("samples") for summary in summaries) else ""
-    return table(headings, rows, title=f"{TITLES[kind]}{error} on {' and '.join(splits)} images")
-
-
-TITLES = {"top1": "Accuracy in per cent", "map": "mAP in per cent", "eval_loss": "Loss"}
+    teacher = options.get("teacher")
+    if teacher is None:
+        if "teacher_weights" in options:
+            raise IfsoError("--teacher-weights without --teacher; give the MODEL that they are of")
+        return
+    if not settings.distill:
+        raise IfsoError(f"--teacher {teacher}, but nothing is distilled; add --distill, or --recipe ours")
+    if "teacher_weights" not in options and not pretrained and not is_program(teacher):
+        raise IfsoError(
+            f"--teacher {teacher} has random weights; give trained ones with --teacher-weights, or published ones with "
+            "--pretrained"
+        )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.errors import IfsoError, TraceError
-from ifso.runs.open import holds_network, network_in, weights_in
 
 if TYPE_CHECKING:
     from ifso.cli.distributed import World
@@ -22,6 +21,8 @@ def name_networks(args: argparse.Namespace, run: Path | None = None) -> list[str
 
     ``run`` is such a folder, too, of which ``--model`` says the MODEL. What is to be said of each is returned.
     """
+    from ifso.runs.open import holds_network, network_in, weights_in
+
     said = []
     if run is None and args.model is not None and holds_network(args.model):
         run, args.model = Path(args.model), None

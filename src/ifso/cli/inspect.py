@@ -1,14 +1,17 @@
-"""``ifso inspect MODEL``: which channels go together, what they cost, what cannot be pruned and why."""
+"""``ifso inspect MODEL``: which channels go together, what they cost, what cannot be pruned and why; or a picture."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ifso.cli.console import chatter_to_stderr, console, print_json, say
+from ifso.cli.console import chatter_to_stderr, console, print_json, say, write_text
 from ifso.cli.inputs import check_size, detector_images, name_networks, shapes_of
 from ifso.cli.options import MODEL, add_option, add_shared, shape
 from ifso.common.text import amount
@@ -70,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         console().print(*_report(inspection), sep="\n")
     if args.svg is not None:
-        from ifso.cli.svg import write_svg
-
-        write_svg(args.svg, f"ifso inspect {inspection.name}", _report(inspection))
+        write_text(args.svg, draw(f"ifso inspect {inspection.name}", _report(inspection)))
     return 0
 
 
@@ -210,3 +211,67 @@ def _document(inspection: Inspection) -> dict[str, Any]:
         ],
         "notes": list(inspection.graph.notes),
     }
+
+
+INK, PAPER, LINE, ACCENT = "#24292f", "#ffffff", "#c4ccd4", "#0b5394"
+FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
+ASPECT = 0.6
+"""Width of a character as a share of its height, as in most fixed-width fonts."""
+
+FORMAT = (
+    """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
+<title></title>
+<style>
+.{unique_id}-matrix {{ font-family: FONTS; font-size: {char_height}px; }}
+{styles}
+</style>
+<defs>
+{lines}
+</defs>
+<rect width="100%" height="100%" rx="8" fill="PAPER" stroke="LINE"/>
+<g class="{unique_id}-matrix" transform="translate(14, 20)">
+{matrix}
+</g>
+</svg>
+""".replace("FONTS", FONTS)
+    .replace("PAPER", PAPER)
+    .replace("LINE", LINE)
+)
+
+
+def draw(command: str, parts: Sequence[RenderableType]) -> str:
+    """``parts`` (tables and text), as ``command`` prints them, as SVG; the same parts always give the same text."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.terminal_theme import TerminalTheme
+    from rich.theme import Theme
+
+    from ifso.graph.printing import WIDTH
+
+    looks = Theme({"table.title": f"bold {ACCENT}", "table.header": f"bold {INK}", "table.caption": "#57606a"})
+    console = Console(
+        file=StringIO(), record=True, width=WIDTH, theme=looks, highlight=False, markup=False, emoji=False
+    )
+    tables = [part for part in parts if isinstance(part, Table)]
+    for table in tables:  # upright lines fall apart where a font is not made for them
+        table.box, table.border_style = box.SIMPLE_HEAD, LINE
+    console.width = max((console.measure(table).maximum for table in tables), default=console.width - 1) + 1
+    console.print(f"$ {command}")
+    for part in parts:
+        console.print("", part, sep="\n")
+    theme = TerminalTheme(_rgb(PAPER), _rgb(INK), [_rgb(INK)] * 8, [_rgb(INK)] * 8)
+    svg = console.export_svg(title="", theme=theme, code_format=FORMAT, font_aspect_ratio=ASPECT, unique_id="ifso")
+    lines = (line.rstrip() for line in svg.splitlines())
+    return "\n".join(lines).replace("<title></title>", f"<title>{escape(command)}</title>", 1) + "\n"
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    """``#rrggbb`` as three numbers.
+
+    >>> _rgb("#0b5394")
+    (11, 83, 148)
+    """
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return red, green, blue

@@ -119,10 +119,12 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"ifso {__version__}")
     parser.add_argument(DEBUG, action="store_true", help="show the traceback of an error; also after a command")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    from ifso_repro.choose.command import add_parser
     from ifso_repro.cli import add_commands
 
+    more = {bench: [add_parser]}
+    for command in COMMANDS:
+        command.add_parser(commands, *more.get(command, ()))
     add_commands(commands.add_parser("repro", help="run studies of the paper again", description=REPRO, add_help=False))
     return parser
 

@@ -1,16 +1,20 @@
-"""Options that several commands have: how they are declared, and how their values are read."""
+"""Options that several commands have: how they are declared and read, and those of a run that is resumed."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
+import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ifso.cli.console import complain
-from ifso.errors import IfsoError
+from ifso.cli.console import chatter_to_stderr, complain
+from ifso.errors import IfsoError, RunError
+from ifso.runs.arguments import EXECUTED, refuse_foreign, told_options, without_folders
 from ifso.runs.values import LARGEST_WHOLE
 
 BATCH = "images in one batch, however many processes share the work"
@@ -163,3 +167,52 @@ def shape(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1 or max(sizes) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write positive numbers, for example 1,3,224,224")
     return sizes
+
+
+MAY_CHANGE = ("device",)
+"""Options that a resumed run may have others of."""
+
+
+def stored_options(run: Path, names: Sequence[str], command: str) -> dict[str, Any]:
+    """The options of these names that ``command`` started a run with."""
+    from ifso.runs.files import CONFIG, is_there, read_config
+
+    if not is_there(run / CONFIG):
+        raise RunError(f"{run} holds no run to resume; start it without --resume, or give its folder")
+    arguments = told_options(read_config(run / CONFIG), run / CONFIG)
+    if arguments is None:
+        raise RunError(
+            f"{run / CONFIG} does not say how {command} was called; "
+            "resume the run in Python, or start it in another folder"
+        )
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def check_same_options(given: Mapping[str, Any], stored: Mapping[str, Any], run: Path, *others: Path) -> None:
+    """Raise RunError if a run is resumed with other options than it was started with.
+
+    Files may have moved, so that only their names are compared. Programs that came with the run, or with one of
+    ``others``, which are opened with it, must be given again.
+    """
+    for option in EXECUTED:
+        if option in stored and option not in given:
+            refuse_foreign(option, str(stored[option]), (run, *others))
+    from ifso.runs.files import refuse_other
+
+    new = {name: without_folders(value) for name, value in given.items() if name not in MAY_CHANGE}
+    old = {name: without_folders(stored[name]) for name in new if name in stored}
+    refuse_other(new, old, f"the run in {run}")
+
+
+@contextmanager
+def resumable(command: Sequence[str], *folders: Path, shown: bool) -> Iterator[None]:
+    """Send what libraries print to standard error; after Ctrl-C print ``command``, if all ``folders`` can go on."""
+    from ifso.runs.files import CONFIG
+
+    try:
+        with chatter_to_stderr():
+            yield
+    except KeyboardInterrupt:
+        if shown and all((folder / CONFIG).is_file() for folder in folders):
+            print(f"to go on: {shlex.join(['ifso', *command])}", file=sys.stderr)
+        raise

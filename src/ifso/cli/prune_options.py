@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from ifso.cli.inputs import name_networks
-from ifso.cli.options import BATCH, SHARED, WEIGHTS, add_option, add_shared, real, seed, shape
-from ifso.cli.resume import check_same_options, stored_options
+from ifso.cli.options import (
+    BATCH,
+    SHARED,
+    WEIGHTS,
+    add_option,
+    add_shared,
+    check_same_options,
+    real,
+    seed,
+    shape,
+    stored_options,
+)
+from ifso.common.text import literal
 from ifso.errors import BudgetError, IfsoError, RunError, ScoreError
 from ifso.runs.arguments import opened_with
-from ifso.runs.open import found_again
 from ifso.tasks import PRUNING_BATCH, PRUNING_RATE
 
 COSTS = {
@@ -45,7 +54,6 @@ STORED = (
 """Options that a run is resumed with."""
 
 STAGED, ONE_SHOT, MIXED = "staged", "one-shot", "mixed"
-LITERALS = {"true": True, "false": False, "none": None}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +169,8 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     stored = _stored(args.out) if args.resume else {}
     if stored:
         check_same_options(given, stored, *opened_with(args.out, stored))
+        from ifso.runs.open import found_again
+
         stored = found_again(args.out, stored, [*given, *(["data"] if args.download else ())])
     settings = {**stored, **given}
     for name in ("model", "data"):
@@ -257,22 +267,8 @@ def criterion_of(name: str, options: Sequence[str]) -> Any:
             level = level.setdefault(part, {})
             if not isinstance(level, dict):
                 raise ScoreError(f"--criterion-option {option!r}: {part} was given a value of its own before")
-        level[last] = _literal(text)
+        level[last] = literal(text)
     return create(name, **arguments)
-
-
-def _literal(text: str) -> Any:
-    """A number, true, false or none, anything that Python writes as a literal, or else the text itself.
-
-    >>> _literal("2"), _literal("1e-3"), _literal("true"), _literal("neumann")
-    (2, 0.001, True, 'neumann')
-    """
-    if text.lower() in LITERALS:
-        return LITERALS[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 def schedule_of(text: str) -> Any:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Sequence
+from typing import Any
 
 LONGEST = 500
 """Characters that are repeated of what an error says; a hostile file may put anything there."""
 
 
-def one_line(error: BaseException | str) -> str:
+def one_line(error: BaseException | str, longest: int = LONGEST) -> str:
     r"""What an error says, without line breaks and characters that cannot be printed.
 
     >>> one_line("a\nb \x1b[1m")
     'a b \\x1b[1m'
     """
-    words = " ".join(str(error).split())[: LONGEST + 1]
+    words = " ".join(str(error).split())[: longest + 1]
     words = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+    return words if len(words) <= longest else f"{words[: longest - 1]}…"
 
 
 def amount(number: float) -> str:
@@ -40,6 +43,15 @@ def shown(value: object, most: int = 80) -> str:
     """A value as Python writes it, cut off where it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def few(words: Sequence[str], most: int = 6, joint: str = ", ") -> str:
+    """The first ones, and how many more there are.
+
+    >>> few(["a", "b", "c"], 2), few(["a", "b"], 2, joint="; ")
+    ('a, b and 1 more', 'a; b')
+    """
+    return joint.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def duration(seconds: float | None) -> str:
@@ -111,3 +123,20 @@ def measured(name: str, value: float, samples: int | None = None) -> str:
     if name != "accuracy" or not samples or not 0 <= value <= 100:
         return f"{value:.4g}"
     return with_error(value, samples)
+
+
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+def literal(text: str) -> Any:
+    """A number, true, false or none, anything that Python writes as a literal, or else the text itself.
+
+    >>> literal("2"), literal("1e-3"), literal("true"), literal("neumann")
+    (2, 0.001, True, 'neumann')
+    """
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text

@@ -125,7 +125,9 @@ def open_cifar(kind: str, path: str, download: bool = False) -> tuple[Images, Im
             f"{about.folder}; to have it downloaded into a folder, {DOWNLOAD}"
         )
     train, test = cifar_part(kind, x_train, y_train, source, "train"), cifar_part(kind, x_test, y_test, source, "test")
-    _refuse_smaller_kind(kind, train, source)
+    classes, fewer = about.num_classes, CIFAR["cifar10"].num_classes
+    if len(train) >= classes**2 > fewer**2 and int(train.labels.max()) < fewer:
+        raise DataError(f"{path}: y_train has labels below {fewer} only, as CIFAR-10 has; give cifar10:{path}")
     return train, test
 
 
@@ -139,13 +141,6 @@ def cifar_part(kind: str, x: Any, y: Any, path: Path, part: str) -> Images:
         raise DataError(f"{where} is empty; give one image at least")
     labels = as_labels(y, len(pixels), about.num_classes, f"{path}: y_{part}")
     return Images(pixels, labels, *(torch.tensor(each).view(-1, 1, 1) for each in (about.mean, about.deviation)))
-
-
-def _refuse_smaller_kind(kind: str, train: Images, path: Path) -> None:
-    """DataError if CIFAR-10 is opened as CIFAR-100, of which ninety classes would never occur."""
-    classes, smaller = CIFAR[kind].num_classes, CIFAR["cifar10"].num_classes
-    if len(train) >= classes**2 > smaller**2 and int(train.labels.max()) < smaller:
-        raise DataError(f"{path}: y_train has labels below {smaller} only, as CIFAR-10 has; give cifar10:{path}")
 
 
 def _from_folder(about: Cifar, path: Path, download: bool) -> tuple[Any, ...]:

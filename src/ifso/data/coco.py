@@ -91,7 +91,10 @@ def open_coco(path: str, opening: Opening) -> CocoData:
     reader = _Reader(splits["train"], options)
     test = reader.samples(splits["test" if "test" in splits else "val"])
     train, held_out = split(reader.train, opening.validation, opening.seed)
-    parts = {"train": _learnable(train, options.keep_empty), "test": test}
+    learnable = train.annotations.learnable()
+    if not len(learnable):
+        raise DataError(f"{train.source}: no image of the training set has a box to learn from")
+    parts = {"train": train if options.keep_empty else train.part(learnable), "test": test}
     if "test" not in splits:
         reader.notes.append(f"{name} has no instances_test.json: its test set is {test.source}")
     if held_out is None and {"test", "val"} <= splits.keys():
@@ -150,14 +153,6 @@ def _labels(path: Path, known: Mapping[int, str], numbering: str) -> dict[int, i
                 "give other ids, or let labels be contiguous"
             )
     return {number: number for number in known}
-
-
-def _learnable(train: BoxSamples, keep_empty: bool) -> BoxSamples:
-    """Without the images that have no box, if they are not wanted; some must have one."""
-    indices = train.annotations.learnable()
-    if not len(indices):
-        raise DataError(f"{train.source}: no image of the training set has a box to learn from")
-    return train if keep_empty or len(indices) == len(train) else train.part(indices)
 
 
 def _is_held(parts: Mapping[str, BoxSamples], device: torch.device) -> bool:

@@ -187,11 +187,11 @@ class BoxSamples:
         height, width = self.annotations.sizes[index].tolist()
         where = f"image {int(self.annotations.image_ids[index])} of {self.source}"
         try:
-            size = self.files.size(index)
-            image = self.files.read(index) if size == (height, width) else None
+            image = self.files.read(index)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        if image is None:
+        size = image.shape[1:]
+        if size != (height, width):
             raise DataError(
                 f"{where} has {size[1]}×{size[0]} pixels in its file, but width and height there say {width}×{height}; "
                 "mend one of them"

@@ -11,10 +11,10 @@ import math
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -218,8 +218,6 @@ class DecodedData(Data):
         return self.loading.to_device(*self.decoded(samples, False).batch(0, list(range(min(count, len(samples))))))
 
 
-Read = TypeVar("Read")
-
 JPEG = ("JPEG", "MPO")
 """Both begin with a JPEG; in the second there are further pictures behind it."""
 
@@ -252,33 +250,18 @@ class ImageFiles:
         names = self.names[indices.numpy() if isinstance(indices, Tensor) else indices]
         return ImageFiles(self.folder, names, self.labels[indices])
 
-    def size(self, index: int) -> tuple[int, int]:
-        """Height and width that a file says it has."""
-        return self._apply(_size, index)
-
     def read(self, index: int) -> Tensor:
-        """One image [3, H, W] in uint8, whatever its colours were."""
-        return self._apply(_decoded, index)
-
-    def _apply(self, read: Callable[[Path], Read], index: int) -> Read:
-        """What ``read`` returns for the file; DataError that names it if that fails."""
+        """One image [3, H, W] in uint8, whatever its colours were; DataError that names the file if that fails."""
         path = self.folder / os.fsdecode(self.names[index])
         named = one_line(str(path))
         if not is_file(path):
             raise DataError(f"{named} cannot be read as an image: it is no file; replace or remove it")
         try:
-            return read(path)
+            return _decoded(path)
         except DataError as error:
             raise DataError(f"{named} {error}") from None
         except Exception as error:
             raise DataError(f"{named} cannot be read as an image: {_reason(error)}; replace or remove it") from error
-
-
-def _size(path: Path) -> tuple[int, int]:
-    from PIL import Image
-
-    with Image.open(path, formats=FORMATS) as image:
-        return image.height, image.width
 
 
 def _decoded(path: Path) -> Tensor:

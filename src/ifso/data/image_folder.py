@@ -36,8 +36,8 @@ class ImageFolders:
     """The names of the classes, the files for training and for the test, and ``notes`` on what was left out."""
 
     classes: tuple[str, ...]
-    train: ImageFiles
-    test: ImageFiles
+    train: Files
+    test: Files
     notes: tuple[str, ...]
 
 
@@ -222,11 +222,7 @@ def open_imagenet(path: str, opening: Opening) -> ImageFolderData:
     name = f"imagenet:{path}"
     need_torchvision(name, "vision")
     folders = find_image_folders(Path(path), missing=" (it is not downloaded for you: https://image-net.org/download)")
-    train, held_out = split(folders.train, opening.validation, opening.seed)
-    loading = Loading(opening.device, workers_for(opening.workers))
-    return ImageFolderData(
-        name, folders.classes, train, held_out, folders.test, opening.seed, opening.shard, loading, folders.notes
-    )
+    return _opened(name, folders, opening)
 
 
 def open_folder(path: str, opening: Opening) -> ImageFolderData:
@@ -245,13 +241,26 @@ def open_folder(path: str, opening: Opening) -> ImageFolderData:
         folders = find_image_folders(root, "test" if has_test else "val", missing=", or class folders of images")
     else:
         folders = _split_folder(root, options.test)
+    has_both = has_test and (root / "train").is_dir() and (root / "val").is_dir()
+    usual = find_image_folders(root, "val").test if has_both and not opening.validation else None
+    colours = {name: tuple(255 * each for each in options.colours(name)) for name in ("mean", "deviation")}
+    return _opened(name, folders, opening, usual, options.size, **colours)
+
+
+def _opened(
+    name: str,
+    folders: ImageFolders,
+    opening: Opening,
+    usual: Files | None = None,
+    size: int = CROP,
+    **colours: tuple[float, ...],
+) -> ImageFolderData:
+    """The data, with the part of the training set for validation that was asked for, otherwise the ``usual`` one."""
     train, held_out = split(folders.train, opening.validation, opening.seed)
-    if held_out is None and has_test and (root / "train").is_dir() and (root / "val").is_dir():
-        held_out = find_image_folders(root, "val").test
-    mean, deviation = (tuple(255 * each for each in options.colours(name)) for name in ("mean", "deviation"))
+    loading = Loading(opening.device, workers_for(opening.workers), **colours)
     return ImageFolderData(
-        name, folders.classes, train, held_out, folders.test, opening.seed, opening.shard,
-        Loading(opening.device, workers_for(opening.workers), mean, deviation), folders.notes, options.size,
+        name, folders.classes, train, usual if held_out is None else held_out, folders.test, opening.seed,
+        opening.shard, loading, folders.notes, size,
     )  # fmt: skip
 
 
@@ -281,10 +290,8 @@ def open_jpegs(path: str, opening: Opening) -> ImageFolderData:
     tested = every_nth(images.labels, 2)
     if not bool(tested.any()):
         raise DataError(f"{path} has one image of each class; give two at least, one of them to measure on")
-    train, held_out = split(images.part(~tested), opening.validation, opening.seed)
     classes = tuple(map(str, range(int(images.labels.max()) + 1)))
-    loading = Loading(opening.device, workers_for(opening.workers))
-    return ImageFolderData(name, classes, train, held_out, images.part(tested), opening.seed, opening.shard, loading)
+    return _opened(name, ImageFolders(classes, images.part(~tested), images.part(tested), ()), opening)
 
 
 def _read_jpegs(path: Path) -> JpegBytes:

@@ -17,9 +17,8 @@ from ifso.common.files import delivering
 from ifso.common.tensors import tensors_in
 from ifso.common.torch_state import forget_caches, quiet_torch
 from ifso.errors import ExportError, VerificationError
-from ifso.exporting.onnx_files import need_packages, run_onnx, write_onnx
+from ifso.exporting.formats import need_packages, program_of, run_onnx, run_program, said, write_onnx, write_program
 from ifso.exporting.samples import Sample
-from ifso.exporting.torch_programs import program_of, run_program, said, write_program
 from ifso.graph.execution import call_model, explain
 from ifso.models.detectors import is_detector
 

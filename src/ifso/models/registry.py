@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from ifso.common.files import is_folder
-from ifso.common.text import one_line
+from ifso.common.text import literal, one_line
 from ifso.errors import IfsoError, ModelNotFound, TraceError, required
 from ifso.models.detectors import (
     SMALL,
@@ -31,7 +30,7 @@ from ifso.models.detectors import (
     small_retinanet,
 )
 from ifso.models.from_file import build_from_file
-from ifso.models.resnet import DEPTHS, cifar_resnet, digits_resnet
+from ifso.models.resnet import DEPTHS, CifarResNet
 from ifso.models.vgg import CifarVGG16
 from ifso.models.weights import load_weights
 from ifso.surgery.store import load
@@ -41,10 +40,10 @@ FORMS = "torchvision:NAME, timm:NAME, ifso:NAME or file.py:factory"
 Builder = Callable[..., nn.Module]
 
 OWN: dict[str, Builder] = {
-    **{f"resnet{depth}": partial(cifar_resnet, depth) for depth in DEPTHS},
-    **{f"resnet{depth}-padded": partial(cifar_resnet, depth, padded=True) for depth in DEPTHS},
+    **{f"resnet{depth}": partial(CifarResNet, depth // 6) for depth in DEPTHS},
+    **{f"resnet{depth}-padded": partial(CifarResNet, depth // 6, padded=True) for depth in DEPTHS},
     "vgg16": CifarVGG16,
-    "resnet8-digits": digits_resnet,
+    "resnet8-digits": partial(CifarResNet, 1, colours=1),
 }
 
 OWN_IMAGES = {"resnet8-digits": (1, 8, 8)}
@@ -62,8 +61,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {"torchvision": {"weights": "DEFAULT"}, "
 """By provider: the option that asks for published weights."""
 
 ELSEWHERE = "; if there is no network here, fetch the weights where there is one, and give their file with --weights"
-
-CONSTANTS = {"true": True, "false": False, "none": None}
 
 FRAMES = 16
 
@@ -186,10 +183,7 @@ def _option(part: str, text: str) -> tuple[str, Any]:
     if not equals or not key.isidentifier():
         shown, of = (repr(each if len(each) <= 200 else f"{each[:199]}…") for each in (part, text))
         raise ModelNotFound(f"{of}: {shown} is no option; write them as NAME,KEY=VALUE,KEY=VALUE")
-    try:
-        return key, CONSTANTS[value.lower()] if value.lower() in CONSTANTS else ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return key, value
+    return key, literal(value)
 
 
 def is_program(name: str) -> bool:
@@ -367,15 +361,20 @@ def network_for(
     pretrained: bool = False,
     device: str = "cpu",
     channels_last: bool = False,
+    seed: int | None = None,
 ) -> nn.Module:
     """The MODEL ``name`` with ``num_classes`` outputs; a user's own ``file.py:factory`` is called as it is.
 
-    ``pretrained`` allows published weights where ``weights`` names no file.
+    ``pretrained`` allows published weights where ``weights`` names no file. With a ``seed`` it fixes what is random in
+    the network, and torch's random state on the CPU stays as it was.
 
     >>> network_for("ifso:resnet20", 7).fc.out_features
     7
     """
     classes = None if is_program(name) else num_classes
-    model = create_model(name, weights=weights, num_classes=classes, pretrained=pretrained and weights is None)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model = create_model(name, weights=weights, num_classes=classes, pretrained=pretrained and weights is None)
     model = model.to(device)
     return model.to(memory_format=torch.channels_last) if channels_last else model

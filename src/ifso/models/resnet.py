@@ -51,7 +51,11 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """Three stages of ``blocks`` blocks with 16, 32 and 64 channels: depth = 6 · blocks + 2."""
+    """Three stages of ``blocks`` blocks with 16, 32 and 64 channels: depth = 6 · blocks + 2. ``padded`` is option A.
+
+    >>> sum(p.numel() for p in CifarResNet(3, padded=True).parameters())
+    269722
+    """
 
     def __init__(self, blocks: int, num_classes: int = 10, *, padded: bool = False, colours: int = 3) -> None:
         super().__init__()
@@ -70,24 +74,6 @@ class CifarResNet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
-
-
-def cifar_resnet(depth: int, *, num_classes: int = 10, padded: bool = False) -> CifarResNet:
-    """The CIFAR ResNet of that depth (20, 32, 44, 56, 110).
-
-    >>> sum(p.numel() for p in cifar_resnet(20, padded=True).parameters())
-    269722
-    """
-    return CifarResNet((depth - 2) // 6, num_classes, padded=padded)
-
-
-def digits_resnet(*, num_classes: int = 10) -> CifarResNet:
-    """One block in each stage, for grey images as small as the digits of 8×8 pixels.
-
-    >>> sum(p.numel() for p in digits_resnet().parameters())
-    77754
-    """
-    return CifarResNet(1, num_classes, colours=1)
 
 
 def _stage(inputs: int, planes: int, blocks: int, *, padded: bool) -> nn.Sequential:

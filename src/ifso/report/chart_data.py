@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ifso.report.results import QUALITIES, STAGES, Quality, quality
-from ifso.runs.records import RunRecord
+from ifso.runs.reading import RunRecord
 from ifso.runs.structure import GroupRecord
 from ifso.runs.values import numbers
 

@@ -17,8 +17,7 @@ from ifso.common.files import write_text
 from ifso.errors import RunError
 from ifso.report import chart_data, results, sections
 from ifso.report.sections import LINKS, Comparison
-from ifso.runs.reading import read_run
-from ifso.runs.records import RunRecord
+from ifso.runs.reading import RunRecord, read_run
 from ifso.runs.values import percent
 
 NAME = "report.html"

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ifso.common.text import amount, standard_error, with_error
+from ifso.common.text import amount, few, standard_error, with_error
 from ifso.pruning.result import LABELS, UNDONE
 from ifso.runs.arguments import FINETUNE
-from ifso.runs.records import RunRecord
+from ifso.runs.reading import RunRecord
 from ifso.runs.values import at, in_percent, listing, mapping, number, numbers, objects, percent, text, whole
 
 QUALITIES = {"accuracy": ("accuracy", "top1"), "mAP": ("map",)}
@@ -271,15 +271,6 @@ def checks(run: RunRecord) -> list[tuple[str, bool, str]]:
         (text(each.get("name")) or "?", each.get("passed") is True, text(each.get("detail")) or "")
         for each in objects(mapping(run.summary).get("checks"))
     ]
-
-
-def few(names: list[str], most: int = 6) -> str:
-    """The first names, and how many more there are.
-
-    >>> few(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def costs_in_words(shares: Mapping[str, float], digits: int) -> str:

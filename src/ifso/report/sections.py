@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ifso.pruning.result import LABELS
 from ifso.report.results import STAGES, Quality, binding, costs_in_words, quality
 from ifso.runs.arguments import FINETUNE, SPELLED
-from ifso.runs.records import RunRecord, TuningRecord
+from ifso.runs.reading import RunRecord, TuningRecord
 from ifso.runs.structure import layer_of
 from ifso.runs.values import at, mapping, number, numbers, text, whole
 

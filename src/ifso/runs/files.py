@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ifso.common.serialization import MAX_JSON_BYTES, located, parsed, refuse_special, strict_json
-from ifso.common.text import shown
+from ifso.common.text import few, shown
 from ifso.errors import RunError
 from ifso.runs.values import is_kind
 from ifso.surgery.store import RECIPE, RUN_SUMMARY, seal_of
@@ -80,8 +80,7 @@ def refuse_other(now: Mapping[str, Any], before: Mapping[str, Any], whose: str) 
     """RunError that shows where settings differ from ``before``, which were read as JSON."""
     found = differences(json.loads(strict_json(now)), before)
     if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunError(f"other settings than {whose}: {'; '.join(found[:5])}{more}")
+        raise RunError(f"other settings than {whose}: {few(found, 5, '; ')}")
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+from ifso.common.files import exists, is_folder
+from ifso.data import Data, open_data
 from ifso.errors import RunError
+from ifso.models.registry import network_for, without_loading
 from ifso.runs.arguments import (
     FINETUNE,
     PATHS,
@@ -22,12 +28,10 @@ from ifso.runs.arguments import (
     told_names,
     told_options,
 )
+from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
 from ifso.runs.values import at
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ifso.data import Data
+from ifso.surgery.recipe import digest_of
+from ifso.surgery.store import RECIPE, load, read_recipe, refuse_failed_run
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,6 @@ class OpenedRun:
     @property
     def finetuning(self) -> str:
         """``"none"``, ``"unfinished"`` or ``"finished"``, as is a network that ``ifso.save`` wrote there."""
-        from ifso.runs.files import CONFIG, SUMMARY
-        from ifso.surgery.store import RECIPE
-
         place = self.finetune
         if (place / SUMMARY).is_file():
             return "finished"
@@ -70,8 +71,6 @@ class OpenedRun:
     @property
     def set_apart(self) -> dict[str, Any]:
         """``validation`` and ``seed`` of the images that its fine-tuning was not shown; empty if it was shown all."""
-        from ifso.runs.files import CONFIG, TRAINING, read_config
-
         if not (self.finetune / CONFIG).is_file():
             return {}
         settings = read_config(self.finetune / CONFIG)["settings"]
@@ -88,8 +87,6 @@ class OpenedRun:
         **options: Any,
     ) -> Data:
         """The data of the run, or ``data`` in its place; ``options`` are those of :func:`ifso.data.open_data`."""
-        from ifso.data import open_data
-
         seed = self.arguments.get("seed", 0) if seed is None else seed
         name = self.there("data") if data is None else data
         return open_data(name, device=device, seed=seed, validation=validation, **options)
@@ -102,8 +99,6 @@ class OpenedRun:
         ``pretrained``: they are published ones. ``data`` saves opening that of the run, which says how many classes
         there are.
         """
-        from ifso.surgery.recipe import digest_of
-
         if weights is None and "weights" in self.arguments:
             weights = self.there("weights")
         if weights is None and self.digest is None and not pretrained:
@@ -131,9 +126,6 @@ class OpenedRun:
 
     def _refuse_other_start(self, data: Data | None) -> None:
         """RunError if the fine-tuning began with another pruned network than the run holds now."""
-        from ifso.runs.files import CONFIG, read_config, refuse_other_files
-        from ifso.surgery.recipe import digest_of
-
         place = self.finetune / CONFIG
         if not place.is_file():
             self.refuse_other_units()
@@ -149,8 +141,6 @@ class OpenedRun:
 
     def refuse_other_units(self) -> None:
         """RunError if the fine-tuned network does not have the units that the pruned one has."""
-        from ifso.surgery.store import read_recipe
-
         if not self.unverified and read_recipe(self.finetune).shapes != read_recipe(self.folder).shapes:
             raise RunError(
                 f"{self.finetune} holds a network of other sizes than {self.folder}; "
@@ -158,7 +148,6 @@ class OpenedRun:
             )
 
     def _loaded(self, folder: Path, device: Any, data: Data | None) -> nn.Module:
-        from ifso.surgery.store import load
 
         return load(folder, self._network(data, None).to(device), unverified=self.unverified)
 
@@ -167,10 +156,6 @@ class OpenedRun:
 
         Options of MODEL that load others are left out, unless whoever opens the run has given them and wants that.
         """
-        import torch
-
-        from ifso.models.registry import network_for, without_loading
-
         name = self.there("model")
         if not (pretrained and "model" in self.told):
             name = without_loading(name)
@@ -189,7 +174,6 @@ class OpenedRun:
         before, path, after = parts_of(option, value)
         if path is None:
             return value
-        from ifso.common.files import exists
 
         places = list(places_of(self.folder, path))
         for place in places:
@@ -217,10 +201,6 @@ class OpenedRun:
 
 def holds_network(name: str) -> bool:
     """Return whether a MODEL or ``--weights`` is the folder of a run, of a training, or of a saved network."""
-    from ifso.common.files import is_folder
-    from ifso.runs.files import CONFIG, is_there
-    from ifso.surgery.store import RECIPE
-
     return is_folder(name) and (is_there(Path(name) / CONFIG) or is_there(Path(name) / RECIPE))
 
 
@@ -230,8 +210,6 @@ def network_in(folder: Path, *, model: str | None = None, data: str | None = Non
     It is the fine-tuned one of a run if that has come to its end, else the pruned one, or that of a training. ``model``
     is the MODEL and ``data`` the DATA, if their files have moved or the folder does not tell them.
     """
-    from ifso.models.registry import without_loading
-
     run, place, which = _newest(folder, model)
     options = {"data": data} if data is not None else {}
     options |= {name: run.there(name) for name in ("model", "data") if name in run.arguments and name not in options}
@@ -249,7 +227,6 @@ def weights_in(folder: Path) -> tuple[str, str]:
 
 
 def _newest(folder: Path, model: str | None) -> tuple[OpenedRun, Path, str]:
-    from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config
 
     config = read_config(folder / CONFIG) if is_there(folder / CONFIG) else {"settings": {}}
     if TRAINING in config["settings"] and at(config, "about", "run") is None and folder.name != FINETUNE:
@@ -281,9 +258,6 @@ def open_run(folder: Path, *, model: str | None = None, unverified: bool = False
     several budgets has those of the run that it lies in. One that failed its check, or whose files are of several
     runs, is refused unless ``unverified``.
     """
-    from ifso.runs.files import CONFIG, SUMMARY, TRAINING, is_there, read_config, refuse_other_files
-    from ifso.surgery.store import RECIPE, refuse_failed_run
-
     given = {} if model is None else {"model": model}
     if folder.name == FINETUNE and (folder.parent / CONFIG).is_file():
         raise RunError(f"{folder} is the fine-tuning of a run; give the run itself, {folder.parent}")
@@ -325,8 +299,6 @@ def open_tuned(
 
     ``finetuned`` is where its fine-tuned network is, if that is said.
     """
-    from ifso.runs.files import CONFIG, TRAINING, is_there, read_config
-
     if finetuned is not None:
         refuse_no_network(finetuned)
     elif is_there(folder / CONFIG):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ifso.common.files import remove_provisional
 from ifso.common.serialization import located, read_tensor_file, write_tensor_file
+from ifso.common.text import few
 from ifso.errors import RunError
 from ifso.runs.files import differences
 from ifso.training.settings import TrainSettings
@@ -90,7 +91,7 @@ def check_same_tensors(now: Mapping[str, str], before: Mapping[str, str], what: 
     ]
     if different:
         advice = advice or "resume with the same network, or train in another folder"
-        raise RunError(f"{what}: {_first(different)}; {advice}")
+        raise RunError(f"{what}: {few(different, _SHOWN, '; ')}; {advice}")
 
 
 def check_same_settings(
@@ -100,7 +101,7 @@ def check_same_settings(
     different = differences(now.as_dict(), before)
     if different:
         advice = advice or "resume with the same, or train in another folder"
-        raise RunError(f"the training in {where} has other settings: {_first(different)}; {advice}")
+        raise RunError(f"the training in {where} has other settings: {few(different, _SHOWN, '; ')}; {advice}")
 
 
 def rng_states(device: torch.device | str) -> dict[str, Tensor]:
@@ -126,11 +127,6 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     {'weight': 'float32 [2, 3]'}
     """
     return {name: f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for name, tensor in tensors.items()}
-
-
-def _first(different: list[str]) -> str:
-    more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-    return "; ".join(different[:_SHOWN]) + more
 
 
 START, TEACHER, DATA = "start", "teacher", "data"

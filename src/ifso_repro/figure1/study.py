@@ -29,7 +29,6 @@ from torch import nn
 import ifso
 from ifso.cli.console import complain, console, print_json, say
 from ifso.common.files import append_bytes, explained, replacing, storable, sync_file, write_tensors, write_text
-from ifso.common.plots import PlotUnavailable
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso.runs.files import differences
@@ -37,6 +36,7 @@ from ifso_repro.cli import FIGURE1
 from ifso_repro.figure1.estimates import DEFAULT_STEPS, all_scores, draw_masks, estimates, measure, summed, train_
 from ifso_repro.figure1.networks import Settings, checksum, choose, create, data_path
 from ifso_repro.figure1.summary import draw_loss_change, summarise, tables
+from ifso_repro.plots import PlotUnavailable
 
 SETTINGS = "figure1.settings.json"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.bench.correlation import pearson, spearman, spearman_at_equal_size
-from ifso.common.plots import BLUE, COLUMN, MUTED, VERMILION, draw, key
 from ifso.criteria import registry
 from ifso_repro.figure1.networks import NETWORKS
+from ifso_repro.plots import BLUE, COLUMN, MUTED, VERMILION, draw, key
 from ifso_repro.table_lines import Grid, as_rich
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifso.common.files import write_text
-from ifso.common.plots import COLUMN, INK, LOOKS, MUTED, PAGE, PURPLE, VERMILION, Look, draw, key, name, plain
 from ifso.common.serialization import parsed
 from ifso.common.text import one_line
 from ifso.errors import IfsoError
 from ifso.runs.arguments import without_folders
 from ifso.runs.values import is_kind
+from ifso_repro.plots import COLUMN, INK, LOOKS, MUTED, PAGE, PURPLE, VERMILION, Look, draw, key, name, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

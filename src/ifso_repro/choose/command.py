@@ -16,7 +16,7 @@ from ifso.errors import IfsoError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ifso.bench.choose_record import Record
+    from ifso_repro.choose.record import Record
 
 MACS = (0.8, 0.7, 0.6, 0.5)
 METHODS = (
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run what is missing and print the table, or show earlier runs."""
-    from ifso.bench.choose_record import read_record
+    from ifso_repro.choose.record import read_record
 
     if args.files and args.model:
         raise IfsoError("JSON files are shown, --model runs; give one of the two")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise IfsoError("--draw needs the JSON files of earlier runs: ifso bench choose --draw OUT.svg A.json B.json")
     records = [read_record(path) for path in args.files] if args.files else [_measured(args)]
     if args.draw is not None:
-        from ifso.bench.choose_record import draw_choices
+        from ifso_repro.choose.record import draw_choices
 
         print(*draw_choices(records, args.draw.with_suffix("")), sep="\n")
     elif args.markdown:
@@ -76,8 +76,8 @@ def _measured(args: argparse.Namespace) -> Record:
     missing = [f"--{name}" for name in ("model", "data") if getattr(args, name) is None]
     if missing:
         raise IfsoError(f"give {' and '.join(missing)}, or JSON files of earlier runs")
-    from ifso.bench.choose import ChooseSetup, about, check, measure
-    from ifso.bench.choose_record import opened
+    from ifso_repro.choose.record import opened
+    from ifso_repro.choose.study import ChooseSetup, about, check, measure
 
     check(args.methods, args.macs)
     setup = ChooseSetup(**{field.name: getattr(args, field.name) for field in fields(ChooseSetup)})

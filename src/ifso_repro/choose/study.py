@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ifso._version import __version__
-from ifso.bench.choose_record import Record
-from ifso.bench.rivals import RIVALS, Rivals
 from ifso.common.devices import usable_device
 from ifso.common.text import one_line
 from ifso.common.timing import machine
@@ -32,6 +30,8 @@ from ifso.pruning.prune import prune
 from ifso.pruning.result import PruneResult
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import tensor_cores
+from ifso_repro.choose.record import Record
+from ifso_repro.choose.rivals import RIVALS, Rivals
 
 
 @dataclass(frozen=True)

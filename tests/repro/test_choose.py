@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ifso
-from ifso.bench import choose, rivals
-from ifso.bench.choose import ChooseBench, ChooseSetup, options_of
-from ifso.bench.choose_record import Record, read_record
-from ifso.bench.rivals import CLOSE, RIVALS, TRIES, Found, Rivals, search
 from ifso.cli.main import main
 from ifso.errors import IfsoError
+from ifso_repro.choose import rivals
+from ifso_repro.choose import study as choose
+from ifso_repro.choose.record import Record, read_record
+from ifso_repro.choose.rivals import CLOSE, RIVALS, TRIES, Found, Rivals, search
+from ifso_repro.choose.study import ChooseBench, ChooseSetup, options_of
 
 NET = """
 from torch import nn
