@@ -25,16 +25,15 @@ from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreErro
 from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
-from ifso.pruning.measures import keep_on_the_way
+from ifso.pruning.measures import compare, keep_on_the_way, outputs
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.recovery import Evaluate, Snapshot, norms_of
-from ifso.pruning.result import Network
+from ifso.pruning.result import Check, Network
 from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select, smallest_shares
 from ifso.pruning.settings import Settings
 from ifso.pruning.shrinking_network import ShrinkingNetwork, plain_state_of
 from ifso.pruning.staged import run_stage
-from ifso.pruning.verify import Check, compare, outputs
 from ifso.runs.folder import RunFolder
 
 SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}

@@ -250,6 +250,33 @@ class ShrinkingNetwork:
         return alone
 
 
+class RemovedWeights:
+    """The weights of removed units, for a criterion that wants to see them; a context that puts them back."""
+
+    def __init__(self, network: ShrinkingNetwork) -> None:
+        self._network = network
+        self._tensors = [parameter.data for parameter in network.model.parameters()]
+        self._away = [torch.zeros_like(tensor) for tensor in self._tensors]
+
+    def remember(self, units: Sequence[int]) -> None:
+        """Units are about to go."""
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in self._tensors]
+            self._network.remove_(units)
+            for away, old, now in zip(self._away, before, self._tensors, strict=True):
+                away.add_(old - now)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, for a checkpoint."""
+        return {f"ghost.{number}": tensor for number, tensor in enumerate(self._away)}
+
+    def __enter__(self) -> None:
+        torch._foreach_add_(self._tensors, self._away)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._foreach_sub_(self._tensors, self._away)
+
+
 def plain_state_of(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer remembers that is no tensor."""
     state = optimizer.state_dict()
