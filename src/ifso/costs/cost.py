@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.layouts import Term
 from ifso.graph.naming import wiring_difference, wiring_of
-from ifso.graph.terms import Term
 
 MAC_KINDS = ("conv", "linear", "matmul")
 

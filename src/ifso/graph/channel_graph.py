@@ -18,7 +18,7 @@ from ifso.errors import KeepError
 from ifso.graph.naming import Wiring
 
 if TYPE_CHECKING:
-    from ifso.graph.terms import Term
+    from ifso.graph.layouts import Term
 
 STAYS = -1
 """The unit number of a slice that belongs to no unit and is never removed."""

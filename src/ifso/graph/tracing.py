@@ -19,11 +19,11 @@ from ifso.graph import rules
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.channel_ids import Labels, MeasuredBy
 from ifso.graph.execution import GuardedRecorder, explain, run_fake, run_real, trainable
+from ifso.graph.layouts import terms_of
 from ifso.graph.naming import is_under, modes_of, names_in, wiring_of
 from ifso.graph.reductions import reductions_of
 from ifso.graph.size_attributes import settle
 from ifso.graph.tape import Call, FunctionCall, Recorder, Ref, Tape, refs_in
-from ifso.graph.terms import terms_of
 
 
 def trace(

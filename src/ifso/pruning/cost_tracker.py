@@ -1,6 +1,6 @@
 """What is left of every cost while units go, kept up to date instead of counted anew.
 
-A cost is a weighted sum over the terms of the graph (:class:`ifso.graph.terms.Term`). Most terms are products of
+A cost is a weighted sum over the terms of the graph (:class:`ifso.graph.layouts.Term`). Most terms are products of
 numbers of slices, so that a unit that goes changes only the sizes of the axes it stands on.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ifso.costs.cost import MAC_KINDS
 from ifso.graph.channel_graph import STAYS, ChannelGraph
-from ifso.graph.terms import Term
+from ifso.graph.layouts import Term
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "macs": MAC_KINDS,

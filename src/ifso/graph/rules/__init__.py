@@ -51,4 +51,4 @@ def unknown(call: Call, labels: Labels) -> None:
         labels.set(output, (), like=first)
 
 
-from ifso.graph.rules import convolution, joins, layout, pointwise, products, spatial, statistics  # noqa: E402, F401
+from ifso.graph.rules import joins, layout, pointwise, products, spatial, statistics  # noqa: E402, F401
