@@ -76,8 +76,7 @@ class GroupFisher(Criterion):
             with ReadingLayers(task, visit, everywhere=True, in_rows=True) as layers:
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
-            calls = mask_gradients(loss, taps, self.name, layers.samples)
-        samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
+            samples, by_sample = by_sample_and_unit(loss, taps, layers.samples, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1
         return (by_sample * scale).square().sum(0)
 
@@ -105,18 +104,26 @@ class MaskTap(NamedTuple):
         return cls(layers.reader.parameter, mask, owner, images, layers.grid)
 
 
-def mask_gradients(loss: Tensor, taps: list[MaskTap], criterion: str, samples: int) -> list[tuple[MaskTap, Tensor]]:
-    """Each call of a reading layer with ∂L/∂mask, zeros where the loss does not depend on it.
+def by_sample_and_unit(
+    loss: Tensor, taps: list[MaskTap], attended: int, num_units: int, criterion: str
+) -> tuple[int, Tensor]:
+    """The number of samples, and ∂L/∂mask of all calls of reading layers added up [samples, units].
 
-    ``samples`` is how many attention has seen, which tells samples from tokens.
+    ``attended`` is how many samples attention has seen, which tells them from tokens.
     """
     if not taps:
         raise ScoreError(f"criterion {criterion!r}: no layer that reads units ran; does loss_fn call the model?")
     grads = torch.autograd.grad(loss, [tap.mask for tap in taps], allow_unused=True)
-    return [
-        (tap, _without_tokens(tap, torch.zeros_like(tap.mask) if grad is None else grad, samples, criterion))
+    calls = [
+        (tap, _without_tokens(tap, torch.zeros_like(tap.mask) if grad is None else grad, attended, criterion))
         for tap, grad in zip(taps, grads, strict=True)
     ]
+    samples = _samples(calls)
+    total = torch.zeros(samples, num_units + 1, dtype=torch.float64, device=calls[0][1].device)
+    for tap, grad in calls:
+        rows = _by_sample(tap, grad.to(total.dtype), samples, criterion)
+        total.index_add_(1, unit_indices(tap.owner, num_units), rows)
+    return samples, total[:, :-1]
 
 
 def _without_tokens(tap: MaskTap, grad: Tensor, samples: int, criterion: str) -> Tensor:
@@ -129,17 +136,6 @@ def _without_tokens(tap: MaskTap, grad: Tensor, samples: int, criterion: str) ->
             "give batches of another size"
         )
     return grad.unflatten(0, tap.grid).sum(0 if tap.grid[1] == samples else 1)
-
-
-def summed_by_sample(calls: list[tuple[MaskTap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:
-    """The number of samples, and ∂L/∂mask of all calls added up [samples, units]."""
-    samples = _samples(calls)
-    total = torch.zeros(samples, num_units + 1, dtype=torch.float64, device=calls[0][1].device)
-    for call, grad in calls:
-        total.index_add_(
-            1, unit_indices(call.owner, num_units), _by_sample(call, grad.to(total.dtype), samples, criterion)
-        )
-    return samples, total[:, :-1]
 
 
 def _samples(calls: list[tuple[MaskTap, Tensor]]) -> int:

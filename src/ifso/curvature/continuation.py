@@ -121,7 +121,8 @@ class ContinuationSolver:
                     if not self._correct(state, mask):
                         break
                 if mask == 0:
-                    inverse = state.model.inverse if state.model is not None else _scaled_identity
+                    model = state.model
+                    inverse = (lambda vector, damping: vector / (1 + damping)) if model is None else model.inverse
                     self._masked.assign_(state.weights)
                     first = LbfgsInverse(inverse, state.damping)
                     steps = self._options.lbfgs_steps
@@ -178,10 +179,6 @@ class ContinuationSolver:
                     break
                 best, loss = best * factor, other
         return best, loss
-
-
-def _scaled_identity(vector: Tensor, damping: float) -> Tensor:
-    return vector / (1 + damping)
 
 
 @dataclass(frozen=True)
@@ -343,11 +340,6 @@ class MaskedModel:
     def removed(self) -> int:
         """How many units go."""
         return int((~self._kept).sum())
-
-    @property
-    def has_reductions(self) -> bool:
-        """Whether functions over channels (layer norm …) make the path start away from the model."""
-        return bool(self._graph.reductions)
 
     def start(self) -> Tensor:
         """W as the model had it."""

@@ -130,7 +130,7 @@ def true_loss_change(
     masked = MaskedModel(products, graph, keep)
     system = System(objective, curvature, masked.support)
     chosen, notes = _choose(solver, objective, curvature, path_steps)
-    if masked.has_reductions and path_steps > 1:
+    if graph.reductions and path_steps > 1:
         notes.append("layers that take statistics over channels leave the removed units out from the path's start on")
     try:
         start = objective.loss()

@@ -234,15 +234,13 @@ def _alive(layers: list[Tensor], kept: Tensor) -> Tensor:
 
 def terms_of(labels: Labels, units: Units, tensors: Mapping[str, Tensor]) -> tuple[Term, ...]:
     """All terms of a traced model: its products, the activations they make, its parameters."""
-    terms = [
-        Term(op.kind, op.where, op.shape, _live([units.of[layer] for layer in op.layers])) for op in labels.operations
-    ]
+    terms = []
+    for op in labels.operations:
+        layers = [units.of[layer] for layer in op.layers]
+        going = tuple(layer for layer in layers if bool((layer != STAYS).any()))
+        terms.append(Term(op.kind, op.where, op.shape, going))
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.nn.Parameter):
             layout = units.layouts.get(name)
             terms.append(Term("parameter", name, tuple(tensor.shape), layout.layers if layout else ()))
     return tuple(terms)
-
-
-def _live(layers: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(layer for layer in layers if bool((layer != STAYS).any()))

@@ -14,17 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ifso.costs.cost import MAC_KINDS
+from ifso.costs.cost import KINDS
 from ifso.graph.channel_graph import STAYS, ChannelGraph
 from ifso.graph.layouts import Term
-
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "macs": MAC_KINDS,
-    "conv_macs": ("conv",),
-    "params": ("parameter",),
-    "activations": ("activation",),
-}
-"""The kinds of terms that each cost adds up."""
 
 Incidence = list[list[tuple[int, int]]]
 """For each unit (row, slices): the rows of unit numbers it stands in, and how often."""

@@ -17,21 +17,19 @@ from ifso.common.text import one_line
 from ifso.costs.cost import count, recount
 from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.errors import DataError, IfsoError, RunError, VerificationError
-from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.channel_graph import ChannelGraph, by_group
 from ifso.pruning.budget import phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.measures import (
     evaluated,
-    loss_of,
     measure,
     recalibrate,
     reconstruct,
-    record_measure,
     refuse_failed,
     samples_of,
     worst,
 )
-from ifso.pruning.recovery import Undo, distil_, is_better, norms_of, update_weights_
+from ifso.pruning.recovery import Undo, distil_, is_better, mean_loss, norms_of, update_weights_
 from ifso.pruning.result import UNDONE, Check, Measure, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
 from ifso.pruning.selection import TOLERANCE, Target, smallest_shares
@@ -52,7 +50,7 @@ MOST_SHOWN = 4
 def finish(run: Run) -> PruneResult:
     """Surgery, recovery, checks, files."""
     network = run.network
-    run.finish_surgery()
+    run.compact_()
     if run.settings.budget.latency is not None:
         keep_latency(run)
     recipe = network.recipe()
@@ -67,7 +65,7 @@ def finish(run: Run) -> PruneResult:
         targets=run.settings.budget.targets, shares=run.ledger.shares(), removals=run.progress.removals,
         seconds=run.seconds, timings=dict(run.progress.timings), checks=tuple(run.checks), measures=measures,
         notes=tuple(run.progress.notes), latency=measured_latency(run),
-        scores=network.by_group(run.scores, network.original), metrics=tuple(run.metrics), config=dict(run.config),
+        scores=by_group(network.original, run.scores), metrics=tuple(run.metrics), config=dict(run.config),
         folder=None if run.folder is None else run.folder.path, networks=_networks(run, measures),
         stages=tuple(run.progress.stages), floors=run.moves.at_floor(network.kept), samples=samples_of(run),
     )  # fmt: skip
@@ -141,7 +139,7 @@ def _next(run: Run) -> Any:
 def _update_weights(run: Run, data: list[Any]) -> None:
     """ΔW, kept only if a loss it was not made from gets lower."""
     model = run.network.model
-    undo, before = Undo(model), loss_of(run, model)["loss"]
+    undo, before = Undo(model), mean_loss(model, run.loss_fn, run.examples)
     try:
         with run.progress.timed("recovery"):
             size = update_weights_(model, run.network.graph, run.loss_fn, data, run.settings.damping)
@@ -149,7 +147,7 @@ def _update_weights(run: Run, data: list[Any]) -> None:
         undo()
         run.say(f"ΔW could not be computed: {error}")
         return
-    after = loss_of(run, model)["loss"]
+    after = mean_loss(model, run.loss_fn, run.examples)
     measure(run, f"weights updated by ΔW{'' if after < before else UNDONE}")
     if not after < before:
         undo()
@@ -170,7 +168,7 @@ def _distil(run: Run) -> None:
     reconstruct(run, model)
     after = evaluated(run, model)
     good = is_better(after, before)
-    record_measure(run, f"{steps} steps of distillation{'' if good else UNDONE}", after)
+    measure(run, f"{steps} steps of distillation{'' if good else UNDONE}", after)
     if not good:
         undo()
         run.say(f"{steps} steps of distillation were undone: they did harm")
@@ -196,7 +194,7 @@ def keep_latency(run: Run) -> None:
         known["model"] = corrected.to_json()
         run.reopen()
         run.reach(last)
-        run.finish_surgery()
+        run.compact_()
 
 
 def _no_further(run: Run, latency: LatencyModel) -> str | None:
@@ -236,7 +234,10 @@ def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) ->
         raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
     keep = _keep(graph, recipe.rounds[-1])
     compact_(model, graph, keep)
-    _fill_(model, folder)
+    stored = load_file(folder.path / WEIGHTS)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            tensor.copy_(stored[name])
     remember(model, recipe)
     measures = tuple(Measure(one.pop("stage"), one) for one in map(dict, summary["measures"]))
     result = PruneResult(
@@ -264,10 +265,3 @@ def _keep(graph: ChannelGraph, last: Round) -> dict[str, Tensor]:
     for group in last.groups:
         keep[group.name][list(group.kept)] = True
     return keep
-
-
-@torch.no_grad()
-def _fill_(model: nn.Module, folder: RunFolder) -> None:
-    stored = load_file(folder.path / WEIGHTS)
-    for name, tensor in named_tensors(model).items():
-        tensor.copy_(stored[name])

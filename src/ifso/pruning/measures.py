@@ -37,16 +37,13 @@ ROUGH = 5e-2
 """For outputs in half precision."""
 
 
-def loss_of(run: Run, model: nn.Module) -> dict[str, float]:
-    """The mean loss of a model over the first batches."""
-    return {"loss": mean_loss(model, run.loss_fn, run.examples)}
-
-
 def evaluated(run: Run, model: nn.Module) -> dict[str, float]:
-    """What ``evaluate`` says of a model in eval mode; without it, its loss."""
+    """What ``evaluate`` says of a model in eval mode; without it, its loss over the first batches."""
     with run.progress.timed("measures"), same_modes(model):
         model.eval()
-        return _as_numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
+        if run.evaluate is None:
+            return {"loss": mean_loss(model, run.loss_fn, run.examples)}
+        return _as_numbers(run.evaluate(model))
 
 
 def _as_numbers(found: Any) -> dict[str, float]:
@@ -61,13 +58,9 @@ def _as_numbers(found: Any) -> dict[str, float]:
         raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None
 
 
-def measure(run: Run, stage: str) -> None:
-    """Put on record what the network is worth now."""
-    record_measure(run, stage, evaluated(run, run.network.model))
-
-
-def record_measure(run: Run, stage: str, values: dict[str, float]) -> None:
-    """Put a measure on record."""
+def measure(run: Run, stage: str, values: dict[str, float] | None = None) -> None:
+    """Put on record what the network is worth now: ``values``, if they are known."""
+    values = evaluated(run, run.network.model) if values is None else values
     run.progress.measures.append({"stage": stage, "values": values})
     words = (f"{name} {measured(name, value, samples_of(run))}" for name, value in values.items())
     run.listener.said(f"{stage}: {', '.join(words)}")

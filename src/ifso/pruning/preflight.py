@@ -25,7 +25,7 @@ from ifso.costs.cost import count
 from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.criteria.base import Task
 from ifso.errors import BudgetError, DataError, TraceError, UnreachableBudget
-from ifso.graph.channel_graph import ChannelGraph
+from ifso.graph.channel_graph import ChannelGraph, by_group
 from ifso.graph.execution import unmarked
 from ifso.graph.tracing import trace
 from ifso.graph.units import UNUSED
@@ -202,7 +202,7 @@ def latency_model(model: nn.Module, graph: ChannelGraph, moves: Moves, settings:
         scores = torch.rand(graph.num_units, generator=torch.Generator().manual_seed(settings.seed)).double()
         select(ledger, moves, scores, target)
         trial = copy_of(model)
-        compact_(trial, graph, {group.name: ledger.kept[group.units] for group in graph.groups})
+        compact_(trial, graph, by_group(graph, ledger.kept))
 
         def corrected(pairs: int) -> tuple[float, LatencyModel]:
             share, seconds = _in_turn(trial, model, graph.inputs, pairs)
@@ -278,7 +278,8 @@ def trace_widest(
         found = _traced(model, example_inputs, ignore, training=True)
         graph = found or trace(model.eval(), example_inputs, ignore=ignore)
     idle, mode = _idle(graph), model.training
-    if not idle and not (mode and _answers(graph) > 1):
+    several_outputs = sum(bool(shape) for shape in graph.output_shapes) > 1  # losses have no shape
+    if not idle and not (mode and several_outputs):
         return graph, ignore, None
     with same_modes(model):
         other = _traced(model, example_inputs, ignore, training=not mode) or graph
@@ -319,11 +320,6 @@ def _holding(graph: ChannelGraph, chosen: Callable[[set[str]], set[str]]) -> set
         names = chosen({member.parameter for member in group.members})
         found |= {name for name in names if len(graph.layouts[name].shape) == 1} or names
     return found
-
-
-def _answers(graph: ChannelGraph) -> int:
-    """How many outputs have values for each sample or place, as losses have not."""
-    return sum(bool(shape) for shape in graph.output_shapes)
 
 
 def _idle(graph: ChannelGraph) -> set[str]:

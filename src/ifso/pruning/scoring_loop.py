@@ -22,7 +22,7 @@ from ifso.common.loss_fn import LossFn, WatchedLoss, checked, scalar
 from ifso.common.torch_state import not_reentrant, undisturbed
 from ifso.criteria.base import Criterion
 from ifso.criteria.scorer import Scorer
-from ifso.errors import IfsoError, ScoreError
+from ifso.errors import ScoreError
 from ifso.graph.layouts import surviving
 from ifso.pruning.shrinking_network import RemovedWeights, ShrinkingNetwork
 
@@ -60,8 +60,6 @@ class ScoringLoop:
         self.loss_fn = WatchedLoss(loss_fn)
         self._parameters = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(self._parameters)
-        if not isinstance(self.optimizer, Optimizer):
-            raise IfsoError(f"optimizer gave a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer")
         self._micro_batch: int | None = None
         self._told: set[str] = set()
         self._capture = capture and can_capture(network)
@@ -125,7 +123,10 @@ class ScoringLoop:
             replay(batches)
         else:
             self._add(together(lambda: self._work_in_memory(batches, train)), train)
-            self._tell_notes()
+            for key, line in self._scorer.notes():
+                if key not in self._told:
+                    self._told.add(key)
+                    self.tell(line)
         self._counts[0] += len(batches)
         self._counts[1] += 1
 
@@ -212,13 +213,6 @@ class ScoringLoop:
                     raise ScoreError("out of memory with a single sample; prune on a larger device") from error
             gc.collect()  # the frames of what failed may hold its tensors in a ring
             torch.cuda.empty_cache()
-
-    def _tell_notes(self) -> None:
-        """Say once what of the scores is not as usual."""
-        for key, line in self._scorer.notes():
-            if key not in self._told:
-                self._told.add(key)
-                self.tell(line)
 
     def _halve_batches(self, batches: Sequence[Any]) -> bool:
         """Halve the micro-batches from now on; return whether they can be smaller."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from ifso.common.torch_state import forget_caches, in_precision, preserved
 from ifso.costs.cost import check_fits, count
 from ifso.errors import CompactionError, KeepError
 from ifso.graph.balancing import check_keep
-from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout
+from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout, by_group
 from ifso.graph.dry_run import check_removal
 from ifso.graph.execution import call_model, on_real_tensors, trainable
 from ifso.graph.layouts import compact, compact_shape
@@ -144,7 +144,8 @@ def _apply(
         layout = graph.layouts.get(name, Layout(tuple(tensor.shape), ()))
         shrink = partial(compact, layout=layout, kept=kept, name=name)
         grad = None if tensor.grad is None else shrink(tensor.grad)
-        smaller.append((tensor, data, grad, _shrunk_state(optimizer, tensor, shrink)))
+        state = {key: shrink(value) for key, value in state_of(optimizer, tensor).items()}
+        smaller.append((tensor, data, grad, state))
     for tensor, data, grad, state in smaller:
         tensor.grad = None
         tensor.data = data
@@ -159,13 +160,10 @@ def _apply(
     refresh_hooked_weights_(model)
 
 
-def _shrunk_state(
-    optimizer: torch.optim.Optimizer | None, parameter: Tensor, shrink: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
+def state_of(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> dict[str, Tensor]:
     """Momenta and the like: state tensors of the parameter's own shape."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    own = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
-    return {key: shrink(value) for key, value in own.items()}
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
 
 
 UNSEEN = 1e-5
@@ -263,7 +261,7 @@ class _Comparison:
 
         if smaller:
             return on_real_tensors(model, run)
-        with masked(model, self.graph, {group.name: kept[group.units] for group in self.graph.groups}):
+        with masked(model, self.graph, by_group(self.graph, kept)):
             return on_real_tensors(model, run)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ifso.graph.channel_ids import Labels, Layer, compress
-from ifso.graph.rules import rule
+from ifso.graph.rules import hold, rule
 from ifso.graph.tape import Call, Ref
 
 TOO_LARGE = 1 << 22
@@ -243,16 +243,13 @@ def as_strided(call: Call, labels: Labels) -> None:
     if out is not None and labels.shape(out) == labels.shape(x):
         labels.set(out, labels[x], like=x)
         return
-    labels.freeze_all([x], "is read through raw strides")
-    labels.set(out, (), like=x)
+    hold(call, labels, "is read through raw strides")
 
 
 @rule("aten.repeat_interleave")
 def repeat_interleave(call: Call, labels: Labels) -> None:
     """Each slice several times: run on the ids where the counts are a number."""
-    x = call.args[0]
     if len(call.args) > 1 and isinstance(call.args[1], int):
         rearrange(call, labels)
-        return
-    labels.freeze_all(call.inputs, "is repeated by counts known only at run time")
-    labels.set(call.outputs[0], (), like=x)
+    else:
+        hold(call, labels, "is repeated by counts known only at run time")

@@ -7,7 +7,7 @@ from itertools import product
 
 from ifso.common.tensors import placed
 from ifso.graph.channel_ids import FROM_INPUT, Labels
-from ifso.graph.rules import rule
+from ifso.graph.rules import hold, rule
 from ifso.graph.tape import Call, Ref
 
 
@@ -81,9 +81,7 @@ def uniform(call: Call, labels: Labels) -> None:
 )  # fmt: skip
 def loss(call: Call, labels: Labels) -> None:
     """Predictions meet targets: they must stay."""
-    labels.freeze_all(call.inputs, "is compared with targets by a loss")
-    for ref in call.outputs:
-        labels.set(ref, ())
+    hold(call, labels, "is compared with targets by a loss")
 
 
 @rule("aten.arange", "aten.linspace", "aten.eye", "aten.tril_indices", "aten.triu_indices", "aten.lift_fresh",
