@@ -141,30 +141,32 @@ def _eliminated(vectors: Sequence[Sequence[int]], order: Sequence[int]) -> tuple
 
 
 class Axes:
-    """Axes that must not lose too many units: every axis of every parameter, and the blocks of every balance.
+    """Axes, each as the numbers of its units, that must not lose too many: ``floors`` say how many each keeps."""
 
-    ``floors`` say how many units each keeps.
-    """
-
-    def __init__(self, graph: ChannelGraph, floors_of: Floors) -> None:
-        floors: dict[tuple[int, ...], int] = {}
-        for layout in graph.layouts.values():
-            for layer in layout.layers:
-                row = _distinct(layer)
-                floors[row] = floors_of.least(len(row))
-        for group in graph.groups:
-            if (least := floors_of.of_group(group)) is not None:
-                floors[tuple(range(group.first, group.first + group.size))] = least
-        for balance in graph.balances:
-            for block in balance.blocks:
-                floors.setdefault(_distinct(block), 1)
+    def __init__(self, floors: Mapping[tuple[int, ...], int], units: int) -> None:
         self.rows = [torch.tensor(row, dtype=torch.long, device="cpu") for row in floors]
         self.floors = list(floors.values())
-        self.of: Incidence = incidence(self.rows, graph.num_units)
+        self.of: Incidence = incidence(self.rows, units)
 
     def room(self, kept: Tensor) -> list[int]:
         """How many units each axis can still lose."""
         return [int(kept[row].sum()) - floor for row, floor in zip(self.rows, self.floors, strict=True)]
+
+
+def axes_of(graph: ChannelGraph, floors_of: Floors) -> Axes:
+    """Every axis of every parameter, and the blocks of every balance."""
+    floors: dict[tuple[int, ...], int] = {}
+    for layout in graph.layouts.values():
+        for layer in layout.layers:
+            row = _distinct(layer)
+            floors[row] = floors_of.least(len(row))
+    for group in graph.groups:
+        if (least := floors_of.of_group(group)) is not None:
+            floors[tuple(range(group.first, group.first + group.size))] = least
+    for balance in graph.balances:
+        for block in balance.blocks:
+            floors.setdefault(_distinct(block), 1)
+    return Axes(floors, graph.num_units)
 
 
 def _distinct(layer: Tensor) -> tuple[int, ...]:
@@ -173,21 +175,14 @@ def _distinct(layer: Tensor) -> tuple[int, ...]:
     return (*layer[layer != STAYS].unique().tolist(), *[STAYS] * stays)
 
 
-class ProducedAxes:
-    """The channels of every axis that units are produced on."""
-
-    def __init__(self, graph: ChannelGraph) -> None:
-        members = [(group, member) for group in graph.groups for member in group.members]
-        made = {(member.parameter, member.dim) for _, member in members if member.role == "produces"}
-        slices = slices_of((group, member) for group, member in members if (member.parameter, member.dim) in made)
-        labels = [each.owner.reshape(-1, each.owner.shape[-1]) for each in slices]
-        rows = {tuple(label.unique(dim=0).flatten().tolist()) for label in labels}
-        self.rows = [torch.tensor(row, dtype=torch.long, device="cpu") for row in sorted(rows)]
-        self.of: Incidence = incidence(self.rows, graph.num_units)
-
-    def channels(self, kept: Tensor) -> list[int]:
-        """How many channels each axis has."""
-        return [int(kept[row].sum()) for row in self.rows]
+def produced_axes(graph: ChannelGraph) -> Axes:
+    """The channels of every axis that units are produced on; all may go."""
+    members = [(group, member) for group in graph.groups for member in group.members]
+    made = {(member.parameter, member.dim) for _, member in members if member.role == "produces"}
+    slices = slices_of((group, member) for group, member in members if (member.parameter, member.dim) in made)
+    labels = [each.owner.reshape(-1, each.owner.shape[-1]) for each in slices]
+    rows = {tuple(label.unique(dim=0).flatten().tolist()) for label in labels}
+    return Axes(dict.fromkeys(sorted(rows), 0), graph.num_units)
 
 
 ALL = "*"

@@ -13,15 +13,15 @@ from torch import Tensor
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph, group_of
 from ifso.pruning.constraints import (
-    Axes,
     Family,
     Floors,
     MinShare,
     MinUnits,
     Pattern,
-    ProducedAxes,
+    axes_of,
     checked_channels,
     families_of,
+    produced_axes,
 )
 
 LEFT_ALONE = "only= names other layers"
@@ -68,8 +68,8 @@ class Moves:
             self.families += _by_group(graph, self.free)
             self.free = []
         self.family_of = {u: n for n, family in enumerate(self.families) for cell in family.cells for u in cell}
-        self.axes = Axes(graph, self.floors)
-        self.produced = ProducedAxes(graph) if self.round_to is not None else None
+        self.axes = axes_of(graph, self.floors)
+        self.produced = produced_axes(graph) if self.round_to is not None else None
         self.stuck = self._find_stuck()
 
     def ordered(self, scores: Tensor, kept: Tensor | None = None, useful: Tensor | None = None) -> Ordered:
@@ -155,7 +155,7 @@ class Ordered:
         self._axes, self._produced, self._round_to = moves.axes, moves.produced, moves.round_to
         self._families, self._family_of, self._scores = moves.families, moves.family_of, scores.tolist()
         self._room = moves.axes.room(kept)
-        self._channels = moves.produced.channels(kept) if moves.produced else []
+        self._channels = moves.produced.room(kept) if moves.produced else []
         free = torch.tensor(moves.free, dtype=torch.long, device="cpu")
         free = free[kept[free] & useful[free]]
         self._singles = free[scores[free].argsort(stable=True)].tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ifso._version import __version__
 from ifso.common.batches import first_batches, not_finite, on_device, rough_count
 from ifso.common.distributed import from_first, rank, together
 from ifso.common.loss_fn import LossFn, WatchedLoss
@@ -27,6 +25,7 @@ from ifso.criteria.base import Task
 from ifso.errors import BudgetError, DataError, TraceError, UnreachableBudget
 from ifso.graph.channel_graph import ChannelGraph, by_group
 from ifso.graph.execution import unmarked
+from ifso.graph.naming import class_name
 from ifso.graph.tracing import trace
 from ifso.graph.units import UNUSED
 from ifso.pruning.budget import FLOPS, Budget
@@ -39,7 +38,7 @@ from ifso.pruning.selection import Target, check_reachable, select
 from ifso.pruning.settings import Settings, describe
 from ifso.runs.files import refuse_other
 from ifso.surgery.compact import compact_
-from ifso.surgery.recipe import digest_of, name_of, recipe_of
+from ifso.surgery.recipe import digest_of, recipe_of, versions
 
 AS_GOOD_AS_GUESSING = 0.95
 """A trained classifier has a smaller cross entropy than this share of that of a guess."""
@@ -87,10 +86,9 @@ def _config(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BudgetError("optimizer gave LBFGS, which evaluates the loss itself; give one that takes plain steps")
     decisive = {
-        **settings.as_dict(), "optimizer": describe(optimizer), "model": name_of(model), "weights": digest_of(model),
+        **settings.as_dict(), "optimizer": describe(optimizer), "model": class_name(model), "weights": digest_of(model),
     }  # fmt: skip
-    versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    return {"settings": decisive, "versions": versions, "about": dict(about)}
+    return {"settings": decisive, "versions": versions(), "about": dict(about)}
 
 
 def trace_and_moves(model: nn.Module, example_inputs: Any, settings: Settings, progress: Progress) -> Traced:

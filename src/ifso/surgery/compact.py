@@ -22,6 +22,7 @@ from ifso.graph.channel_graph import ChannelGraph, Group, Keep, Layout, by_group
 from ifso.graph.dry_run import check_removal
 from ifso.graph.execution import call_model, on_real_tensors, trainable
 from ifso.graph.layouts import compact, compact_shape
+from ifso.graph.naming import class_name
 from ifso.graph.removal import UnitRemoval, new_numbers
 from ifso.graph.slim_attention import slim_attention
 from ifso.surgery.mask import left_of, masked, refuse_masked
@@ -33,7 +34,6 @@ from ifso.surgery.recipe import (
     Round,
     ShapeChange,
     extend,
-    name_of,
     remember,
 )
 
@@ -104,7 +104,7 @@ def _recipe(model: nn.Module, graph: ChannelGraph, kept: Tensor) -> Recipe:
         layout = graph.layouts.get(name)
         shapes[name] = ShapeChange(before, compact_shape(layout, kept, name) if layout else before)
     changes = tuple(_attribute_changes(model, graph, kept, shapes))
-    return Recipe(name_of(model), shapes, changes, (round_of(graph, kept),))
+    return Recipe(class_name(model), shapes, changes, (round_of(graph, kept),))
 
 
 def round_of(graph: ChannelGraph, kept: Tensor) -> Round:

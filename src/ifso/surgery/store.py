@@ -323,7 +323,7 @@ def check_compacted(model: nn.Module, recipe: Recipe) -> None:
             f"the recipe does not lead to this {type(model).__name__}: {difference(shapes_after(recipe), found)}; "
             "save the model that was compacted, with its own recipe"
         )
-    modules = _modules(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
     for change in recipe.attributes:
         _check_entry(_value(modules, change), change, change.after)
 
@@ -349,7 +349,7 @@ def difference(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
 
 def new_values(model: nn.Module, recipe: Recipe) -> list[NewValue]:
     """The attributes of a fresh model after compaction, each checked to have its old value now."""
-    modules = _modules(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
     values: dict[tuple[int, str], NewValue] = {}
     for change in recipe.attributes:
         value = _value(modules, change)
@@ -362,7 +362,7 @@ def new_values(model: nn.Module, recipe: Recipe) -> list[NewValue]:
 
 def placed_like(name: str, old: Tensor, stored: Tensor) -> Tensor:
     """A copy of ``stored`` on the device of ``old`` (the CPU for meta) with the axes of ``old`` in memory order."""
-    if _kind(old.dtype) != _kind(stored.dtype):
+    if len({(dtype.is_floating_point, dtype.is_complex) for dtype in (old.dtype, stored.dtype)}) > 1:
         raise RecipeError(f"{name!r} is {stored.dtype} in the file and {old.dtype} in the model")
     if old.layout != torch.strided:
         raise RecipeError(f"{name!r} of the model has layout {old.layout}; only dense tensors can be loaded")
@@ -389,10 +389,6 @@ def assign(model: nn.Module, values: Iterable[NewValue], tensors: Mapping[str, T
             old.grad = None
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    return dict(model.named_modules(remove_duplicate=False))
-
-
 def _value(modules: Mapping[str, nn.Module], change: AttributeChange) -> Any:
     """The attribute as it stands in the object or its class; properties are not run, and are refused later."""
     if change.module not in modules:
@@ -409,7 +405,3 @@ def _check_entry(value: Any, change: AttributeChange, wanted: int) -> None:
         raise RecipeError(f"attribute {change} is no int in this model but should be {wanted}")
     if entry != wanted:
         raise RecipeError(f"attribute {change} is {entry} in this model but should be {wanted}")
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"

@@ -17,7 +17,7 @@ TOO_LARGE = 1 << 22
 
 
 @rule(
-    "aten.alias", "aten.detach", "aten.clone", "aten._to_copy", "aten.contiguous", "aten.detach_", "aten.to",
+    "aten.alias", "aten.detach", "aten.clone", "aten._to_copy", "aten.contiguous", "aten.to",
     "aten.lift", "aten.positive", "aten.real", "aten.imag", "aten._conj", "aten.resolve_conj", "aten.resolve_neg",
 )  # fmt: skip
 def same(call: Call, labels: Labels) -> None:
@@ -32,8 +32,7 @@ def same(call: Call, labels: Labels) -> None:
     "aten.select", "aten.unbind", "aten.split_with_sizes", "aten.unsafe_split_with_sizes",
     "aten.narrow", "aten.diagonal", "aten.flip", "aten.roll",
     "aten.repeat", "aten.unfold", "aten.movedim", "aten.rot90", "aten.tril", "aten.triu", "aten.numpy_T", "aten.mT",
-    "aten.transpose_", "aten.unsqueeze_", "aten.squeeze_", "aten.split_with_sizes_copy", "aten.unbind_copy",
-    "aten.permute_copy",
+    "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.permute_copy",
 )  # fmt: skip
 def rearrange(call: Call, labels: Labels) -> None:
     """Run the same operator on the ids."""
@@ -236,7 +235,7 @@ def _same(array: Tensor, blocks: Tensor) -> bool:
     return array.numel() == blocks.numel() and array.reshape(blocks.shape).equal(blocks)
 
 
-@rule("aten.as_strided", "aten.as_strided_")
+@rule("aten.as_strided")
 def as_strided(call: Call, labels: Labels) -> None:
     """Followed only where it changes nothing."""
     x, out = call.args[0], call.outputs[0]

@@ -21,7 +21,7 @@ def matmul(call: Call, labels: Labels) -> None:
     _product(call, labels, a, b, None)
 
 
-@rule("aten.addmm", "aten.baddbmm", "aten.addbmm", "aten.addmm_", "aten.baddbmm_")
+@rule("aten.addmm", "aten.baddbmm", "aten.addbmm")
 def add_matmul(call: Call, labels: Labels) -> None:
     """bias + a·b."""
     bias, a, b = call.args[:3]
