@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.loss_fn import LossFn
-from ifso.curvature.objective import MaskedModel, Objective
+from ifso.curvature.continuation import MaskedModel
+from ifso.curvature.objective import Objective
 from ifso.curvature.products import Products
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import ChannelGraph, Keep

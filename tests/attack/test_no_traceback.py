@@ -277,7 +277,7 @@ class TestNetworks:
         assert not (tmp_path / "run").exists()
 
     def test_outputs_that_are_not_finite(self) -> None:
-        from ifso.pruning.verify import compare, refuse_failed
+        from ifso.pruning.measures import compare, refuse_failed
 
         outputs = [torch.tensor([1.0, float("nan")])]
         with pytest.raises(VerificationError, match="the network gives NaN or infinity on a batch"):

@@ -15,15 +15,14 @@ import ifso
 from ifso.cli.main import main
 from ifso.common.serialization import read_tensor_file, write_tensor_file
 from ifso.common.text import measured
-from ifso.criteria.finite_difference import Authors
-from ifso.criteria.ifso import Ifso
+from ifso.criteria.ifso import Authors, Ifso
 from ifso.criteria.registry import names
 from ifso.criteria.true_loss import TrueLoss
 from ifso.data import open_data
 from ifso.pruning import progress
 from ifso.pruning import run as pruning_run
 from ifso.pruning.budget import NORMALIZERS, PRESETS
-from ifso.pruning.verify import Check
+from ifso.pruning.result import Check
 from ifso.training.evaluation import evaluate
 from ifso.training.precision import SCORE_PRECISIONS
 

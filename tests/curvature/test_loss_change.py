@@ -12,9 +12,9 @@ from reference import gauss_newton as dense
 from torch import Tensor, nn
 
 import ifso
-from ifso.curvature.continuation import ContinuationOptions
+from ifso.curvature.continuation import ContinuationOptions, MaskedModel
 from ifso.curvature.loss_change import true_loss_change
-from ifso.curvature.objective import MaskedModel, Objective
+from ifso.curvature.objective import Objective
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import SOLVERS
 from ifso.errors import KeepError, ScoreError

@@ -16,7 +16,9 @@ from ifso.cli.main import main
 from ifso.common.batches import rough_count
 from ifso.costs.cost import recount
 from ifso.pruning.events import Silent
-from ifso.pruning.verify import Check, compare, in_float64
+from ifso.pruning.measures import compare
+from ifso.pruning.result import Check
+from ifso.surgery.compact import in_float64
 from ifso.tasks.detection import detection_loss
 
 QUICKLY = {"accumulate": 1, "batches_per_score": 1, "recalibrate": 2}

@@ -30,9 +30,8 @@ from ifso.runs.folder import RunFolder
 from ifso.runs.open import OpenedRun, open_run
 from ifso.runs.reading import RunRecord, read_run
 from ifso.runs.structure import Structure, from_document
-from ifso.surgery.loading import shapes_after
 from ifso.surgery.recipe import Recipe, recipe_of, shapes_of
-from ifso.surgery.store import _seal
+from ifso.surgery.store import _seal, shapes_after
 from ifso.training.checkpoint import load_checkpoint
 from ifso.training.runs import finished_summary
 

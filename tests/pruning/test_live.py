@@ -10,8 +10,7 @@ from rich.console import Console
 
 from ifso.common.progress import PER_SECOND
 from ifso.pruning.events import Plan, Removal
-from ifso.pruning.live import Bar, Layers, most_changed, sparkline
-from ifso.pruning.progress import RichProgress
+from ifso.pruning.progress import Bar, Layers, RichProgress, most_changed, sparkline
 
 GROUPS = {"stem": (8, ["stem"]), "block.[red]a": (16, ["block.[red]a"]), "block.b": (4, ["block.b", "skip"])}
 

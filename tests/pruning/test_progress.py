@@ -16,9 +16,8 @@ from ifso.cli.progress import TensorBoardListener
 from ifso.common import distributed as ranks
 from ifso.errors import IfsoError
 from ifso.pruning import progress as displays
-from ifso.pruning.events import Plan, Removal, Silent, Stage
+from ifso.pruning.events import Course, Plan, Removal, Silent, Stage
 from ifso.pruning.progress import (
-    Course,
     NotebookProgress,
     PlainProgress,
     RichProgress,

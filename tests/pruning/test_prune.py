@@ -22,8 +22,7 @@ from ifso.costs.latency import Latency, LatencyModel
 from ifso.criteria.registry import create
 from ifso.errors import UnreachableBudget
 from ifso.pruning import finalize as finishing
-from ifso.pruning import latency_budget as timing
-from ifso.pruning import selection
+from ifso.pruning import preflight, selection
 from ifso.pruning.budget import NORMALIZERS
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Moves
@@ -82,7 +81,7 @@ def prune(model: nn.Module, budget: ifso.Budget | None = None, **options: Any) -
 @pytest.fixture
 def plainly(monkeypatch):
     """Without the search for a landing near the target, which has tests of its own: always the lowest."""
-    assert finishing.TOLERANCE == timing.TOLERANCE == selection.TOLERANCE == 0.005
+    assert finishing.TOLERANCE == selection.TOLERANCE == 0.005
     monkeypatch.setattr(selection, "TOLERANCE", 1.0)
 
 
@@ -281,7 +280,7 @@ def test_latency_as_normalizer(monkeypatch):
     """Units that save no latency count as the one that saves least; the others by what they save."""
     graph = ifso.trace(tiny(), EXAMPLE)
     known = {"before": 1.0, "model": fixed_latency(graph).to_json()}
-    monkeypatch.setattr("ifso.pruning.preflight.timed", lambda *_: dict(known))
+    monkeypatch.setattr("ifso.pruning.preflight.latency_model", lambda *_: dict(known))
     result = prune(tiny(), criterion="magnitude", schedule="one-shot", normalize="latency")
     scores = ifso.score(tiny(), graph, None, None, "magnitude")
     saved = Ledger(graph, extra={"latency": fixed_latency(graph).weights(graph)}).savings("latency")
@@ -302,9 +301,11 @@ def timed_as(monkeypatch: pytest.MonkeyPatch, graph: ifso.ChannelGraph, *seconds
     terms = tuple((term.kind, term.where) for term in graph.terms)
     model = LatencyModel(terms, tuple(part / whole for part in macs), 0.0, 1.0)
     later = iter(seconds)
-    monkeypatch.setattr(timing, "TIMES", 1)
-    monkeypatch.setattr("ifso.pruning.preflight.timed", lambda *_: {"before": 1.0, "model": model.to_json()})
-    monkeypatch.setattr(timing, "measure_latency", lambda *_: Latency(median=next(later), spread=0.0, samples=(1.0,)))
+    monkeypatch.setattr(finishing, "TIMES", 1)
+    monkeypatch.setattr(preflight, "latency_model", lambda *_: {"before": 1.0, "model": model.to_json()})
+    monkeypatch.setattr(
+        finishing, "measure_latency", lambda *_: Latency(median=next(later), spread=0.0, samples=(1.0,))
+    )
 
 
 def test_a_latency_that_was_modelled_too_low(monkeypatch):
@@ -343,7 +344,7 @@ def test_a_latency_that_cannot_fall_ends_the_run(monkeypatch):
 def test_a_latency_that_does_not_shrink_is_found_out_before_any_work(monkeypatch):
     """A smaller copy that takes as long as the whole: exit status 3, and the model is as it was."""
     same = Latency(median=1.0, spread=0.0, samples=(1.0,))
-    monkeypatch.setattr("ifso.pruning.latency_budget.measure_latency", lambda *_, **__: same)
+    monkeypatch.setattr(preflight, "measure_latency", lambda *_, **__: same)
     model, before = tiny(), tiny().state_dict()
     with pytest.raises(UnreachableBudget, match=r"latency=0.6 is asked and 0\.9\d+ the smallest"):
         prune(model, ifso.Budget(latency=0.6))
@@ -357,13 +358,13 @@ def test_a_refusal_is_timed_again(monkeypatch):
     def measure(model: nn.Module, *_: Any, **__: Any) -> Latency:
         cut = model is not whole
         smaller.extend([model] if cut else [])
-        return Latency(median=0.5 if cut and len(smaller) > timing.PAIRS else 1.0, spread=0.0, samples=(1.0,))
+        return Latency(median=0.5 if cut and len(smaller) > preflight.PAIRS else 1.0, spread=0.0, samples=(1.0,))
 
-    monkeypatch.setattr(timing, "measure_latency", measure)
+    monkeypatch.setattr(preflight, "measure_latency", measure)
     graph = ifso.trace(whole, EXAMPLE)
     settings = Settings(ifso.Budget(latency=0.6), create("magnitude"))
-    found = timing.timed(whole, graph, Moves(graph, round_to=None, min_units=1), settings)
-    assert len(smaller) == timing.PAIRS + timing.BEFORE_REFUSAL
+    found = preflight.latency_model(whole, graph, Moves(graph, round_to=None, min_units=1), settings)
+    assert len(smaller) == preflight.PAIRS + preflight.BEFORE_REFUSAL
     assert found["before"] == 1.0
 
 

@@ -19,8 +19,7 @@ import ifso
 from ifso.common import cuda_graphs as capturing
 from ifso.common.cuda_graphs import captures_go_to
 from ifso.criteria.registry import create
-from ifso.pruning.cuda_round import CapturedRound, can_capture, side_by_side
-from ifso.pruning.scoring_loop import EAGER_ROUNDS, MOST_MISSES, ScoringLoop
+from ifso.pruning.scoring_loop import EAGER_ROUNDS, MOST_MISSES, CapturedRound, ScoringLoop, can_capture, side_by_side
 from ifso.pruning.shrinking_network import ShrinkingNetwork
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -171,7 +170,7 @@ class Recording:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.captured = 0
-        monkeypatch.setattr("ifso.pruning.cuda_round.capturing", self.graph)
+        monkeypatch.setattr("ifso.pruning.scoring_loop.capturing", self.graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ import ifso
 from ifso.errors import KeepError, UnreachableBudget
 from ifso.graph.balancing import check_keep
 from ifso.graph.channel_graph import ChannelGraph, Group, Layout
-from ifso.graph.terms import Term
+from ifso.graph.layouts import Term
 from ifso.pruning.budget import Budget
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.moves import Moves

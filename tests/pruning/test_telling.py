@@ -12,8 +12,7 @@ from torch import nn
 import ifso
 from ifso.costs.cost import count
 from ifso.errors import RunError
-from ifso.pruning.result import Measure, PruneResult
-from ifso.pruning.verify import Check
+from ifso.pruning.result import Check, Measure, PruneResult
 
 GOLDEN = """\
 Sequential: 4 of 8 units removed in 9.5 s, 0.50% below the target

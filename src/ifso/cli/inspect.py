@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ifso.costs import Cost
     from ifso.data import Data
     from ifso.graph.channel_graph import ChannelGraph
-    from ifso.graph.terms import Term
+    from ifso.graph.layouts import Term
 
 CAPTION = (
     "MACs, params: the share of the model that belongs to at least one unit of the group. "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,9 +14,13 @@ from ifso.common.module_state import named_tensors
 from ifso.errors import StaleGraphError
 from ifso.graph.channel_graph import ChannelGraph, Keep
 from ifso.graph.naming import wiring_difference, wiring_of
-from ifso.graph.terms import Term
 
 MAC_KINDS = ("conv", "linear", "matmul")
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "macs": MAC_KINDS, "conv_macs": ("conv",), "params": ("parameter",), "activations": ("activation",),
+}  # fmt: skip
+"""Costs that a budget can be about, and the kinds of terms that each adds up."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +88,10 @@ def cost(model: nn.Module, graph: ChannelGraph, keep: Keep | None = None) -> Cos
 
 def count(graph: ChannelGraph, kept: Tensor) -> Cost:
     """Cost of what a bool vector of :meth:`ChannelGraph.kept` leaves of the model that was traced."""
-    return Cost(
-        **{field: sum(term.count(kept) for term in graph.terms if term.kind == kind) for field, kind in _FIELDS}
-    )
-
-
-_FIELDS = (
-    ("conv_macs", "conv"),
-    ("linear_macs", "linear"),
-    ("matmul_macs", "matmul"),
-    ("params", "parameter"),
-    ("activations", "activation"),
-)
+    counts: Counter[str] = Counter()
+    for term in graph.terms:
+        counts[term.kind] += term.count(kept)
+    return Cost(*(counts[kind] for kind in (*MAC_KINDS, "parameter", "activation")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,17 +126,14 @@ def unit_costs(graph: ChannelGraph, keep: Keep | None = None) -> dict[str, UnitC
         KeepError: ``keep`` does not fit the graph.
     """
     kept = graph.kept(keep)
-    saved = {kind: torch.zeros(graph.num_units, dtype=torch.long, device="cpu") for _, kind in _FIELDS}
+    saved = {kind: torch.zeros(graph.num_units, dtype=torch.long, device="cpu") for kind in KINDS}
     for term in graph.terms:
-        saved[term.kind] += term.savings(kept)
-    macs = saved["conv"] + saved["linear"] + saved["matmul"]
+        savings = term.savings(kept)
+        for kind, terms in KINDS.items():
+            if term.kind in terms:
+                saved[kind] += savings
     return {
-        group.name: UnitCosts(
-            macs[group.units],
-            saved["conv"][group.units],
-            saved["parameter"][group.units],
-            saved["activation"][group.units],
-        )
+        group.name: UnitCosts(**{kind: savings[group.units] for kind, savings in saved.items()})
         for group in graph.groups
     }
 
@@ -158,21 +153,15 @@ def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
         raise StaleGraphError(f"the graph was traced from another model: {changed}; call ifso.trace again")
 
 
-COMPARED = ("macs", "conv_macs", "params", "activations")
-"""Costs that a budget can be about. A linear layer left with one input and one output may be recorded as a product."""
-
-_Place = tuple[str, str]
-"""(kind, where) of a term."""
-
-
 def recount(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
     """What the ``smaller`` network's own graph counts otherwise than the ``original`` promises for ``kept``, in words.
 
     A network whose course values decide, such as the second stage of a detector, may look at more or fewer regions than
-    it did when the original was traced: there every layer must cost the same for each row.
+    it did when the original was traced: there every layer must cost the same for each row. Linear layers and products
+    are not told apart: a layer left with one input and one output may be recorded as a product.
     """
     promised, found = count(original, kept).as_dict(), count(smaller, smaller.kept(None)).as_dict()
-    wrong = [kind for kind in COMPARED if found[kind] != promised[kind]]
+    wrong = [kind for kind in KINDS if found[kind] != promised[kind]]
     if not original.on_real_tensors or "params" in wrong:
         return [f"{kind} {found[kind]:,} instead of {promised[kind]:,}" for kind in wrong]
     return _differing_rows(original, kept, smaller) if wrong else []
@@ -180,7 +169,7 @@ def recount(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list
 
 def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph) -> list[str]:
     """A place may hold several terms: one of the smaller network must cost, for each row, what one of them does."""
-    wanted: dict[_Place, list[tuple[int, list[int], int]]] = {}
+    wanted: dict[tuple[str, str], list[tuple[int, list[int], int]]] = {}
     for term in original.terms:
         here = wanted.setdefault((term.kind, term.where), [])
         rest = math.prod(size for dim, size in enumerate(term.shape) if dim not in term.varying)
@@ -192,10 +181,8 @@ def _differing_rows(original: ChannelGraph, kept: Tensor, smaller: ChannelGraph)
         known = wanted.get((term.kind, term.where))
         if known is None:
             strange.append(f"{place} is new")
-        elif known and 0 not in term.shape and not any(_costs_as(term, *one) for one in known):
-            strange.append(f"{place} costs otherwise for each row: its shape is {term.shape}")
+        elif known and 0 not in term.shape:
+            alike = [(dims, per_row) for rank, dims, per_row in known if rank == len(term.shape)]
+            if all(math.prod(term.shape[dim] for dim in dims) != per_row for dims, per_row in alike):
+                strange.append(f"{place} costs otherwise for each row: its shape is {term.shape}")
     return list(dict.fromkeys(strange))
-
-
-def _costs_as(term: Term, rank: int, dims: list[int], per_row: int) -> bool:
-    return len(term.shape) == rank and math.prod(term.shape[dim] for dim in dims) == per_row

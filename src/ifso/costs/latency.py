@@ -1,6 +1,6 @@
 """Seconds of a forward pass: measured, and as a sum over what is left, by which units can be ranked and budgets kept.
 
-The model of latency is linear in the counts of :class:`ifso.graph.terms.Term`, as MACs and activations are:
+The model of latency is linear in the counts of :class:`ifso.graph.layouts.Term`, as MACs and activations are:
 
     latency(keep) = Σ weight · count(keep) + constant.
 

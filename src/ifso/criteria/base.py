@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ifso.common.loss_fn import LossFn
 from ifso.common.module_state import named_tensors
-from ifso.curvature.weight_space import Reader, readers
+from ifso.curvature.weight_space import Reader, readers, slices_of
 from ifso.errors import ScoreError
-from ifso.graph.channel_graph import STAYS, ChannelGraph, Group, Member
+from ifso.graph.channel_graph import ChannelGraph
 
 if TYPE_CHECKING:
     from ifso.curvature.submodule_capture import CapturedSubmodules
@@ -44,17 +44,6 @@ class Task:
             self._made[key] = make()
         return self._made[key]
 
-    def renew(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` makes now, instead of what is remembered under that key."""
-        self._made.pop(key, None)
-        return self.memo(key, make)
-
-    def count(self, key: Hashable) -> int:
-        """How often that was asked for under that key before."""
-        number = self._made.get(("count", key), 0)
-        self._made["count", key] = number + 1
-        return number
-
     @cached_property
     def _made(self) -> dict[Hashable, Any]:
         return {}
@@ -77,23 +66,15 @@ class Task:
     @cached_property
     def makers(self) -> list[Reader]:
         """Slices that make units: the filters of every layer that produces them."""
-        owners: dict[tuple[str, int], Tensor] = {}
-        for group in self.graph.groups:
-            made = [member for member in group.members if member.role == "produces"]
-            if not made:
-                raise ScoreError(
-                    f"group {group.name!r} is made by no filters; "
-                    "use a criterion that looks where units are read, such as magnitude, taylor or ifso"
-                )
-            for member in made:
-                owner, key = self.slices(group, member).owner, (member.parameter, member.dim)
-                owners[key] = torch.maximum(owners[key], owner) if key in owners else owner
-        return [Reader(name, dim, owner) for (name, dim), owner in owners.items()]
-
-    def slices(self, group: Group, member: Member) -> Reader:
-        """A member's slices, with units numbered through the whole network."""
-        owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
-        return Reader(member.parameter, member.dim, owner.to(self.device))
+        made = [(group, each) for group in self.graph.groups for each in group.members if each.role == "produces"]
+        names = {group.name for group, _ in made}
+        unmade = [group.name for group in self.graph.groups if group.name not in names]
+        if unmade:
+            raise ScoreError(
+                f"group {unmade[0]!r} is made by no filters; "
+                "use a criterion that looks where units are read, such as magnitude, taylor or ifso"
+            )
+        return slices_of(made, self.device)
 
     def weight(self, name: str) -> Tensor:
         """The numbers of a parameter, detached, in float32 or better.

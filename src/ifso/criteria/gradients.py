@@ -1,4 +1,4 @@
-"""Criteria of first gradients: Taylor, of the loss of a batch, and Group Fisher, sample by sample."""
+"""Criteria that run the network once over a batch: Taylor and Group Fisher by gradients, HRank by its feature maps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ifso.common.loss_fn import checked
 from ifso.common.torch_state import differentiable, undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Task
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
-from ifso.curvature.weight_space import unit_indices
+from ifso.curvature.weight_space import sum_by_unit, unit_indices
 from ifso.errors import ScoreError
 
 
@@ -76,8 +76,7 @@ class GroupFisher(Criterion):
             with ReadingLayers(task, visit, everywhere=True, in_rows=True) as layers:
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
-            calls = mask_gradients(loss, taps, self.name, layers.samples)
-        samples, by_sample = summed_by_sample(calls, task.graph.num_units, self.name)
+            samples, by_sample = by_sample_and_unit(loss, taps, layers.samples, task.graph.num_units, self.name)
         scale = samples if self.reduction == "mean" else 1
         return (by_sample * scale).square().sum(0)
 
@@ -105,18 +104,26 @@ class MaskTap(NamedTuple):
         return cls(layers.reader.parameter, mask, owner, images, layers.grid)
 
 
-def mask_gradients(loss: Tensor, taps: list[MaskTap], criterion: str, samples: int) -> list[tuple[MaskTap, Tensor]]:
-    """Each call of a reading layer with ∂L/∂mask, zeros where the loss does not depend on it.
+def by_sample_and_unit(
+    loss: Tensor, taps: list[MaskTap], attended: int, num_units: int, criterion: str
+) -> tuple[int, Tensor]:
+    """The number of samples, and ∂L/∂mask of all calls of reading layers added up [samples, units].
 
-    ``samples`` is how many attention has seen, which tells samples from tokens.
+    ``attended`` is how many samples attention has seen, which tells them from tokens.
     """
     if not taps:
         raise ScoreError(f"criterion {criterion!r}: no layer that reads units ran; does loss_fn call the model?")
     grads = torch.autograd.grad(loss, [tap.mask for tap in taps], allow_unused=True)
-    return [
-        (tap, _without_tokens(tap, torch.zeros_like(tap.mask) if grad is None else grad, samples, criterion))
+    calls = [
+        (tap, _without_tokens(tap, torch.zeros_like(tap.mask) if grad is None else grad, attended, criterion))
         for tap, grad in zip(taps, grads, strict=True)
     ]
+    samples = _samples(calls)
+    total = torch.zeros(samples, num_units + 1, dtype=torch.float64, device=calls[0][1].device)
+    for tap, grad in calls:
+        rows = _by_sample(tap, grad.to(total.dtype), samples, criterion)
+        total.index_add_(1, unit_indices(tap.owner, num_units), rows)
+    return samples, total[:, :-1]
 
 
 def _without_tokens(tap: MaskTap, grad: Tensor, samples: int, criterion: str) -> Tensor:
@@ -129,17 +136,6 @@ def _without_tokens(tap: MaskTap, grad: Tensor, samples: int, criterion: str) ->
             "give batches of another size"
         )
     return grad.unflatten(0, tap.grid).sum(0 if tap.grid[1] == samples else 1)
-
-
-def summed_by_sample(calls: list[tuple[MaskTap, Tensor]], num_units: int, criterion: str) -> tuple[int, Tensor]:
-    """The number of samples, and ∂L/∂mask of all calls added up [samples, units]."""
-    samples = _samples(calls)
-    total = torch.zeros(samples, num_units + 1, dtype=torch.float64, device=calls[0][1].device)
-    for call, grad in calls:
-        total.index_add_(
-            1, unit_indices(call.owner, num_units), _by_sample(call, grad.to(total.dtype), samples, criterion)
-        )
-    return samples, total[:, :-1]
 
 
 def _samples(calls: list[tuple[MaskTap, Tensor]]) -> int:
@@ -180,3 +176,54 @@ class _Masked(Function):
         (x,) = ctx.saved_tensors
         product = in_rows(x * grad, ctx.dim).unsqueeze(-1).flatten(2)
         return grad, product.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)), None
+
+
+@dataclass(frozen=True)
+class HRank(Criterion):
+    """s_i = mean rank of the feature maps of unit i, over samples and over the layers that read it.
+
+    "HRank: Filter Pruning using High-Rank Feature Map" (Lin et al., CVPR 2020). The maps are the inputs of the reading
+    layers, so they have passed their norm and activation. A map of more than two dims is flattened to a matrix after
+    its first. Where there are no positions (a linear layer behind a pooling) a map is one number: its rank is 1, or 0
+    where the number is 0, and the score is the share of samples on which the unit is active.
+    """
+
+    name = "hrank"
+    needs = "activations"
+
+    @torch.no_grad()
+    def units(self, task: Task, batch: Any) -> Tensor:
+        """Scores [units]."""
+        number = task.graph.num_units
+        ranks, maps = torch.zeros(2, number, dtype=torch.float64, device=task.device)
+
+        def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
+            of_maps = _ranks(in_rows(x, dim), layers.reader.parameter)
+            ranks.add_(sum_by_unit(of_maps.sum(0), owner, number))
+            maps.add_(sum_by_unit(torch.full_like(of_maps[0], of_maps.shape[0]), owner, number))
+            return x
+
+        with undisturbed(task.model), ReadingLayers(task, visit, everywhere=False):
+            task.loss_fn(task.model, batch)
+        for group in task.graph.groups:
+            if not bool(maps[group.units].all()):
+                raise ScoreError(
+                    f"criterion 'hrank' saw no feature map of group {group.name!r}: no conv or linear layer that ran "
+                    "reads it; use ifso, taylor or magnitude, which allow for other layers"
+                )
+        return ranks / maps.clamp(min=1)
+
+
+def _ranks(maps: Tensor, name: str) -> Tensor:
+    """Rank of every map [rows, channels, …] as [rows, channels].
+
+    >>> _ranks(torch.eye(3).expand(2, 1, 3, 3), "conv.weight").tolist()
+    [[3.0], [3.0]]
+    """
+    if not bool(maps.isfinite().all()):
+        raise ScoreError(f"criterion 'hrank': the features read by {name} are not finite; check the batch and weights")
+    maps = maps.to(torch.promote_types(maps.dtype, torch.float32))
+    matrices = maps[..., None, None] if maps.dim() == 2 else maps.unsqueeze(-1).flatten(3)
+    if min(matrices.shape[2:]) == 1:
+        return matrices.flatten(2).any(2).to(torch.float64)
+    return torch.linalg.matrix_rank(matrices).to(torch.float64)

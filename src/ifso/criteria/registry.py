@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 _HOME = {
     "ifso": ("ifso", "Ifso"),
     "true-loss": ("true_loss", "TrueLoss"),
-    "authors": ("finite_difference", "Authors"),
+    "authors": ("ifso", "Authors"),
     "group-fisher": ("gradients", "GroupFisher"),
     "taylor": ("gradients", "Taylor"),
     "magnitude": ("weights", "Magnitude"),
     "magnitude-average": ("weights", "MagnitudeAverage"),
     "fpgm": ("weights", "Fpgm"),
     "bn-scale": ("weights", "BnScale"),
-    "hrank": ("hrank", "HRank"),
+    "hrank": ("gradients", "HRank"),
     "random": ("weights", "Random"),
 }
 """Name: module of this package and class."""

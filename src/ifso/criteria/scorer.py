@@ -24,7 +24,7 @@ from ifso.criteria.base import Criterion, Task
 from ifso.criteria.registry import create, names
 from ifso.errors import IfsoError, ScoreError
 from ifso.graph.balancing import check_keep
-from ifso.graph.channel_graph import ChannelGraph, Keep
+from ifso.graph.channel_graph import ChannelGraph, Keep, by_group
 from ifso.graph.execution import trainable
 from ifso.graph.tracing import check_model
 from ifso.surgery.mask import masked
@@ -171,7 +171,7 @@ def score(
     outcome: Tensor | Exception
     try:
         with trainable():
-            outcome = _score_on_this_rank(model, graph, loss_fn, batches, _as_criterion(criterion, options), keep)
+            outcome = _score_on_this_rank(model, graph, loss_fn, batches, as_criterion(criterion, options), keep)
     except Exception as error:
         outcome = error
     result = over_ranks(outcome, graph.num_units)
@@ -179,11 +179,11 @@ def score(
         raise ScoreError(
             "batches ran out before the first one; give an iterable with a batch in it (a generator can be used once)"
         )
-    mean = result[:-1] / result[-1]
-    return {group.name: mean[group.units].clone() for group in graph.groups}
+    return by_group(graph, result[:-1] / result[-1])
 
 
-def _as_criterion(criterion: str | Criterion, options: Mapping[str, Any]) -> Criterion:
+def as_criterion(criterion: str | Criterion, options: Mapping[str, Any]) -> Criterion:
+    """The criterion of that name with its options, or the object itself."""
     if isinstance(criterion, str):
         return create(criterion, **options)
     if not isinstance(criterion, Criterion):

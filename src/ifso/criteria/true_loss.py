@@ -14,7 +14,7 @@ from ifso.common.batches import rough_count
 from ifso.common.loss_fn import checked, output_tensors, outputs_of
 from ifso.common.torch_state import undisturbed, without_checkpoints
 from ifso.criteria.base import Criterion, Needs, Task
-from ifso.criteria.gradients import MaskTap, mask_gradients, summed_by_sample
+from ifso.criteria.gradients import MaskTap, by_sample_and_unit
 from ifso.criteria.moments import Halves, Moments, in_first_half, mean_size
 from ifso.criteria.reader_hooks import ReadingLayers, in_rows
 from ifso.curvature.weight_space import unit_indices
@@ -23,7 +23,6 @@ from ifso.graph.channel_graph import STAYS
 
 DAMPING = 0.01
 POSITIONS = 64
-_KEY = "true-loss"
 
 _ReaderKey = tuple[str, int]
 """The parameter and the dim of a reader."""
@@ -77,28 +76,28 @@ class TrueLoss(Criterion):
 
     def prepare(self, task: Task, batches: Iterable[Any]) -> None:
         """See what every reading layer reads."""
-        task.renew(("count", _KEY), lambda: 0)  # the same directions wherever a run was resumed
-        task.renew(_KEY, lambda: None)
+        prepared = task.memo("true-loss", _Prepared)
+        prepared.residuals, prepared.scored = None, 0  # the same directions wherever a run was resumed
         inputs = _InputStatistics(task.kept.cpu(), _units_at_positions(task))
         with ReadingLayers(task, inputs.visit, everywhere=False, in_rows=True):
             for batch in batches:
                 with undisturbed(task.model), torch.no_grad():
                     task.loss_fn(task.model, batch)
                 inputs.number += 1
-        residuals = {reader: channels.residuals(self.damping) for reader, channels in inputs.seen.items()}
-        task.renew(_KEY, lambda: residuals)
+        prepared.residuals = {key: channels.residuals(self.damping) for key, channels in inputs.seen.items()}
 
     def units(self, task: Task, batch: Any) -> Tensor:
         """Scores [units]."""
-        residuals = task.memo(_KEY, lambda: None)
+        prepared = task.memo("true-loss", _Prepared)
+        residuals = prepared.residuals
         if residuals is None:
             self.prepare(task, [batch])
             try:
                 return self.units(task, batch)
             finally:
-                task.renew(_KEY, lambda: None)
+                prepared.residuals = None
         taps: list[MaskTap] = []
-        number = task.count(_KEY)
+        number, prepared.scored = prepared.scored, prepared.scored + 1
 
         def visit(layers: ReadingLayers, x: Tensor, dim: int, owner: Tensor) -> Tensor:
             """``x`` plus a mask, now zero, times what is left of each unit when the others predict it."""
@@ -114,8 +113,7 @@ class TrueLoss(Criterion):
                 loss = checked(task.loss_fn(task.model, batch))
             layers.refuse_unseen()
             objective = self._objective(loss, caught, number)
-            gradients = mask_gradients(objective, taps, self.name, layers.samples)
-        samples, by_sample = summed_by_sample(gradients, task.graph.num_units, self.name)
+            samples, by_sample = by_sample_and_unit(objective, taps, layers.samples, task.graph.num_units, self.name)
         scale = samples if objective is loss else 1
         return (by_sample * scale).square().mean(0) / 2
 
@@ -152,6 +150,14 @@ class _Residual(NamedTuple):
     def of(self, rows: Tensor) -> Tensor:
         """r of [rows, C, positions]."""
         return self.map.to(rows.dtype) @ (rows - self.mean.to(rows.dtype).view(1, -1, 1))
+
+
+@dataclass
+class _Prepared:
+    """What is known of the reading layers, None before all batches were looked at; and how many were ``scored``."""
+
+    residuals: dict[_ReaderKey, list[_Residual]] | None = None
+    scored: int = 0
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.criteria.base import Criterion, Task
-from ifso.curvature.weight_space import Reader, sum_by_unit
+from ifso.curvature.weight_space import Reader, slices_of, sum_by_unit
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import Group, Member
 from ifso.graph.layouts import surviving
@@ -126,8 +126,8 @@ class BnScale(Criterion):
 
     def units(self, task: Task, batch: Any) -> Tensor:  # noqa: ARG002 (one protocol)
         """Scores [units]."""
-        slices = [task.slices(group, member) for group in task.graph.groups for member in _gains(task, group)]
-        return task.add_slices((part, task.weight(part.parameter).abs()) for part in slices)
+        gains = slices_of(((group, gain) for group in task.graph.groups for gain in _gains(task, group)), task.device)
+        return task.add_slices((part, task.weight(part.parameter).abs()) for part in gains)
 
 
 def _gains(task: Task, group: Group) -> list[Member]:

@@ -15,16 +15,27 @@ every full step, so that flat directions get their turn, and raised when a step 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ifso.curvature.objective import MaskedModel, Objective
-from ifso.curvature.quadratic_models import QuadraticModel
+from ifso.common.torch_state import forget_caches
+from ifso.costs.cost import check_fits
+from ifso.curvature.objective import Objective, QuadraticModel, Solver, System
+from ifso.curvature.products import Products
+from ifso.curvature.solvers import ConjugateGradients, Identity, JacobianRows
+from ifso.curvature.solvers.iterative import lanczos_model
+from ifso.curvature.solvers.jacobian import RowsModel
+from ifso.curvature.weight_space import survivors
 from ifso.errors import ScoreError
+from ifso.graph.balancing import check_keep
+from ifso.graph.channel_graph import STAYS, ChannelGraph, Keep
+from ifso.graph.reductions import ExactReductions
+from ifso.surgery.mask import masked
 
 _DAMPING_FACTOR, _LEAST_DAMPING = 8.0, 1e-7
 _BACKTRACK, _ARMIJO, _LINE_SEARCH_STEPS = 0.3, 1e-4, 6
@@ -110,7 +121,8 @@ class ContinuationSolver:
                     if not self._correct(state, mask):
                         break
                 if mask == 0:
-                    inverse = state.model.inverse if state.model is not None else _scaled_identity
+                    model = state.model
+                    inverse = (lambda vector, damping: vector / (1 + damping)) if model is None else model.inverse
                     self._masked.assign_(state.weights)
                     first = LbfgsInverse(inverse, state.damping)
                     steps = self._options.lbfgs_steps
@@ -167,10 +179,6 @@ class ContinuationSolver:
                     break
                 best, loss = best * factor, other
         return best, loss
-
-
-def _scaled_identity(vector: Tensor, damping: float) -> Tensor:
-    return vector / (1 + damping)
 
 
 @dataclass(frozen=True)
@@ -259,3 +267,135 @@ def _line_search(
 def _gradient(objective: Objective, masked: MaskedModel) -> tuple[float, Tensor]:
     loss, gradient = objective.gradient(or_infinity=True)
     return loss, gradient * masked.support if math.isfinite(loss) else torch.zeros_like(gradient)
+
+
+def quadratic_model(solver: Solver, system: System, gradient: Tensor) -> QuadraticModel:
+    """The model that fits the solver."""
+    if isinstance(solver, JacobianRows):
+        return RowsModel(solver.factors(system), gradient)
+    if isinstance(solver, ConjugateGradients):
+        return lanczos_model(system, gradient, solver.iterations)
+    return SolverModel(solver, system, gradient)
+
+
+def with_damping(solver: Solver, damping: float) -> Solver:
+    """The solver with another λ; the identity, I/scale + λI, becomes smaller.
+
+    >>> with_damping(Identity(scale=2.0), 0.5)
+    Identity(scale=1.0)
+    """
+    if isinstance(solver, Identity):
+        return Identity(solver.scale / (1 + damping * solver.scale))
+    if is_dataclass(solver) and "damping" in {field.name for field in fields(solver)}:
+        return replace(solver, damping=damping)
+    return solver
+
+
+class SolverModel(QuadraticModel):
+    """Any solver: its own damping is replaced. Every damping that is asked for is solved anew."""
+
+    def __init__(self, solver: Solver, system: System, gradient: Tensor) -> None:
+        self._solver, self._system, self._gradient = solver, system, gradient
+        self._solved: dict[float, Tensor] = {}
+
+    def solve(self, damping: float) -> Tensor:
+        """The solver's u."""
+        if damping not in self._solved:
+            self._solved[damping] = with_damping(self._solver, damping).solve(self._system, self._gradient).u
+        return self._solved[damping]
+
+    def decrease(self, damping: float) -> float:
+        """With one product."""
+        u = self.solve(damping)
+        return float(self._gradient @ u - 0.5 * u @ self._system.product(u))
+
+    def inverse(self, vector: Tensor, damping: float) -> Tensor:
+        """The solver once more."""
+        return with_damping(self._solver, damping).solve(self._system, vector).u
+
+
+class MaskedModel:
+    """A model from which ``keep`` removes units by a mask, and the weights that survive them.
+
+    ``support`` is 1 over the surviving weights of W and 0 over the others; the mask scales the slices that read the
+    removed units. At m = 0 the state is that of :func:`ifso.masked`.
+    """
+
+    def __init__(self, products: Products, graph: ChannelGraph, keep: Keep) -> None:
+        check_fits(products.model, graph)
+        self._kept = graph.kept(keep)
+        check_keep(graph, self._kept)
+        self._products, self._graph, self._keep = products, graph, keep
+        self.space = products.space
+        named = dict(products.model.named_parameters())
+        self._reading = {reader.parameter: named[reader.parameter] for reader in products.readers}
+        self._tensors = {**self._reading, **self.space.tensors}
+        self._originals = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        self._alive = survivors(self.space, graph, self._kept)
+        self.support = self.space.flat(
+            {name: alive.to(self._tensors[name].dtype) for name, alive in self._alive.items()}
+        )
+
+    @property
+    def removed(self) -> int:
+        """How many units go."""
+        return int((~self._kept).sum())
+
+    def start(self) -> Tensor:
+        """W as the model had it."""
+        return self.space.flat({name: self._originals[name] for name in self.space.tensors})
+
+    def direction(self) -> Tensor:
+        """∂U/∂m for U = m ⊙ W: the slices of W that read removed units, as they were; zero elsewhere."""
+        names = self.space.tensors.keys() & self._reading
+        return self.space.flat({name: self._originals[name] * (1 - self._factor(name, 0.0)) for name in names})
+
+    @contextlib.contextmanager
+    def at(self, m: float) -> Iterator[None]:
+        """Set the removed units' mask to m; surviving weights stay as they are assigned, before and after."""
+        if m == 0:
+            with masked(self._products.model, self._graph, self._keep):
+                yield
+            return
+        forget_caches(self._products.model)
+        factors = {name: self._factor(name, m) for name in self._reading}
+        try:
+            self._scale_(factors, masked=True)
+            reductions = self._graph.reductions
+            exact = ExactReductions(self._products.model, reductions, self._kept) if reductions else None
+            with exact or contextlib.nullcontext():
+                yield
+        finally:
+            self._scale_(factors, masked=False)
+
+    @torch.no_grad()
+    def _scale_(self, factors: Mapping[str, Tensor], *, masked: bool) -> None:
+        """Scale the slices that read removed units, or put them back."""
+        for name, factor in factors.items():
+            original = self._originals[name]
+            tensor = self._reading[name]
+            tensor.copy_(torch.where(factor == 1, tensor, original * factor if masked else original))
+
+    def _factor(self, name: str, m: float) -> Tensor:
+        tensor = self._reading[name]
+        entries = torch.full((self._kept.numel(),), m, dtype=tensor.dtype, device=tensor.device)
+        entries[self._kept.to(tensor.device)] = 1
+        entries[STAYS] = 1
+        factor = torch.ones((), dtype=tensor.dtype, device=tensor.device)
+        for reader in self._products.readers:
+            if reader.parameter == name:
+                factor = factor * reader.spread(entries, tensor.shape)
+        return factor
+
+    @torch.no_grad()
+    def assign_(self, weights: Tensor) -> None:
+        """Put surviving weights into the model; the others stay as they are."""
+        for name, part in self.space.split(weights).items():
+            tensor = self.space.tensors[name]
+            tensor.copy_(torch.where(self._alive[name], part, tensor))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put every weight back as it was."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(self._originals[name])

@@ -232,27 +232,18 @@ def grid_sampler_backward(
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the image and of the points where it is sampled."""
-    first, second = backward_of(
-        lambda image, points: grid_sample(image, points, interpolation_mode, padding_mode, align_corners),
-        grad_output,
-        (input, grid),
-        output_mask,
+    with torch.enable_grad():
+        image, points = leaves = [
+            _leaf(tensor, asked) for tensor, asked in zip((input, grid), output_mask, strict=True)
+        ]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        sampled = grid_sample(image, points, interpolation_mode, padding_mode, align_corners)
+        grads = iter(torch.autograd.grad(sampled, wanted, grad_output, allow_unused=True) if wanted else ())
+    found = [next(grads) if leaf.requires_grad else None for leaf in leaves]
+    first, second = (
+        torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, (input, grid), strict=True)
     )
     return first, second
-
-
-def backward_of(
-    function: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor], asked: Sequence[bool]
-) -> list[Tensor]:
-    """Gradients of the inputs that are ``asked``, zeros of others, all of them dual numbers where the inputs are."""
-    with torch.enable_grad():
-        leaves = [_leaf(tensor, wanted) for tensor, wanted in zip(inputs, asked, strict=True)]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        grads_of_wanted = iter(
-            torch.autograd.grad(function(*leaves), wanted, grad, allow_unused=True) if wanted else ()
-        )
-    grads = [next(grads_of_wanted) if leaf.requires_grad else None for leaf in leaves]
-    return [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(grads, inputs, strict=True)]
 
 
 def _leaf(tensor: Tensor, wanted: bool) -> Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
@@ -200,13 +200,16 @@ def _conv(dims: int) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         if isinstance(padding, str) or input.dim() != dims + 2:
             return NotImplemented
-        shape = ConvShape(_each(stride, dims), _each(padding, dims), _each(dilation, dims), False, [0] * dims, groups)
+        shape = ConvShape(
+            per_dim(stride, dims), per_dim(padding, dims), per_dim(dilation, dims), False, [0] * dims, groups
+        )
         return mode.layer(shape, input, weight, bias)
 
     return convolve
 
 
-def _each(value: Any, dims: int) -> list[int]:
+def per_dim(value: Any, dims: int) -> list[int]:
+    """A setting of a convolution for each of its dims."""
     return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
 
 
@@ -293,10 +296,6 @@ def _hardtanh(mode: DualMode, input: Tensor, min_val: float = -1.0, max_val: flo
     return _clamp(min_val, max_val)(mode, input, inplace)
 
 
-def _relu_(mode: DualMode, input: Tensor) -> Any:
-    return _RELU(mode, input, inplace=True)
-
-
 _RELU = _clamp(*RELU)
 
 
@@ -354,7 +353,7 @@ _DUAL_LAYERS: dict[Any, Callable[..., Any]] = {
     F.hardtanh: _hardtanh,
     F.relu6: _clamp(0, 6),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _RELU),
-    **dict.fromkeys((torch.relu_, Tensor.relu_), _relu_),
+    **dict.fromkeys((torch.relu_, Tensor.relu_), partial(_RELU, inplace=True)),
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), _add_),
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax),
     F.scaled_dot_product_attention: _attention,

@@ -10,10 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ifso.common.loss_fn import LossFn, WatchedLoss
-from ifso.curvature.continuation import ContinuationOptions, ContinuationSolver, Point
-from ifso.curvature.objective import MaskedModel, Objective, System
+from ifso.curvature.continuation import (
+    ContinuationOptions,
+    ContinuationSolver,
+    MaskedModel,
+    Point,
+    quadratic_model,
+    with_damping,
+)
+from ifso.curvature.objective import Objective, QuadraticModel, System
 from ifso.curvature.products import Products
-from ifso.curvature.quadratic_models import QuadraticModel, quadratic_model, with_damping
 from ifso.curvature.solvers import (
     ConjugateGradients,
     JacobianRows,
@@ -124,7 +130,7 @@ def true_loss_change(
     masked = MaskedModel(products, graph, keep)
     system = System(objective, curvature, masked.support)
     chosen, notes = _choose(solver, objective, curvature, path_steps)
-    if masked.has_reductions and path_steps > 1:
+    if graph.reductions and path_steps > 1:
         notes.append("layers that take statistics over channels leave the removed units out from the path's start on")
     try:
         start = objective.loss()

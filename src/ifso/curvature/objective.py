@@ -1,29 +1,38 @@
-"""The loss over fixed batches as a function of the flat weights, and what solvers of its curvature take and give."""
+"""The loss over fixed batches as a function of the flat weights, and what solvers of its curvature take and give.
+
+Curvature is the Hessian, or the Gauss-Newton matrix: the Hessian without the curvature of the network itself.
+Write the loss as L(W) = ℓ(f(W), W), where f is what ``model(...)`` returns and the second argument stands for the
+weights that ``loss_fn`` uses directly (an L2 term). With J = ∂f/∂W and K = [J; I],
+
+    G = Kᵀ ∇²ℓ K,        H = G + Σ_o (∂ℓ/∂f_o) ∂²f_o/∂W².
+
+G is exact in everything but the second derivative of f, and positive semidefinite where ℓ is convex.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ifso.common.batches import pieces
-from ifso.common.loss_fn import scalar
-from ifso.common.torch_state import forget_caches, undisturbed
-from ifso.costs.cost import check_fits
-from ifso.curvature.gauss_newton import gauss_newton_product
+from ifso.common.loss_fn import LossFn, checked, scalar
+from ifso.common.torch_state import ALONE, undisturbed
+from ifso.curvature.decompositions import load_forward_mode
+from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes, twice_differentiable
 from ifso.curvature.products import Products
-from ifso.curvature.weight_space import survivors
+from ifso.curvature.weight_space import sum_present
 from ifso.errors import ScoreError
-from ifso.graph.balancing import check_keep
-from ifso.graph.channel_graph import STAYS, ChannelGraph, Keep
-from ifso.graph.reductions import ExactReductions
-from ifso.surgery.mask import masked
 
 GRADIENT, PRODUCT, LOSS = 1.0, 2.0, 1 / 3
 """What a gradient, a product with a curvature matrix and a loss cost, in gradients over all batches."""
@@ -80,7 +89,7 @@ class Objective:
         return self._mean_product(vector, self.products.hessian, "a product with the Hessian")
 
     def gauss_newton(self, vector: Tensor) -> Tensor:
-        """G·vector, see :mod:`ifso.curvature.gauss_newton`."""
+        """G·vector."""
 
         def product(batch: Any, vector: Tensor) -> Tensor:
             dots = self.space.split(vector)
@@ -173,6 +182,26 @@ class Solver(Protocol):
         ...
 
 
+class QuadraticModel(ABC):
+    """The model at one point, for one gradient g and curvature C."""
+
+    @abstractmethod
+    def solve(self, damping: float) -> Tensor:
+        """u = (C + λI)⁻¹g."""
+
+    @abstractmethod
+    def decrease(self, damping: float) -> float:
+        """gᵀu − ½uᵀCu at that u, without damping: by how much the model says the loss falls."""
+
+    @abstractmethod
+    def inverse(self, vector: Tensor, damping: float) -> Tensor:
+        """(C + λI)⁻¹·vector for any vector, as well as the model knows C."""
+
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel | None:  # noqa: ARG002 (most know C along g only)
+        """The same C with another g; None if C is not known well enough for that."""
+        return None
+
+
 def checked_vector(system: System, v: Tensor) -> Tensor:
     """v restricted to the weights that may move, if its shape and numbers are right."""
     if v.shape != (system.size,):
@@ -207,93 +236,106 @@ def _finite_number(loss: float) -> float:
     return loss
 
 
-class MaskedModel:
-    """A model from which ``keep`` removes units by a mask, and the weights that survive them.
+def gauss_newton_product(
+    model: nn.Module, loss_fn: LossFn, batch: Any, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """G·dots by parameter name: one forward pass on dual numbers, one through the loss, one plain backward pass."""
+    load_forward_mode()
+    with _reraise_as_score_error(), twice_differentiable(model):
+        with ALONE, forward_ad.dual_level():
+            split = _Linearization(tensors, dots)
+            before = model.register_forward_pre_hook(split.enter, with_kwargs=True)
+            after = model.register_forward_hook(split.leave)
+            with before, after, below_other_modes(DualMode(split.plans, PassOptions(fused=False))):
+                loss = checked(loss_fn(model, batch))
+            if not split.outputs:
+                raise ScoreError(
+                    "loss_fn never calls model(...), so the Gauss-Newton matrix has no output to linearise; "
+                    "call the model in loss_fn, or choose curvature='hessian'"
+                )
+            direct = [leaf for leaf in split.direct.values() if leaf is not None]
+            leaves = [leaf for _, leaf in split.outputs]
+            grads = torch.autograd.grad(loss, [*leaves, *direct], allow_unused=True)
+            tangents = [None if grad is None else forward_ad.unpack_dual(grad).tangent for grad in grads]
+        back = [
+            (primal, tangent)
+            for (primal, _), tangent in zip(split.outputs, tangents[: len(leaves)], strict=True)
+            if tangent is not None and primal.requires_grad
+        ]
+        through = _pull_back(back, list(split.inside.values()))
+    beside = dict(zip(split.direct, tangents[len(leaves) :], strict=True))
+    return {name: sum_present(through.get(id(split.inside.get(name))), beside.get(name)) for name in tensors}
 
-    ``support`` is 1 over the surviving weights of W and 0 over the others; the mask scales the slices that read the
-    removed units. At m = 0 the state is that of :func:`ifso.masked`.
-    """
 
-    def __init__(self, products: Products, graph: ChannelGraph, keep: Keep) -> None:
-        check_fits(products.model, graph)
-        self._kept = graph.kept(keep)
-        check_keep(graph, self._kept)
-        self._products, self._graph, self._keep = products, graph, keep
-        self.space = products.space
-        named = dict(products.model.named_parameters())
-        self._reading = {reader.parameter: named[reader.parameter] for reader in products.readers}
-        self._tensors = {**self._reading, **self.space.tensors}
-        self._originals = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
-        self._alive = survivors(self.space, graph, self._kept)
-        self.support = self.space.flat(
-            {name: alive.to(self._tensors[name].dtype) for name, alive in self._alive.items()}
-        )
+_SIGNS = ("forward AD", "jvp", "forward-mode", "forward mode", "Batching rule", "functorch")
 
-    @property
-    def removed(self) -> int:
-        """How many units go."""
-        return int((~self._kept).sum())
 
-    @property
-    def has_reductions(self) -> bool:
-        """Whether functions over channels (layer norm …) make the path start away from the model."""
-        return bool(self._graph.reductions)
+@contextlib.contextmanager
+def _reraise_as_score_error() -> Iterator[None]:
+    """What forward mode cannot differentiate is refused in one line, with what can; other errors pass."""
+    try:
+        yield
+    except (RuntimeError, ScoreError) as error:
+        cause = error.__cause__ if isinstance(error, ScoreError) and error.__cause__ is not None else error
+        text = " ".join(str(cause).split())
+        if not any(sign in text for sign in _SIGNS):
+            raise
+        raise ScoreError(
+            "the Gauss-Newton matrix takes forward mode, by which the model or loss cannot be differentiated: "
+            f"{text[:200]}; choose curvature='hessian', or write that operation out in plain tensor operations"
+        ) from error
 
-    def start(self) -> Tensor:
-        """W as the model had it."""
-        return self.space.flat({name: self._originals[name] for name in self.space.tensors})
 
-    def direction(self) -> Tensor:
-        """∂U/∂m for U = m ⊙ W: the slices of W that read removed units, as they were; zero elsewhere."""
-        names = self.space.tensors.keys() & self._reading
-        return self.space.flat({name: self._originals[name] * (1 - self._factor(name, 0.0)) for name in names})
+def _pull_back(back: list[tuple[Tensor, Tensor]], inside: list[Tensor]) -> dict[int, Tensor | None]:
+    """Σ Jᵀ tangent over the outputs, by ``id`` of the parameter's stand-in."""
+    if not back or not inside:
+        return {}
+    outputs, tangents = zip(*back, strict=True)
+    primals = torch.autograd.grad(outputs, inside, [tangent.detach() for tangent in tangents], allow_unused=True)
+    return {id(leaf): grad for leaf, grad in zip(inside, primals, strict=True)}
 
-    @contextlib.contextmanager
-    def at(self, m: float) -> Iterator[None]:
-        """Set the removed units' mask to m; surviving weights stay as they are assigned, before and after."""
-        if m == 0:
-            with masked(self._products.model, self._graph, self._keep):
-                yield
-            return
-        forget_caches(self._products.model)
-        factors = {name: self._factor(name, m) for name in self._reading}
-        try:
-            self._scale_(factors, masked=True)
-            reductions = self._graph.reductions
-            exact = ExactReductions(self._products.model, reductions, self._kept) if reductions else None
-            with exact or contextlib.nullcontext():
-                yield
-        finally:
-            self._scale_(factors, masked=False)
 
-    @torch.no_grad()
-    def _scale_(self, factors: Mapping[str, Tensor], *, masked: bool) -> None:
-        """Scale the slices that read removed units, or put them back."""
-        for name, factor in factors.items():
-            original = self._originals[name]
-            tensor = self._reading[name]
-            tensor.copy_(torch.where(factor == 1, tensor, original * factor if masked else original))
+class _Linearization:
+    """Parameters as dual numbers, one leaf inside the model and another outside it; outputs of the model as leaves."""
 
-    def _factor(self, name: str, m: float) -> Tensor:
-        tensor = self._reading[name]
-        entries = torch.full((self._kept.numel(),), m, dtype=tensor.dtype, device=tensor.device)
-        entries[self._kept.to(tensor.device)] = 1
-        entries[STAYS] = 1
-        factor = torch.ones((), dtype=tensor.dtype, device=tensor.device)
-        for reader in self._products.readers:
-            if reader.parameter == name:
-                factor = factor * reader.spread(entries, tensor.shape)
-        return factor
+    def __init__(self, tensors: Mapping[str, Tensor], dots: Mapping[str, Tensor]) -> None:
+        self._tensors, self._dots = tensors, dots
+        self._depth = 0
+        self.inside: dict[str, Tensor] = {}
+        self.direct: dict[str, Tensor] = {}
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.plans = {
+            id(tensor): ParameterPlan(stand_in=partial(self._stand_in, name), in_layers=False)
+            for name, tensor in tensors.items()
+        }
 
-    @torch.no_grad()
-    def assign_(self, weights: Tensor) -> None:
-        """Put surviving weights into the model; the others stay as they are."""
-        for name, part in self.space.split(weights).items():
-            tensor = self.space.tensors[name]
-            tensor.copy_(torch.where(self._alive[name], part, tensor))
+    def _stand_in(self, name: str) -> Tensor:
+        leaves = self.inside if self._depth else self.direct
+        if name not in leaves:
+            leaf = self._tensors[name].detach().requires_grad_()
+            leaves[name] = forward_ad.make_dual(leaf, self._dots[name])
+        return leaves[name]
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put every weight back as it was."""
-        for name, tensor in self._tensors.items():
-            tensor.copy_(self._originals[name])
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise ScoreError(
+                    "the model is called on something that depends on its own weights, which the Gauss-Newton matrix "
+                    "does not follow; choose curvature='hessian'"
+                )
+
+    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        del args
+        self._depth -= 1
+        values, shape = tree_flatten(output)
+        return tree_unflatten([self._as_leaf(value) for value in values], shape)
+
+    def _as_leaf(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        primal, tangent = forward_ad.unpack_dual(value)
+        leaf = primal.detach().requires_grad_()
+        dual = leaf if tangent is None else forward_ad.make_dual(leaf, tangent.detach())
+        self.outputs.append((primal, dual))
+        return dual

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -140,12 +140,16 @@ def readers(graph: ChannelGraph, device: torch.device | str = "cpu") -> list[Rea
     A unit that no weight reads (queries and keys, which meet only each other) is masked where it is made, and one that
     a weight norm reads too: a norm makes up for what is scaled before it. There gains are scaled.
     """
+    return slices_of(((group, member) for group in graph.groups for member in _masked_members(group, graph)), device)
+
+
+def slices_of(members: Iterable[tuple[Group, Member]], device: torch.device | str = "cpu") -> list[Reader]:
+    """Each parameter and dim among these members of groups once, its units numbered through the whole network."""
     owners: dict[tuple[str, int], Tensor] = {}
-    for group in graph.groups:
-        for member in _masked_members(group, graph):
-            owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
-            key = (member.parameter, member.dim)
-            owners[key] = torch.maximum(owners[key], owner) if key in owners else owner
+    for group, member in members:
+        owner = torch.where(member.owner >= 0, member.owner + group.first, STAYS)
+        key = (member.parameter, member.dim)
+        owners[key] = torch.maximum(owners[key], owner) if key in owners else owner
     return [Reader(name, dim, owner.to(device)) for (name, dim), owner in owners.items()]
 
 

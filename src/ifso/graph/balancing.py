@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ifso.errors import KeepError
-from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Keep
+from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Keep, by_group
 
 
 def balance(graph: ChannelGraph, keep: Keep, scores: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -37,8 +37,7 @@ def balance(graph: ChannelGraph, keep: Keep, scores: Mapping[str, Tensor] | None
     """
     kept = graph.kept(keep)
     ranking = _ranking(graph, scores)
-    balanced = balance_vector(kept, graph.balances, ranking)
-    return {group.name: balanced[group.units].clone() for group in graph.groups}
+    return by_group(graph, balance_vector(kept, graph.balances, ranking))
 
 
 def _ranking(graph: ChannelGraph, scores: Mapping[str, Tensor] | None) -> Tensor:

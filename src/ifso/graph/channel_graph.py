@@ -6,6 +6,7 @@ Units are numbered through the whole network; a *group* is a run of units whose 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from ifso.errors import KeepError
 from ifso.graph.naming import Wiring
 
 if TYPE_CHECKING:
-    from ifso.graph.terms import Term
+    from ifso.graph.layouts import Term
 
 STAYS = -1
 """The unit number of a slice that belongs to no unit and is never removed."""
@@ -245,3 +246,13 @@ class ChannelGraph:
         from ifso.graph.printing import render
 
         return render(self)
+
+
+def by_group(graph: ChannelGraph, vector: Tensor) -> dict[str, Tensor]:
+    """The parts of a vector over all units, copied, by name of the group."""
+    return {group.name: vector[group.units].clone() for group in graph.groups}
+
+
+def group_of(graph: ChannelGraph, unit: int) -> Group:
+    """The group of a unit, by its number in the whole network."""
+    return graph.groups[bisect_right(graph.groups, unit, key=lambda group: group.first) - 1]

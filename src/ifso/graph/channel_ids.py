@@ -20,6 +20,8 @@ from ifso.graph.tape import Call, FunctionKey, Ref, Tape
 
 PRODUCES, CONSUMES = "produces", "consumes"
 PADDED_FRONT, PADDED_BACK = ("front",), ("back",)
+"""Names of numbers of zeros that are added beside channels."""
+
 FROM_INPUT = "the model's input"
 
 
@@ -72,11 +74,6 @@ class MeasuredBy:
     names: tuple[str, ...]
     position: int | None
     ids: Tensor
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether it counts zeros added beside the channels."""
-        return self.names in (PADDED_FRONT, PADDED_BACK)
 
 
 def compress(ids: Tensor, exact: bool = False) -> Tensor:

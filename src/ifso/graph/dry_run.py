@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -28,7 +27,6 @@ from ifso.graph.naming import modes_of
 from ifso.graph.removal import UnitRemoval
 from ifso.graph.scalar_arguments import (
     OWN_SCALES,
-    Computed,
     ComputedNumbers,
     changed_numbers,
     recorded_numbers,
@@ -66,7 +64,7 @@ def rehearse(model: nn.Module, removal: UnitRemoval) -> tuple[list[Problem], str
     """Run the smaller model. Returns the problems, and the module where it could not go on or took another way."""
     if removal.on_real_tensors:
         return _rehearse_real(model, removal)
-    expected = removal.expected_results()
+    expected = removal.expected()
     problems: list[Problem] = []
     exchanged: set[str] = set()
 
@@ -186,7 +184,7 @@ class Rehearsal(ModuleFunctions):
         problems: list[Problem],
         stage: FakeStage | None,
     ) -> None:
-        super().__init__(model, self._resume)
+        super().__init__(model)
         self.problems = problems
         self.module = ""
         """The innermost module that ran last."""
@@ -194,7 +192,8 @@ class Rehearsal(ModuleFunctions):
         self._place, self._inside = 0, False
         self._computed = ComputedNumbers(model)
 
-    def _resume(self, name: str, entry: int) -> None:
+    def left(self, name: str, entry: int) -> None:
+        """Behind a module whose class was exchanged the recording goes on."""
         if name in self._exchanged:
             self._place = self._tape.module_ends.get(entry, self._place)
 
@@ -202,17 +201,17 @@ class Rehearsal(ModuleFunctions):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        if any(name in self._exchanged for name in self._stack.running):
+        if self.runs_within(self._exchanged):
             try:
                 return func(*args, **kwargs)
             finally:
                 self._computed.calls.clear()
-        self.module = self._stack.module
+        self.module = self.caller
         name = getattr(func, "__name__", str(func))
         if self._stage is not None and name in LEAVING and args and isinstance(args[0], Tensor):
             self._stage.writes.protect(args[0])
         if self._place >= len(self._tape.functions) or self._tape.functions[self._place].name != name:
-            raise Diverged(self._stack.module)
+            raise Diverged(self.caller)
         call = self._tape.functions[self._place]
         self._place += 1
         self._inside = True
@@ -234,9 +233,10 @@ class Rehearsal(ModuleFunctions):
         if recorded or len(self._computed.calls) > before:
             now = self._computed.calls[:]
             self._computed.calls.clear()
-            if not _computes_the_same(call, recorded, now, kwargs):
+            scales = kwargs.get("scale"), call.kwargs.get("scale")
+            if not (scales[0] == scales[1] if call.name in OWN_SCALES else same_numbers(recorded, now)):
                 why = "computes with a number that depends on how many channels there are"
-                self._note(call, why, by_value=True, computed=(now, kwargs.get("scale")))
+                self._note(call, why, by_value=True, computed=(now, scales[0]))
         refs = list(refs_in(call.result))
         tensors = tensors_in(result)
         if not refs:
@@ -252,7 +252,7 @@ class Rehearsal(ModuleFunctions):
 
     def _note(self, call: FunctionCall, why: str, **facts: Any) -> None:
         line = _line_outside(sys._getframe())
-        self.problems.append(Problem(self._stack.module, call, " ".join(why.split())[:200], line=line, **facts))
+        self.problems.append(Problem(self.caller, call, " ".join(why.split())[:200], line=line, **facts))
 
     def _stand_in(self, tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -273,14 +273,6 @@ class Rehearsal(ModuleFunctions):
             self._stage.listen = None
 
 
-def _computes_the_same(
-    call: FunctionCall, recorded: list[Computed], now: list[Computed], kwargs: Mapping[str, Any]
-) -> bool:
-    if call.name in OWN_SCALES:
-        return bool(kwargs.get("scale") == call.kwargs.get("scale"))
-    return same_numbers(recorded, now)
-
-
 class LooseRehearsal(Rehearsal):
     """The same for models whose course depends on values, which differ from those of the recording.
 
@@ -290,15 +282,15 @@ class LooseRehearsal(Rehearsal):
 
     def __init__(self, model: nn.Module, removal: UnitRemoval, exchanged: set[str]) -> None:
         tape = removal.labels.tape
-        super().__init__(model, tape, removal.expected_arguments() | removal.expected_results(), exchanged, [], None)
+        super().__init__(model, tape, removal.expected(arguments=True), exchanged, [], None)
         self._by_key = {call.key: call for call in tape.functions if call.key[2]}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or any(name in self._exchanged for name in self._stack.running):
+        if self._inside or self.runs_within(self._exchanged):
             return func(*args, **kwargs)
-        self.module = self._stack.module
-        call = self._by_key.get(self._stack.next_function(func))
+        self.module = self.caller
+        call = self._by_key.get(self.next_function(func))
         self._inside = True
         try:
             if call is None or not self._is_judged(call, getattr(func, "__name__", str(func)), (args, kwargs)):

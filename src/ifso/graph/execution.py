@@ -45,11 +45,9 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-@contextlib.contextmanager
-def trainable() -> Iterator[None]:
+def trainable() -> contextlib.AbstractContextManager[Any]:
     """As outside of ``torch.inference_mode``: what is made can be trained, and its functions are seen one by one."""
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-        yield
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def on_fake_tensors(model: nn.Module, run: Callable[[FakeStage], T], prepare: Callable[[], Any] | None = None) -> T:
@@ -259,9 +257,12 @@ def _remove(holder: Any, lot: dict[int, Any]) -> bool:
     if isinstance(holder, functools._lru_cache_wrapper):
         holder.cache_clear()
         return True
-    for kind, remove in _REMOVERS:
-        if isinstance(holder, kind):
-            return remove(holder, lot)
+    if isinstance(holder, (tuple, frozenset, types.CellType, type)):
+        return False
+    if isinstance(holder, dict):
+        return _remove_from_dict(holder, lot)
+    if isinstance(holder, (list, deque, set)):
+        return _remove_from_container(holder, lot)
     attributes = getattr(holder, "__dict__", None)
     return (isinstance(attributes, dict) and _remove_from_dict(attributes, lot)) or _remove_from_slots(holder, lot)
 
@@ -285,27 +286,13 @@ def _remove_from_dict(holder: dict[Any, Any], lot: dict[int, Any]) -> bool:
     return bool(keys)
 
 
-def _remove_from_sequence(holder: Any, lot: dict[int, Any]) -> bool:
+def _remove_from_container(holder: list[Any] | deque[Any] | set[Any], lot: dict[int, Any]) -> bool:
     left = [item for item in holder if id(item) not in lot]
     if len(left) == len(holder):
         return False
     holder.clear()
-    holder.extend(left)
+    (holder.update if isinstance(holder, set) else holder.extend)(left)
     return True
-
-
-def _remove_from_set(holder: set[Any], lot: dict[int, Any]) -> bool:
-    gone = [item for item in holder if id(item) in lot]
-    holder.difference_update(gone)
-    return bool(gone)
-
-
-_REMOVERS: tuple[tuple[Any, Callable[[Any, dict[int, Any]], bool]], ...] = (
-    (dict, _remove_from_dict),
-    ((list, deque), _remove_from_sequence),
-    (set, _remove_from_set),
-    ((tuple, frozenset, types.CellType, type), lambda _holder, _lot: False),
-)
 
 
 def _describe(held: list[Any]) -> str:

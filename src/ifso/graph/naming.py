@@ -101,7 +101,7 @@ def wiring_of(model: nn.Module) -> Wiring:
     >>> wiring_of(nn.Sequential(nn.Softmax(1)))["0"]
     ('torch.nn.modules.activation.Softmax', ('dim', 1))
     """
-    return {name: (_class(module), *_settings(module)) for name, module in model.named_modules()}
+    return {name: (class_name(module), *_settings(module)) for name, module in model.named_modules()}
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:
@@ -127,7 +127,8 @@ def _words(found: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> str:
     return f"{kind}({settings[:80]})" if settings else kind
 
 
-def _class(module: nn.Module) -> str:
+def class_name(module: nn.Module) -> str:
+    """The class of a module and where it is defined."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 

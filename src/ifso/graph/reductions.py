@@ -74,7 +74,7 @@ class ExactReductions(ModuleFunctions):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, visit, number = self._stack.next_function(func)
+        name, visit, number = self.next_function(func)
         reduction = self._reductions.get((name, visit, number)) or self._reductions.get((name, 1, number))
         if reduction is None or getattr(func, "__name__", "") != reduction.name:
             return func(*args, **kwargs)

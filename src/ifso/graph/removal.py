@@ -125,19 +125,13 @@ class UnitRemoval:
         """New shapes of the parameters and buffers that lose something."""
         return {name: compact_shape(layout, self.kept, name) for name, layout in self.units.layouts.items()}
 
-    def expected_results(self) -> dict[Ref, tuple[int, ...]]:
-        """The shape that each result of a torch function should have."""
-        return self._expected(ref for call in self.labels.tape.functions for ref in refs_in(call.result))
-
-    def expected_arguments(self) -> dict[Ref, tuple[int, ...]]:
-        """The shape that each argument of a torch function should have."""
-        return self._expected(ref for call in self.labels.tape.functions for ref in refs_in((call.args, call.kwargs)))
-
-    def _expected(self, refs: Iterable[Ref]) -> dict[Ref, tuple[int, ...]]:
+    def expected(self, *, arguments: bool = False) -> dict[Ref, tuple[int, ...]]:
+        """The shape that each result of a torch function should have, and each of its arguments if asked for."""
         tape, of = self.labels.tape, self.units.of
+        trees = ((call.args, call.kwargs, call.result) if arguments else call.result for call in tape.functions)
         blocks = [of[rows] for rows, _ in self.labels.splits]
         expected = {}
-        for ref in dict.fromkeys(refs):
+        for ref in dict.fromkeys(ref for tree in trees for ref in refs_in(tree)):
             value = tape.values[ref.index]
             if value.name:
                 expected[ref] = self.shapes.get(value.name, value.shape)

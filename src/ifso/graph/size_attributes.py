@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ifso.common.module_state import read_attribute
 from ifso.graph.channel_graph import STAYS, SizeAttribute
-from ifso.graph.channel_ids import Labels
+from ifso.graph.channel_ids import PADDED_BACK, PADDED_FRONT, Labels
 from ifso.graph.dry_run import Problem, rehearse
 from ifso.graph.naming import is_under
 from ifso.graph.removal import Place, UnitRemoval, leave_one_whole, trial
@@ -329,7 +329,8 @@ class _Settler:
         what = "computes with how many there are" if problem.by_value else "uses a size that is fixed in Python code"
         where = f" ({problem.line})" if problem.line else ""
         reason = f"{problem.call.name} in {problem.module or 'the model'} {what}{where}"
-        padding = [size.ids for size in self._labels.sizes if size.module == problem.module and size.is_padding]
+        here = (size for size in self._labels.sizes if size.module == problem.module)
+        padding = [size.ids for size in here if size.names in (PADDED_FRONT, PADDED_BACK)]
         passing = list(self._passing(problem))
         return (
             self._freeze(padding, kept, reason)

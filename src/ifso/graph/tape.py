@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Self
@@ -140,27 +140,26 @@ class _Frame:
     functions: int = 0
 
 
-class ModuleStack:
-    """Knows which module is running in this thread, through PyTorch's global forward hooks."""
+class ModuleFunctions(TorchFunctionMode):
+    """A mode that sees torch functions and knows, through PyTorch's global forward hooks, which module calls them."""
 
-    def __init__(self, model: nn.Module, on_exit: Callable[[str, int], None] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running = [_Frame(OUTSIDE, 0)]
         self._entries = 0
         self._visits: Counter[str] = Counter()
-        self._on_exit = on_exit
         self._handles: list[Any] = []
         self._thread = 0
 
     @property
-    def module(self) -> str:
-        """Name of the innermost running module of the model."""
+    def caller(self) -> str:
+        """Name of the innermost module of the model that runs in this thread."""
         return self._running[-1].name.removeprefix(OUTSIDE)
 
-    @property
-    def running(self) -> list[str]:
-        """Names of all running modules, outermost first."""
-        return [frame.name for frame in self._running]
+    def runs_within(self, names: Collection[str]) -> bool:
+        """Return whether one of these modules is running."""
+        return any(frame.name in names for frame in self._running)
 
     def next_function(self, func: Any) -> FunctionKey:
         """Key of the torch function that is about to be called.
@@ -173,70 +172,60 @@ class ModuleStack:
         frame.functions += 1
         return (frame.name, frame.visit, frame.functions)
 
+    def left(self, name: str, entry: int) -> None:
+        """A module has run, the ``entry``-th to be entered; for subclasses."""
+
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if get_ident() != self._thread:
             return
         self._entries += 1
         if len(self._running) == 1:
             self._visits.clear()
-        name = self._names.get(id(module), self.module)
+        name = self._names.get(id(module), self.caller)
         self._visits[name] += 1
         self._running.append(_Frame(name, self._entries, self._visits[name]))
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if get_ident() != self._thread:
-            return
-        frame = self._running.pop()
-        if self._on_exit is not None:
-            self._on_exit(frame.name, frame.entry)
+        if get_ident() == self._thread:
+            frame = self._running.pop()
+            self.left(frame.name, frame.entry)
 
-    def __enter__(self) -> ModuleStack:
+    def __enter__(self) -> Self:
         self._thread = get_ident()
         self._handles = [
             module_hooks.register_module_forward_pre_hook(self._enter),
             module_hooks.register_module_forward_hook(self._leave, always_call=True),
         ]
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-class ModuleFunctions(TorchFunctionMode):
-    """A mode that sees torch functions and knows, by its ``_stack``, which module calls them."""
-
-    def __init__(self, model: nn.Module, on_exit: Callable[[str, int], None] | None = None) -> None:
-        super().__init__()
-        self._stack = ModuleStack(model, on_exit)
-
-    def __enter__(self) -> Self:
-        self._stack.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._stack.__exit__(*exc)
+        for handle in self._handles:
+            handle.remove()
 
 
-class _FunctionLog(TorchFunctionMode):
-    """Notes torch-level calls, so that ATen calls know which function they belong to."""
+class _FunctionLog(ModuleFunctions):
+    """Notes torch-level calls, so that ATen calls know which function they belong to: ``function``, if any."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        super().__init__(model)
         self._recorder = recorder
+        self.function: FunctionKey | None = None
+
+    def left(self, name: str, entry: int) -> None:  # noqa: ARG002 (one protocol)
+        tape = self._recorder.tape
+        tape.module_ends[entry] = len(tape.functions)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        recorder = self._recorder
-        if recorder.function is not None:
+        if self.function is not None:
             return func(*args, **kwargs)
-        key = recorder.function = recorder.stack.next_function(func)
+        key = self.function = self.next_function(func)
         try:
             result = func(*args, **kwargs)
         finally:
-            recorder.function = None
-        recorder.note_function(key, func, args, kwargs, result)
+            self.function = None
+        self._recorder.note_function(key, func, args, kwargs, result)
         return result
 
 
@@ -246,9 +235,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, named: dict[str, Tensor]) -> None:
         super().__init__()
         self.tape = Tape()
-        self.stack = ModuleStack(model, self._end_module)
-        self.function: FunctionKey | None = None
-        self._log = _FunctionLog(self)
+        self._log = _FunctionLog(model, self)
         self._refs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for name, tensor in named.items():
@@ -288,9 +275,6 @@ class Recorder(TorchDispatchMode):
             self.tape.written.add(self._owners[args[0]])
         self.tape.functions.append(FunctionCall(key, name, known(tuple(args)), known(kwargs), known(result)))
 
-    def _end_module(self, _name: str, entry: int) -> None:
-        self.tape.module_ends[entry] = len(self.tape.functions)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             return self._record(func, args, kwargs or {})
@@ -317,7 +301,7 @@ class Recorder(TorchDispatchMode):
                 self._note_view(func, args, item)
             outputs.append(known)
         op = str(func.overloadpacket)
-        call = Call(func, op, recorded_args, recorded_kwargs, tuple(outputs), self.stack.module, self.function)
+        call = Call(func, op, recorded_args, recorded_kwargs, tuple(outputs), self._log.caller, self._log.function)
         self.tape.calls.append(call)
         return result
 
@@ -330,7 +314,6 @@ class Recorder(TorchDispatchMode):
         """A tensor that did not exist before; subclasses watch memory here."""
 
     def __enter__(self) -> Recorder:
-        self.stack.__enter__()
         self._log.__enter__()
         super().__enter__()
         return self
@@ -338,7 +321,6 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._log.__exit__(*exc)
-        self.stack.__exit__(*exc)
 
 
 MOST_ELEMENTS = 4096

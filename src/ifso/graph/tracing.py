@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from ifso.graph import rules
 from ifso.graph.channel_graph import ChannelGraph
 from ifso.graph.channel_ids import Labels, MeasuredBy
 from ifso.graph.execution import GuardedRecorder, explain, run_fake, run_real, trainable
+from ifso.graph.layouts import terms_of
 from ifso.graph.naming import is_under, modes_of, names_in, wiring_of
 from ifso.graph.reductions import reductions_of
 from ifso.graph.size_attributes import settle
 from ifso.graph.tape import Call, FunctionCall, Recorder, Ref, Tape, refs_in
-from ifso.graph.terms import terms_of
 
 
 def trace(
@@ -144,10 +144,8 @@ def follow_channels(tape: Tape, ignore: Collection[str] = ()) -> Labels:
     for call in tape.calls:
         _follow(call, labels)
     for function in tape.functions:
-        _flag_attention_scale(function, labels)
-        _settle_averaged_heads(function, labels)
-        if function.name == "instance_norm":
-            _measure_instance_norm(function, labels)
+        if function.name in BY_FUNCTION:
+            BY_FUNCTION[function.name](function, labels)
         if function.name in LEAVING:
             labels.freeze_all(refs_in(function.args), f"its values leave torch by {function.name}")
         if function.name == "__set__":
@@ -173,11 +171,7 @@ def _follow(call: Call, labels: Labels) -> None:
 
 def _flag_attention_scale(function: FunctionCall, labels: Labels) -> None:
     """Attention divides by √(head size) unless told a scale: removing single channels of a head changes that."""
-    if function.name == "multi_head_attention_forward":
-        _flag_scale_of_layer(function, labels)
-    if function.name != "scaled_dot_product_attention" or function.kwargs.get("scale") is not None:
-        return
-    for layer in labels[function.args[0]] if function.args else ():
+    for layer in labels[function.args[0]] if function.args and function.kwargs.get("scale") is None else ():
         if layer.varies(layer.ids.dim() - 1):
             labels.scales.append((layer.ids.reshape(-1, layer.ids.shape[-1]), function.key))
 
@@ -202,19 +196,16 @@ def _count_attention_once(labels: Labels) -> None:
     labels.operations = [op for op in labels.operations if id(op) not in weights]
 
 
-def _flag_scale_of_layer(function: FunctionCall, labels: Labels) -> None:
-    """The same inside ``nn.MultiheadAttention``, whose first rows of weights make the queries."""
+def _settle_attention_layer(function: FunctionCall, labels: Labels) -> None:
+    """The same inside ``nn.MultiheadAttention``, whose first rows of weights make the queries.
+
+    It also averages its weights over the heads: a flag only where somebody looks at them.
+    """
     width, heads, together = function.args[3:6]
     weight = together or function.kwargs.get("q_proj_weight")
     layer = labels.along(weight, 0) if isinstance(weight, Ref) else None
     if layer is not None:
         labels.scales.append((layer.ids.flatten()[:width].view(heads, -1), function.key))
-
-
-def _settle_averaged_heads(function: FunctionCall, labels: Labels) -> None:
-    """``nn.MultiheadAttention`` also averages its weights over the heads: a flag only where somebody looks at them."""
-    if function.name != "multi_head_attention_forward":
-        return
     averaged = [ids for ids, _, key in labels.flags if key == function.key]
     weights = function.result[1] if isinstance(function.result, tuple) else None
     read = {ref for call in labels.tape.calls if call.function != function.key for ref in call.inputs}
@@ -228,3 +219,11 @@ def _measure_instance_norm(function: FunctionCall, labels: Labels) -> None:
     layer = labels.along(function.args[0], 1) if isinstance(function.args[0], Ref) else None
     if layer is not None and layer.dims == (1,):
         labels.sizes.append(MeasuredBy(function.key[0], ("num_features",), None, layer.ids.flatten()))
+
+
+BY_FUNCTION: dict[str, Callable[[FunctionCall, Labels], None]] = {
+    "scaled_dot_product_attention": _flag_attention_scale,
+    "multi_head_attention_forward": _settle_attention_layer,
+    "instance_norm": _measure_instance_norm,
+}
+"""What is noted of torch functions beside the ATen calls that they make."""

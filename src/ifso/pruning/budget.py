@@ -55,10 +55,9 @@ class Budget:
         if flops is not None:
             object.__setattr__(self, "macs", flops)
             object.__setattr__(self, "_in_flops", True)
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {name: value for name, value in named.items() if value is not None}
+        given = self.given
         if not given:
-            known = ", ".join(named)
+            known = ", ".join(field.name for field in fields(self))
             raise BudgetError(f"an empty budget; give the share KEPT of at least one of {known}: macs=0.5 keeps half")
         for name, value in given.items():
             if isinstance(value, (tuple, list)) and name != "latency":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ifso.curvature.weight_space import slices_of
 from ifso.errors import BudgetError
 from ifso.graph.balancing import cells_of, connected_balances
-from ifso.graph.channel_graph import STAYS, Balance, ChannelGraph, Group
+from ifso.graph.channel_graph import STAYS, ChannelGraph, Group
 from ifso.graph.naming import fits
 from ifso.pruning.cost_tracker import Incidence, incidence
 from ifso.runs.values import is_kind
@@ -44,8 +45,8 @@ def families_of(graph: ChannelGraph) -> tuple[list[int], list[Family]]:
     free, tied = set(range(graph.num_units)), []
     for connected in connected_balances(list(graph.balances)):
         cells = cells_of(connected)
-        losses = [_losses(cell, connected) for cell in cells]
-        bound = [place for place, loss in enumerate(losses) if not _is_even([loss])]
+        losses = [[(one.blocks == cell[0]).sum(1).tolist() for one in connected] for cell in cells]
+        bound = [place for place, loss in enumerate(losses) if any(len(set(blocks)) > 1 for blocks in loss)]
         if not bound:
             continue
         sizes = [len(cells[place]) for place in bound]
@@ -60,22 +61,6 @@ Loss = list[list[int]]
 """Slices that each block of each balance loses with one unit of a cell."""
 
 
-def _losses(cell: Sequence[int], connected: Iterable[Balance]) -> Loss:
-    return [(one.blocks == cell[0]).sum(1).tolist() for one in connected]
-
-
-def _is_even(losses: Sequence[Loss], pattern: Sequence[int] = (1,)) -> bool:
-    """Return whether every block of a balance loses equally many, for every balance."""
-    for number in range(len(losses[0])):
-        totals = [
-            sum(take * lost for take, lost in zip(pattern, block, strict=True))
-            for block in zip(*(loss[number] for loss in losses), strict=True)
-        ]
-        if len(set(totals)) > 1:
-            return False
-    return True
-
-
 def elementary_patterns(losses: Sequence[Loss], sizes: Sequence[int]) -> list[Pattern]:
     """Smallest numbers of units to take from each cell so that all blocks lose equally many; none if there are none.
 
@@ -87,7 +72,9 @@ def elementary_patterns(losses: Sequence[Loss], sizes: Sequence[int]) -> list[Pa
     pattern = _one_cell_per_block(losses)
     if pattern is not None:
         return [pattern]
-    return minimal_solutions([_imbalance(loss) for loss in losses], sizes)
+    # by how much each block loses more than the first of its balance, with one unit of a cell
+    imbalances = [[lost - blocks[0] for blocks in loss for lost in blocks[1:]] for loss in losses]
+    return minimal_solutions(imbalances, sizes)
 
 
 def _one_cell_per_block(losses: Sequence[Loss]) -> Pattern | None:
@@ -99,11 +86,6 @@ def _one_cell_per_block(losses: Sequence[Loss]) -> Pattern | None:
         return None
     slices = math.lcm(*(lost[0] for lost in own))
     return tuple(slices // lost[0] for lost in own)
-
-
-def _imbalance(loss: Loss) -> list[int]:
-    """By how much each block loses more than the first of its balance, with one unit of a cell."""
-    return [lost - blocks[0] for blocks in loss for lost in blocks[1:]]
 
 
 _MOST_CHOICES, _MOST_PATTERNS = 20_000, 64
@@ -159,30 +141,32 @@ def _eliminated(vectors: Sequence[Sequence[int]], order: Sequence[int]) -> tuple
 
 
 class Axes:
-    """Axes that must not lose too many units: every axis of every parameter, and the blocks of every balance.
+    """Axes, each as the numbers of its units, that must not lose too many: ``floors`` say how many each keeps."""
 
-    ``floors`` say how many units each keeps.
-    """
-
-    def __init__(self, graph: ChannelGraph, floors_of: Floors) -> None:
-        floors: dict[tuple[int, ...], int] = {}
-        for layout in graph.layouts.values():
-            for layer in layout.layers:
-                row = _distinct(layer)
-                floors[row] = floors_of.least(len(row))
-        for group in graph.groups:
-            if (least := floors_of.of_group(group)) is not None:
-                floors[tuple(range(group.first, group.first + group.size))] = least
-        for balance in graph.balances:
-            for block in balance.blocks:
-                floors.setdefault(_distinct(block), 1)
+    def __init__(self, floors: Mapping[tuple[int, ...], int], units: int) -> None:
         self.rows = [torch.tensor(row, dtype=torch.long, device="cpu") for row in floors]
         self.floors = list(floors.values())
-        self.of: Incidence = incidence(self.rows, graph.num_units)
+        self.of: Incidence = incidence(self.rows, units)
 
     def room(self, kept: Tensor) -> list[int]:
         """How many units each axis can still lose."""
         return [int(kept[row].sum()) - floor for row, floor in zip(self.rows, self.floors, strict=True)]
+
+
+def axes_of(graph: ChannelGraph, floors_of: Floors) -> Axes:
+    """Every axis of every parameter, and the blocks of every balance."""
+    floors: dict[tuple[int, ...], int] = {}
+    for layout in graph.layouts.values():
+        for layer in layout.layers:
+            row = _distinct(layer)
+            floors[row] = floors_of.least(len(row))
+    for group in graph.groups:
+        if (least := floors_of.of_group(group)) is not None:
+            floors[tuple(range(group.first, group.first + group.size))] = least
+    for balance in graph.balances:
+        for block in balance.blocks:
+            floors.setdefault(_distinct(block), 1)
+    return Axes(floors, graph.num_units)
 
 
 def _distinct(layer: Tensor) -> tuple[int, ...]:
@@ -191,30 +175,14 @@ def _distinct(layer: Tensor) -> tuple[int, ...]:
     return (*layer[layer != STAYS].unique().tolist(), *[STAYS] * stays)
 
 
-class ProducedAxes:
-    """The channels of every axis that units are produced on."""
-
-    def __init__(self, graph: ChannelGraph) -> None:
-        wanted = {
-            (member.parameter, member.dim)
-            for group in graph.groups
-            for member in group.members
-            if member.role == "produces"
-        }
-        labels: dict[tuple[str, int], Tensor] = {}
-        for group in graph.groups:
-            for member in group.members:
-                place = (member.parameter, member.dim)
-                if place in wanted:
-                    before = labels.get(place, torch.full_like(member.owner, STAYS))
-                    labels[place] = torch.where(member.owner >= 0, member.owner + group.first, before)
-        rows = {tuple(label.reshape(-1, label.shape[-1]).unique(dim=0).flatten().tolist()) for label in labels.values()}
-        self.rows = [torch.tensor(row, dtype=torch.long, device="cpu") for row in sorted(rows)]
-        self.of: Incidence = incidence(self.rows, graph.num_units)
-
-    def channels(self, kept: Tensor) -> list[int]:
-        """How many channels each axis has."""
-        return [int(kept[row].sum()) for row in self.rows]
+def produced_axes(graph: ChannelGraph) -> Axes:
+    """The channels of every axis that units are produced on; all may go."""
+    members = [(group, member) for group in graph.groups for member in group.members]
+    made = {(member.parameter, member.dim) for _, member in members if member.role == "produces"}
+    slices = slices_of((group, member) for group, member in members if (member.parameter, member.dim) in made)
+    labels = [each.owner.reshape(-1, each.owner.shape[-1]) for each in slices]
+    rows = {tuple(label.unique(dim=0).flatten().tolist()) for label in labels}
+    return Axes(dict.fromkeys(sorted(rows), 0), graph.num_units)
 
 
 ALL = "*"

@@ -1,6 +1,6 @@
 """What is left of every cost while units go, kept up to date instead of counted anew.
 
-A cost is a weighted sum over the terms of the graph (:class:`ifso.graph.terms.Term`). Most terms are products of
+A cost is a weighted sum over the terms of the graph (:class:`ifso.graph.layouts.Term`). Most terms are products of
 numbers of slices, so that a unit that goes changes only the sizes of the axes it stands on.
 """
 
@@ -9,22 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ifso.costs.cost import MAC_KINDS
+from ifso.costs.cost import KINDS
 from ifso.graph.channel_graph import STAYS, ChannelGraph
-from ifso.graph.terms import Term
-
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "macs": MAC_KINDS,
-    "conv_macs": ("conv",),
-    "params": ("parameter",),
-    "activations": ("activation",),
-}
-"""The kinds of terms that each cost adds up."""
+from ifso.graph.layouts import Term
 
 Incidence = list[list[tuple[int, int]]]
 """For each unit (row, slices): the rows of unit numbers it stands in, and how often."""
@@ -42,41 +33,6 @@ def incidence(rows: Sequence[Tensor], units: int) -> Incidence:
         for unit, count in zip(members.tolist(), counts.tolist(), strict=True):
             found[unit].append((number, count))
     return found
-
-
-@dataclass(frozen=True)
-class _Structure:
-    """What does not change: the lines of unit numbers of separable terms, and who touches what.
-
-    ``lines`` of each term are numbers into ``rows``; ``rest`` is the product of its other sizes. A term without lines
-    (None) is counted by itself.
-    """
-
-    rows: list[Tensor]
-    lines: list[list[int] | None]
-    rest: list[int]
-    term_of_row: list[int]
-    rows_of_unit: Incidence
-    whole_terms_of_unit: Incidence
-
-    @classmethod
-    def of(cls, terms: Sequence[Term], units: int) -> _Structure:
-        rows: list[Tensor] = []
-        lines: list[list[int] | None] = []
-        rest, term_of_row, whole = [], [], []
-        for number, term in enumerate(terms):
-            if term.lines is None:
-                lines.append(None)
-                rest.append(1)
-                whole.append(torch.cat([layer.flatten() for layer in term.layers]))
-                continue
-            whole.append(torch.zeros(0, dtype=torch.long, device="cpu"))
-            dims = {dim for dim, _ in term.lines}
-            lines.append(list(range(len(rows), len(rows) + len(term.lines))))
-            rest.append(math.prod(size for dim, size in enumerate(term.shape) if dim not in dims))
-            rows += [line for _, line in term.lines]
-            term_of_row += [number] * len(term.lines)
-        return cls(rows, lines, rest, term_of_row, incidence(rows, units), incidence(whole, units))
 
 
 class Ledger:
@@ -103,7 +59,7 @@ class Ledger:
         self._constants: dict[str, float] = {}
         for name, weights in (extra or {}).items():
             self._add(name, weights)
-        self._structure = _Structure.of(graph.terms, graph.num_units)
+        self._index_terms()
         self._kept = graph.kept(None)
         self._recount()
         self._whole = self.costs()
@@ -119,8 +75,34 @@ class Ledger:
         self._weights[name] = {place: value for place, value in enumerate(values) if value}
         self._constants[name] = constant
 
+    def _index_terms(self) -> None:
+        """The rows of unit numbers of all separable terms, and who stands where: nothing of that changes.
+
+        ``_lines`` of each term are numbers into ``_rows``, ``_rest`` is the product of its other sizes. A term without
+        lines (None) is counted by itself.
+        """
+        self._rows: list[Tensor] = []
+        self._lines: list[list[int] | None] = []
+        self._rest: list[int] = []
+        self._term_of_row: list[int] = []
+        whole = []
+        for number, term in enumerate(self._terms):
+            if term.lines is None:
+                self._lines.append(None)
+                self._rest.append(1)
+                whole.append(torch.cat([layer.flatten() for layer in term.layers]))
+                continue
+            whole.append(torch.zeros(0, dtype=torch.long, device="cpu"))
+            dims = {dim for dim, _ in term.lines}
+            self._lines.append(list(range(len(self._rows), len(self._rows) + len(term.lines))))
+            self._rest.append(math.prod(size for dim, size in enumerate(term.shape) if dim not in dims))
+            self._rows += [line for _, line in term.lines]
+            self._term_of_row += [number] * len(term.lines)
+        self._rows_of_unit = incidence(self._rows, self._units)
+        self._whole_terms_of_unit = incidence(whole, self._units)
+
     def _recount(self) -> None:
-        self._sizes = [int(self._kept[row].sum()) for row in self._structure.rows]
+        self._sizes = [int(self._kept[row].sum()) for row in self._rows]
         self._counts = [term.count(self._kept) for term in self._terms]
 
     @property
@@ -186,20 +168,19 @@ class Ledger:
 
     def _recounted(self, gone: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """New sizes of the rows and new counts of the terms that these units touch."""
-        structure = self._structure
         sizes: dict[int, int] = {}
         touched: dict[int, None] = {}
         for unit in gone:
-            for row, own in structure.rows_of_unit[unit]:
+            for row, own in self._rows_of_unit[unit]:
                 sizes[row] = sizes.get(row, self._sizes[row]) - own
-                touched[structure.term_of_row[row]] = None
-            touched.update((place, None) for place, _ in structure.whole_terms_of_unit[unit])
+                touched[self._term_of_row[row]] = None
+            touched.update((place, None) for place, _ in self._whole_terms_of_unit[unit])
         counts: dict[int, int] = {}
         kept = None
         for place in touched:
-            rows = structure.lines[place]
+            rows = self._lines[place]
             if rows is not None:
-                counts[place] = structure.rest[place] * math.prod([sizes.get(row, self._sizes[row]) for row in rows])
+                counts[place] = self._rest[place] * math.prod([sizes.get(row, self._sizes[row]) for row in rows])
                 continue
             if kept is None:
                 kept = self._kept.clone()

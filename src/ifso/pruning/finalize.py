@@ -10,26 +10,38 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ifso.common.batches import not_finite, on_device
-from ifso.common.distributed import copy_from_first_, together
+from ifso.common.distributed import copy_from_first_, from_first, together
 from ifso.common.module_state import named_tensors
 from ifso.common.serialization import read_tensor_file
 from ifso.common.text import one_line
 from ifso.costs.cost import count, recount
+from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.errors import DataError, IfsoError, RunError, VerificationError
-from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.latency_budget import keep_latency, measured_latency
-from ifso.pruning.measures import evaluated, loss_of, measure, recalibrate, reconstruct, record_measure, samples_of
-from ifso.pruning.recovery import Undo, distil_, is_better, norms_of, update_weights_
-from ifso.pruning.result import UNDONE, Measure, Network, PruneResult, networks_of
+from ifso.graph.channel_graph import ChannelGraph, by_group
+from ifso.pruning.budget import phases
+from ifso.pruning.cost_tracker import Ledger
+from ifso.pruning.measures import (
+    evaluated,
+    measure,
+    recalibrate,
+    reconstruct,
+    refuse_failed,
+    samples_of,
+    worst,
+)
+from ifso.pruning.recovery import Undo, distil_, is_better, mean_loss, norms_of, update_weights_
+from ifso.pruning.result import UNDONE, Check, Measure, Network, PruneResult, networks_of
 from ifso.pruning.run import Run
-from ifso.pruning.selection import TOLERANCE, Target
-from ifso.pruning.verify import Check, refuse_failed, worst
+from ifso.pruning.selection import TOLERANCE, Target, smallest_shares
 from ifso.runs.files import SCORES, SUMMARY, read_summary, refuse_other_files
 from ifso.runs.folder import RunFolder
 from ifso.runs.values import whole
 from ifso.surgery.compact import compact_
 from ifso.surgery.recipe import Round, remember
 from ifso.surgery.store import WEIGHTS, read_recipe
+
+MOST_CALIBRATIONS, TIMES = 3, 3
+"""How often a run goes on, and how often the smaller network is timed each time."""
 
 MOST_SHOWN = 4
 """Costs that were counted otherwise, in the detail of a check."""
@@ -38,7 +50,7 @@ MOST_SHOWN = 4
 def finish(run: Run) -> PruneResult:
     """Surgery, recovery, checks, files."""
     network = run.network
-    run.finish_surgery()
+    run.compact_()
     if run.settings.budget.latency is not None:
         keep_latency(run)
     recipe = network.recipe()
@@ -53,7 +65,7 @@ def finish(run: Run) -> PruneResult:
         targets=run.settings.budget.targets, shares=run.ledger.shares(), removals=run.progress.removals,
         seconds=run.seconds, timings=dict(run.progress.timings), checks=tuple(run.checks), measures=measures,
         notes=tuple(run.progress.notes), latency=measured_latency(run),
-        scores=network.by_group(run.scores, network.original), metrics=tuple(run.metrics), config=dict(run.config),
+        scores=by_group(network.original, run.scores), metrics=tuple(run.metrics), config=dict(run.config),
         folder=None if run.folder is None else run.folder.path, networks=_networks(run, measures),
         stages=tuple(run.progress.stages), floors=run.moves.at_floor(network.kept), samples=samples_of(run),
     )  # fmt: skip
@@ -127,7 +139,7 @@ def _next(run: Run) -> Any:
 def _update_weights(run: Run, data: list[Any]) -> None:
     """ΔW, kept only if a loss it was not made from gets lower."""
     model = run.network.model
-    undo, before = Undo(model), loss_of(run, model)["loss"]
+    undo, before = Undo(model), mean_loss(model, run.loss_fn, run.examples)
     try:
         with run.progress.timed("recovery"):
             size = update_weights_(model, run.network.graph, run.loss_fn, data, run.settings.damping)
@@ -135,7 +147,7 @@ def _update_weights(run: Run, data: list[Any]) -> None:
         undo()
         run.say(f"ΔW could not be computed: {error}")
         return
-    after = loss_of(run, model)["loss"]
+    after = mean_loss(model, run.loss_fn, run.examples)
     measure(run, f"weights updated by ΔW{'' if after < before else UNDONE}")
     if not after < before:
         undo()
@@ -156,10 +168,61 @@ def _distil(run: Run) -> None:
     reconstruct(run, model)
     after = evaluated(run, model)
     good = is_better(after, before)
-    record_measure(run, f"{steps} steps of distillation{'' if good else UNDONE}", after)
+    measure(run, f"{steps} steps of distillation{'' if good else UNDONE}", after)
     if not good:
         undo()
         run.say(f"{steps} steps of distillation were undone: they did harm")
+
+
+def keep_latency(run: Run) -> None:
+    """Measure; where the network is slower than its model said, correct the model and go on."""
+    last = phases(run.settings.schedule, run.settings.budget, run.settings.units_per_step)[-1]
+    for left in range(MOST_CALIBRATIONS, -1, -1):
+        known = run.progress.latency
+        assert known is not None
+        known |= _timed_now(run, known["before"])
+        share, wanted = known["share"], run.settings.budget.latency or 1.0
+        if share <= wanted + max(TOLERANCE, known["spread"] / known["before"]):
+            return
+        modelled = run.ledger.shares()["latency"]
+        corrected = LatencyModel.from_json(known["model"]).calibrated(modelled, share)
+        why = _no_further(run, corrected) if left else f"{MOST_CALIBRATIONS} corrections were made"
+        if why:
+            run.say(f"latency: measured {share:.1%}, modelled {modelled:.1%}; the run ends here, since {why}")
+            return
+        run.say(f"latency: measured {share:.1%}, modelled {modelled:.1%}; the model was corrected and the run goes on")
+        known["model"] = corrected.to_json()
+        run.reopen()
+        run.reach(last)
+        run.compact_()
+
+
+def _no_further(run: Run, latency: LatencyModel) -> str | None:
+    """Why a run cannot go on by a corrected model of latency; None if it can."""
+    if not run.network.told_apart:
+        return "its units can no longer be told apart"
+    ledger = Ledger(run.network.original, extra={"latency": latency.weights(run.network.original)})
+    smallest = smallest_shares(ledger, run.moves, Target(run.settings.budget))["latency"]
+    if smallest > (run.settings.budget.latency or 1.0):
+        return f"no smaller network is below {smallest:.1%}"
+    return None
+
+
+def measured_latency(run: Run) -> dict[str, Any] | None:
+    """Seconds before and after, the share and its spread; None if nobody asked for latency."""
+    known = run.progress.latency
+    if known is None:
+        return None
+    if "after" not in known:
+        known |= _timed_now(run, known["before"])
+    return {name: known[name] for name in ("before", "after", "share", "spread")}
+
+
+def _timed_now(run: Run, before: float) -> dict[str, float]:
+    """Seconds of the smaller network, on the first rank, when the machine was least busy with other things."""
+    times = [measure_latency(run.network.model, run.network.graph.inputs) for _ in range(TIMES)]
+    now = min(times, key=lambda latency: latency.median)
+    return from_first({"after": now.median, "share": now.median / before, "spread": now.spread})
 
 
 def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) -> PruneResult:
@@ -171,7 +234,10 @@ def finished_result(folder: RunFolder, model: nn.Module, graph: ChannelGraph) ->
         raise RunError(f"{folder.path} holds a network that was not pruned; put that of the run back, or start anew")
     keep = _keep(graph, recipe.rounds[-1])
     compact_(model, graph, keep)
-    _fill_(model, folder)
+    stored = load_file(folder.path / WEIGHTS)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model).items():
+            tensor.copy_(stored[name])
     remember(model, recipe)
     measures = tuple(Measure(one.pop("stage"), one) for one in map(dict, summary["measures"]))
     result = PruneResult(
@@ -199,10 +265,3 @@ def _keep(graph: ChannelGraph, last: Round) -> dict[str, Tensor]:
     for group in last.groups:
         keep[group.name][list(group.kept)] = True
     return keep
-
-
-@torch.no_grad()
-def _fill_(model: nn.Module, folder: RunFolder) -> None:
-    stored = load_file(folder.path / WEIGHTS)
-    for name, tensor in named_tensors(model).items():
-        tensor.copy_(stored[name])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ifso.criteria.reader_hooks import LAYERS, TRANSPOSED, argument, as_layer, inside_of, is_composite, tensors_in
+from ifso.curvature.dual_mode import per_dim
 
 _READER = "_ifso_read_by"
 """An attribute of a layer's output: the name of its weight."""
@@ -37,14 +38,13 @@ class LayerCall:
         """From the arguments of a torch function."""
         dims = LAYERS[function]
         transposed = function in TRANSPOSED
-        places = {"stride": 3, "padding": 4, "dilation": 7 if transposed else 5}
-        usual = {"stride": 1, "padding": 0, "dilation": 1}
-        given = {name: _given(args, kwargs, name, place, usual[name]) for name, place in places.items()}
+        stride, padding = _given(args, kwargs, "stride", 3, 1), _given(args, kwargs, "padding", 4, 0)
+        dilation = _given(args, kwargs, "dilation", 7 if transposed else 5, 1)
         extra = _given(args, kwargs, "output_padding", 5, 0) if transposed else 0
-        padding = given["padding"] if isinstance(given["padding"], str) else _per_dim(given["padding"], dims)
         return cls(
             function, argument(args, kwargs, "input").detach(), argument(args, kwargs, "weight").detach(),
-            _per_dim(given["stride"], dims), padding, _per_dim(given["dilation"], dims), _per_dim(extra, dims),
+            per_dim(stride, dims), padding if isinstance(padding, str) else per_dim(padding, dims),
+            per_dim(dilation, dims), per_dim(extra, dims),
             _given(args, kwargs, "groups", 6, 1) if dims else 1, argument(args, kwargs, "bias"),
         )  # fmt: skip
 
@@ -189,14 +189,6 @@ def _chosen(total: int, most: int, generator: torch.Generator) -> Tensor | None:
 
 def _given(args: Any, kwargs: Any, name: str, place: int, usual: Any) -> Any:
     return args[place] if len(args) > place else kwargs.get(name, usual)
-
-
-def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
-    return (
-        (int(value),) * dims
-        if isinstance(value, int)
-        else tuple(int(one) for one in value) * (dims if len(value) == 1 else 1)
-    )
 
 
 def _flat(borders: Sequence[tuple[int, int]]) -> list[int]:

@@ -1,24 +1,29 @@
-"""What the network of a run is worth, and the networks that it leaves at the budgets on its way."""
+"""What the network of a run is worth, whether a smaller one does the same, and the networks at budgets on its way."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ifso.common.batches import not_finite, on_device
 from ifso.common.distributed import gathered, sum_over_ranks, together
+from ifso.common.loss_fn import LossFn, outputs_of, scalar, steady_
+from ifso.common.tensors import map_tensors
 from ifso.common.text import measured
-from ifso.common.torch_state import same_modes
-from ifso.errors import ScoreError
+from ifso.common.torch_state import full_float32, same_modes, undisturbed
+from ifso.errors import ScoreError, VerificationError
 from ifso.pruning.budget import Budget
 from ifso.pruning.reconstruction import reconstruct_
 from ifso.pruning.recovery import mean_loss, norms_of, recalibrate_
-from ifso.pruning.result import Network
+from ifso.pruning.result import Check, Network
 from ifso.pruning.shrinking_network import ShrinkingNetwork
-from ifso.pruning.verify import compare, outputs, refuse_failed
+from ifso.surgery.compact import as_float64, in_float64
 from ifso.surgery.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -27,17 +32,18 @@ if TYPE_CHECKING:
 LOSS_BATCHES = 4
 """Batches whose mean loss is measured where a user gives no ``evaluate``."""
 
-
-def loss_of(run: Run, model: nn.Module) -> dict[str, float]:
-    """The mean loss of a model over the first batches."""
-    return {"loss": mean_loss(model, run.loss_fn, run.examples)}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+ROUGH = 5e-2
+"""For outputs in half precision."""
 
 
 def evaluated(run: Run, model: nn.Module) -> dict[str, float]:
-    """What ``evaluate`` says of a model in eval mode; without it, its loss."""
+    """What ``evaluate`` says of a model in eval mode; without it, its loss over the first batches."""
     with run.progress.timed("measures"), same_modes(model):
         model.eval()
-        return _as_numbers(loss_of(run, model) if run.evaluate is None else run.evaluate(model))
+        if run.evaluate is None:
+            return {"loss": mean_loss(model, run.loss_fn, run.examples)}
+        return _as_numbers(run.evaluate(model))
 
 
 def _as_numbers(found: Any) -> dict[str, float]:
@@ -52,13 +58,9 @@ def _as_numbers(found: Any) -> dict[str, float]:
         raise ScoreError(f"evaluate returned {kind}; it must return a number or a dict of numbers") from None
 
 
-def measure(run: Run, stage: str) -> None:
-    """Put on record what the network is worth now."""
-    record_measure(run, stage, evaluated(run, run.network.model))
-
-
-def record_measure(run: Run, stage: str, values: dict[str, float]) -> None:
-    """Put a measure on record."""
+def measure(run: Run, stage: str, values: dict[str, float] | None = None) -> None:
+    """Put on record what the network is worth now: ``values``, if they are known."""
+    values = evaluated(run, run.network.model) if values is None else values
     run.progress.measures.append({"stage": stage, "values": values})
     words = (f"{name} {measured(name, value, samples_of(run))}" for name, value in values.items())
     run.listener.said(f"{stage}: {', '.join(words)}")
@@ -155,3 +157,57 @@ def _name_of(budget: Budget) -> str:
     'macs-0.5-params-0.7'
     """
     return "-".join(f"{kind}-{share:g}" for kind, share in budget.targets.items())
+
+
+def outputs(network: ShrinkingNetwork, loss_fn: LossFn, batch: Any) -> list[Tensor]:
+    """Everything the model gives on a batch, and the loss. In eval mode or, for a model with no loss there, train mode.
+
+    Dropout is off, and so is TF32 in convolutions. A model whose course values decide, such as a detector that sorts
+    boxes, computes in float64 if it can, so that rounding decides nothing.
+    """
+    with same_modes(network.model), full_float32(), network.running():
+        if network.graph.on_real_tensors:
+            with suppress(Exception), in_float64(network.model):
+                return _run(network.model, loss_fn, map_tensors(batch, as_float64))
+        return _run(network.model, loss_fn, batch)
+
+
+@torch.no_grad()
+def _run(model: nn.Module, loss_fn: LossFn, batch: Any) -> list[Tensor]:
+    steady_(model, loss_fn, batch)
+    with undisturbed(model), outputs_of(model) as found:
+        loss = loss_fn(model, batch)
+    return [leaf.detach().clone() for leaf in tree_leaves([*found, scalar(loss)]) if isinstance(leaf, Tensor)]
+
+
+def compare(masked: list[Tensor], compacted: list[Tensor]) -> Check:
+    """Check that the compacted network gives what the masked one gave."""
+    name = "compacted equals masked"
+    shapes = [[tuple(tensor.shape) for tensor in side] for side in (masked, compacted)]
+    if shapes[0] != shapes[1]:
+        return Check(name, passed=False, detail=f"outputs of shapes {shapes[1]} instead of {shapes[0]}")
+    largest, passed = 0.0, True
+    for one, other in zip(masked, compacted, strict=True):
+        if not one.is_floating_point():
+            passed &= torch.equal(one, other)
+            continue
+        if not bool(one.isfinite().all() and other.isfinite().all()):
+            words = "the network gives NaN or infinity on a batch, so that nothing can be compared; check its weights"
+            return Check(name, passed=False, detail=words)
+        scale = one.abs().max().clamp(min=1e-12) if one.numel() else torch.ones(())
+        error = float(((one - other).abs().max() / scale).item()) if one.numel() else 0.0
+        largest = max(largest, error)
+        passed &= error <= max(TOLERANCES.get(side.dtype, ROUGH) for side in (one, other))
+    return Check(name, passed, f"largest relative error {largest:.1e} on a batch", largest)
+
+
+def refuse_failed(checks: Sequence[Check]) -> None:
+    """VerificationError if one of them failed."""
+    failed = [f"{check.name}: {check.detail}" for check in checks if not check.passed]
+    if failed:
+        raise VerificationError(f"the result failed its check: {'; '.join(failed)}")
+
+
+def worst(checks: Sequence[Check]) -> Check:
+    """Of several checks of the same thing the one that failed, or came nearest to it."""
+    return max(checks, key=lambda check: (not check.passed, check.error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ifso.errors import ScoreError
-from ifso.graph.channel_graph import STAYS, ChannelGraph, Group
+from ifso.graph.channel_graph import STAYS, ChannelGraph, group_of
 from ifso.pruning.constraints import (
-    Axes,
     Family,
     Floors,
     MinShare,
     MinUnits,
     Pattern,
-    ProducedAxes,
+    axes_of,
     checked_channels,
     families_of,
+    produced_axes,
 )
 
 LEFT_ALONE = "only= names other layers"
@@ -64,14 +63,13 @@ class Moves:
         self.round_to = None if round_to is None else checked_channels("round_to", round_to)
         self.floors = Floors(min_units, min_share, only)
         self._graph, self._units = graph, graph.num_units
-        self._firsts = [group.first for group in graph.groups]
         self.free, self.families = families_of(graph)
         if self.round_to is not None:
             self.families += _by_group(graph, self.free)
             self.free = []
         self.family_of = {u: n for n, family in enumerate(self.families) for cell in family.cells for u in cell}
-        self.axes = Axes(graph, self.floors)
-        self.produced = ProducedAxes(graph) if self.round_to is not None else None
+        self.axes = axes_of(graph, self.floors)
+        self.produced = produced_axes(graph) if self.round_to is not None else None
         self.stuck = self._find_stuck()
 
     def ordered(self, scores: Tensor, kept: Tensor | None = None, useful: Tensor | None = None) -> Ordered:
@@ -86,9 +84,10 @@ class Moves:
         bad = (values.isnan() | (values == -math.inf)) & kept[:STAYS]
         if bool(bad.any()):
             first = int(bad.nonzero()[0])
+            group = group_of(self._graph, first)
             raise ScoreError(
-                f"{int(bad.sum())} of {self._units} scores are not numbers (first: {self._name(first)} has "
-                f"{float(values[first])}); look for a loss that is not finite"
+                f"{int(bad.sum())} of {self._units} scores are not numbers (first: unit {first - group.first} of "
+                f"{group.name} has {float(values[first])}); look for a loss that is not finite"
             )
         return Ordered(self, values, kept, useful if useful is not None else kept[:STAYS])
 
@@ -113,14 +112,7 @@ class Moves:
 
     def groups_of(self, move: Move) -> tuple[str, ...]:
         """The names of the groups that a move takes units from."""
-        return tuple(dict.fromkeys(self._group_of(unit).name for unit in move.units))
-
-    def _group_of(self, unit: int) -> Group:
-        return self._graph.groups[bisect_right(self._firsts, unit) - 1]
-
-    def _name(self, unit: int) -> str:
-        group = self._group_of(unit)
-        return f"unit {unit - group.first} of {group.name}"
+        return tuple(dict.fromkeys(group_of(self._graph, unit).name for unit in move.units))
 
     def _find_stuck(self) -> dict[str, str]:
         start = self.ordered(torch.zeros(self._units, dtype=torch.float64, device="cpu"))
@@ -163,7 +155,7 @@ class Ordered:
         self._axes, self._produced, self._round_to = moves.axes, moves.produced, moves.round_to
         self._families, self._family_of, self._scores = moves.families, moves.family_of, scores.tolist()
         self._room = moves.axes.room(kept)
-        self._channels = moves.produced.channels(kept) if moves.produced else []
+        self._channels = moves.produced.room(kept) if moves.produced else []
         free = torch.tensor(moves.free, dtype=torch.long, device="cpu")
         free = free[kept[free] & useful[free]]
         self._singles = free[scores[free].argsort(stable=True)].tolist()

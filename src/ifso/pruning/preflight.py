@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -14,32 +14,40 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ifso._version import __version__
 from ifso.common.batches import first_batches, not_finite, on_device, rough_count
 from ifso.common.distributed import from_first, rank, together
 from ifso.common.loss_fn import LossFn, WatchedLoss
+from ifso.common.module_state import copy_of
 from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
+from ifso.costs.latency import LatencyModel, measure_latency
 from ifso.criteria.base import Task
-from ifso.errors import BudgetError, DataError, TraceError
-from ifso.graph.channel_graph import ChannelGraph
+from ifso.errors import BudgetError, DataError, TraceError, UnreachableBudget
+from ifso.graph.channel_graph import ChannelGraph, by_group
 from ifso.graph.execution import unmarked
+from ifso.graph.naming import class_name
 from ifso.graph.tracing import trace
 from ifso.graph.units import UNUSED
 from ifso.pruning.budget import FLOPS, Budget
 from ifso.pruning.cost_tracker import Ledger
-from ifso.pruning.latency_budget import timed
 from ifso.pruning.moves import Moves
 from ifso.pruning.recovery import mean_loss, norms_of, refuse_spoilt_weights
 from ifso.pruning.run import Progress
 from ifso.pruning.scoring_loop import MakeOptimizer
-from ifso.pruning.selection import Target, check_reachable
+from ifso.pruning.selection import Target, check_reachable, select
 from ifso.pruning.settings import Settings, describe
 from ifso.runs.files import refuse_other
-from ifso.surgery.recipe import digest_of, name_of, recipe_of
+from ifso.surgery.compact import compact_
+from ifso.surgery.recipe import digest_of, recipe_of, versions
 
 AS_GOOD_AS_GUESSING = 0.95
 """A trained classifier has a smaller cross entropy than this share of that of a guess."""
+
+PAIRS, RUNS = 7, 5
+"""How often two networks are timed in turn, and with how many passes each time."""
+
+BEFORE_REFUSAL = 21
+"""How often, if a budget seems out of reach: on a busy machine the first times may be wrong."""
 
 PRUNED_HERE: WeakSet[nn.Module] = WeakSet()
 """Networks that this process has pruned."""
@@ -78,10 +86,9 @@ def _config(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BudgetError("optimizer gave LBFGS, which evaluates the loss itself; give one that takes plain steps")
     decisive = {
-        **settings.as_dict(), "optimizer": describe(optimizer), "model": name_of(model), "weights": digest_of(model),
+        **settings.as_dict(), "optimizer": describe(optimizer), "model": class_name(model), "weights": digest_of(model),
     }  # fmt: skip
-    versions = {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    return {"settings": decisive, "versions": versions, "about": dict(about)}
+    return {"settings": decisive, "versions": versions(), "about": dict(about)}
 
 
 def trace_and_moves(model: nn.Module, example_inputs: Any, settings: Settings, progress: Progress) -> Traced:
@@ -174,9 +181,48 @@ def check_budget(model: nn.Module, traced: Traced, settings: Settings, progress:
         if not settings.needs_latency or rank():
             return None
         with progress.timed("latency"):
-            return timed(model, graph, moves, settings)
+            return latency_model(model, graph, moves, settings)
 
     progress.latency = from_first(together(latency))
+
+
+def latency_model(model: nn.Module, graph: ChannelGraph, moves: Moves, settings: Settings) -> dict[str, Any]:
+    """Seconds ``before`` and a ``model`` of latency, in plain values.
+
+    For a budget, a copy that would meet it by the model, units taken at random, is compacted and timed; the model then
+    knows what part of the latency does not shrink, and whether the budget can be met at all.
+    """
+    before, layers = measure_latency(model, graph.inputs).median, LatencyModel.measure(model, graph)
+    if settings.budget.latency is not None:
+        ledger = Ledger(graph, extra={"latency": layers.weights(graph)})
+        target = Target(settings.budget)
+        check_reachable(graph, ledger, moves, target)
+        scores = torch.rand(graph.num_units, generator=torch.Generator().manual_seed(settings.seed)).double()
+        select(ledger, moves, scores, target)
+        trial = copy_of(model)
+        compact_(trial, graph, by_group(graph, ledger.kept))
+
+        def corrected(pairs: int) -> tuple[float, LatencyModel]:
+            share, seconds = _in_turn(trial, model, graph.inputs, pairs)
+            found = layers.calibrated(ledger.shares()["latency"], share)
+            check_reachable(graph, Ledger(graph, extra={"latency": found.weights(graph)}), moves, target)
+            return seconds, found
+
+        try:
+            before, layers = corrected(PAIRS)
+        except UnreachableBudget:
+            before, layers = corrected(BEFORE_REFUSAL)
+    return {"before": before, "model": layers.to_json()}
+
+
+def _in_turn(smaller: nn.Module, larger: nn.Module, inputs: Any, pairs: int) -> tuple[float, float]:
+    """The latency of one model over that of another, and that of the other.
+
+    Both are timed in turn, and the median over these pairs taken, since a machine may be busy with other things; the
+    seconds are those when it was least so.
+    """
+    found = [[measure_latency(model, inputs, repeats=RUNS).median for model in (smaller, larger)] for _ in range(pairs)]
+    return statistics.median(small / large for small, large in found), min(large for _, large in found)
 
 
 def _untrained(graph: ChannelGraph, loss: float, batch: Any) -> str | None:
@@ -230,7 +276,8 @@ def trace_widest(
         found = _traced(model, example_inputs, ignore, training=True)
         graph = found or trace(model.eval(), example_inputs, ignore=ignore)
     idle, mode = _idle(graph), model.training
-    if not idle and not (mode and _answers(graph) > 1):
+    several_outputs = sum(bool(shape) for shape in graph.output_shapes) > 1  # losses have no shape
+    if not idle and not (mode and several_outputs):
         return graph, ignore, None
     with same_modes(model):
         other = _traced(model, example_inputs, ignore, training=not mode) or graph
@@ -271,11 +318,6 @@ def _holding(graph: ChannelGraph, chosen: Callable[[set[str]], set[str]]) -> set
         names = chosen({member.parameter for member in group.members})
         found |= {name for name in names if len(graph.layouts[name].shape) == 1} or names
     return found
-
-
-def _answers(graph: ChannelGraph) -> int:
-    """How many outputs have values for each sample or place, as losses have not."""
-    return sum(bool(shape) for shape in graph.output_shapes)
 
 
 def _idle(graph: ChannelGraph) -> set[str]:

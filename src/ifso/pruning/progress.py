@@ -1,36 +1,38 @@
-"""The progress of a pruning run: how far it is, as a bar on a terminal or in a notebook, as plain lines elsewhere."""
+"""The progress of a pruning run: bars on a terminal or in a notebook, also one for each layer, elsewhere lines."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from ifso.common.progress import (
-    EVERY,
-    PER_SECOND,
-    BarDisplay,
-    Clock,
-    Estimate,
-    PlainDisplay,
-    shows_bars,
-    stderr_console,
-)
+from ifso.common.progress import EVERY, PER_SECOND, BarDisplay, Clock, PlainDisplay, shows_bars, stderr_console
 from ifso.common.text import duration, joined_error, loss_words, measured, roughly
 from ifso.errors import BudgetError
-from ifso.pruning.events import Listener, Plan, Removal, Silent, Stage
+from ifso.pruning.events import Course, Listener, Plan, Removal, Silent, Stage
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.progress import Progress
+    from rich.text import Text
 
 LABELS = {"macs": "MACs", "conv_macs": "conv MACs", "params": "parameters"}
 REQUIRED = ("started", "removed", "said", "finished")
 """Methods that every listener must have."""
+
+MOST, AROUND = 24, 5
+"""Bars at a time, however tall the terminal is, and lines of it that are left to other things."""
+
+BAR, NAME, NUMBERS, CURVE = 30, 36, 17, 48
+"""Characters of a bar, a name and a curve, at most; characters of the numbers after a bar."""
+
+EIGHTHS, LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 
 
 class PlainProgress(PlainDisplay):
@@ -102,13 +104,11 @@ class RichProgress(BarDisplay):
     """A line with a bar, what is left of each target, times, the loss and the last unit, cut off where it ends.
 
     A staged run shows the stage under way and what was measured last instead of the loss and the unit.
-    Below it, for a run that writes a folder, what is left of every layer (:class:`ifso.pruning.live.Layers`).
+    Below it, for a run that writes a folder, what is left of every layer (:class:`Layers`).
     """
 
     def started(self, plan: Plan) -> None:
         """Show the bar."""
-        from ifso.pruning.live import Layers
-
         self._targets, self._shares = plan.targets, plan.shares
         self._loss, self._unit = math.nan, ""
         self._values: list[str] = []
@@ -247,115 +247,6 @@ def display() -> Listener:
     return RichProgress(console) if shows_bars(console) else PlainProgress()
 
 
-TOGETHER = 0.01
-"""Units that go within so many seconds of each other go in one round: the first of them has waited for the scores."""
-
-
-class Course:
-    """How far a run has come, and how long it may still take.
-
-    The share done is that of the way from the whole network to the target, for the target that is furthest from done.
-    Time left supposes that the rest goes as quickly as the second half of the rounds so far did: units that are removed
-    later are often cheaper, so that it takes more of them. Nothing is known before the second round.
-
-    >>> course = Course(Plan("net", 10, {"macs": 0.6, "params": 0.5}, {"macs": 1.0, "params": 1.0}, 0, None), now=0.0)
-    >>> course.moved({"macs": 0.9, "params": 0.9}, now=30.0)
-    >>> course.moved({"macs": 0.8, "params": 0.8}, now=60.0)
-    >>> round(course.done, 6), round(course.left(now=60.0)), round(course.left(now=70.0))
-    (0.4, 90, 80)
-
-    In a staged run, stages count and not removals: those to come take as long as those of this process took on average.
-
-    >>> course = Course(Plan("net", 10, {"macs": 0.6}, {"macs": 1.0}, 0, None, stages=4), now=0.0)
-    >>> course.moved({"macs": 0.9}, now=10.0)
-    >>> course.left(now=10.0) is None
-    True
-    >>> course.staged(Stage(1, 4, 3, {"macs": 0.9}, {}, 20.0), now=20.0)
-    >>> course.left(now=20.0), course.left(now=25.0), course.stage_words
-    (60.0, 55.0, 'stage 2/4')
-    """
-
-    def __init__(self, plan: Plan, now: float) -> None:
-        self._targets, self._began = plan.targets, now
-        self._removals, self._stages = _Rounds(self._share_done(plan.shares), 1.0, now), Estimate(0, plan.stages, now)
-        self._fresh, self._planned, self._stage, self._made = not plan.removals, plan.stages, 0, 0
-
-    @property
-    def done(self) -> float:
-        """The share done of the way to the target that is furthest from done."""
-        return self._removals.done
-
-    def moved(self, shares: Mapping[str, float], now: float) -> None:
-        """So much is left now."""
-        self._removals.moved(self._share_done(shares), now)
-
-    def staged(self, stage: Stage, now: float) -> None:
-        """A stage is done."""
-        if not self._made:
-            self._stages = Estimate(stage.number - 1, stage.stages, self._began)
-        self.moved(stage.shares, now)
-        self._stages.moved(stage.number, now)
-        self._stages.total = stage.number if self.done >= 1 else stage.stages
-        self._planned, self._stage, self._made = stage.stages, stage.number, self._made + 1
-
-    @property
-    def in_stages(self) -> bool:
-        """Whether this is a staged run; a plan or a first stage says so."""
-        return self._planned > 0
-
-    @property
-    def first_stage(self) -> bool:
-        """Whether this process has done exactly one stage."""
-        return self._made == 1
-
-    @property
-    def stage_words(self) -> str:
-        """The stage under way, of how many; the last one once the run is through, nothing where it is not known."""
-        if not self._made:
-            return f"stage 1/{self._planned}" if self._planned and self._fresh else ""
-        return f"stage {self._stage + (self._stages.done < self._stages.total)}/{self._planned}"
-
-    @property
-    def percent(self) -> int:
-        """The share done in full per cent: 100 only at the end."""
-        return math.floor(100 * self.done + 1e-6)
-
-    def elapsed(self, now: float) -> float:
-        """Seconds since this process took the run up."""
-        return self._removals.elapsed(now)
-
-    def left(self, now: float) -> float | None:
-        """Seconds still to go, None while nothing is known."""
-        if self.in_stages:
-            return self._stages.left(now) if self._made else None
-        return self._removals.left(now)
-
-    def _share_done(self, shares: Mapping[str, float]) -> float:
-        ways = ((1 - shares[kind]) / (1 - target) for kind, target in self._targets.items())
-        return min(1.0, max(0.0, min(ways)))
-
-
-class _Rounds(Estimate):
-    """Removals come in rounds; the pace is that of the second half of the rounds so far."""
-
-    def __init__(self, done: float, total: float, now: float) -> None:
-        super().__init__(done, total, now)
-        self._rounds: list[tuple[float, float]] = []
-
-    def moved(self, done: float, now: float) -> None:
-        if not self._rounds or now - self._moved > TOGETHER:
-            self._rounds.append((now, self.done))
-        super().moved(done, now)
-
-    def pace(self) -> float | None:
-        if not self._rounds or self._rounds[-1][1] <= self._rounds[0][1]:
-            return None
-        (first, _), (last, way) = self._rounds[0], self._rounds[-1]
-        half = bisect_right(self._rounds, (first + last) / 2, key=lambda each: each[0]) - 1
-        since, before = self._rounds[half] if self._rounds[half][1] < way else self._rounds[0]
-        return (last - since) / (way - before)
-
-
 def unit_words(units: Mapping[str, Sequence[int]]) -> str:
     """The first of the units by its group and place, and how many more there are.
 
@@ -364,3 +255,115 @@ def unit_words(units: Mapping[str, Sequence[int]]) -> str:
     """
     places = [f"{group}[{place}]" for group, group_places in units.items() for place in group_places]
     return (places[0] if places else "none") + (f" +{len(places) - 1}" if len(places) > 1 else "")
+
+
+@dataclass
+class Bar:
+    """A group of units: a layer, or several that must lose the same channels (``others`` beside the first)."""
+
+    name: str
+    size: int
+    kept: int
+    others: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of its channels that is left."""
+        return self.kept / self.size
+
+    def line(self, label: int, length: int, *, plain: bool) -> Text:
+        """The end of its name, a bar of ``length``, channels left of how many, and how many layers share them."""
+        from rich.text import Text
+
+        name = self.name.ljust(label) if len(self.name) <= label else f"…{self.name[len(self.name) - label + 1 :]}"
+        if plain:
+            left, empty = "#" * round(self.share * length), "."
+        else:
+            full, part = divmod(round(self.share * length * 8), 8)
+            left, empty = "█" * full + (EIGHTHS[part] if part else ""), "·"
+        gone, coupled = empty * (length - len(left)), f"  as in {self.others} more" if self.others else ""
+        numbers = f" {self.kept:>5}/{self.size:<5}{self.share:>4.0%}"
+        parts = f"{name} ", (left, "cyan"), (gone, "dim"), numbers, (coupled, "dim")
+        return Text.assemble(*parts, no_wrap=True, overflow="crop")
+
+
+class Layers:
+    """The bars, for a Rich console of any size."""
+
+    def __init__(self, bars: Sequence[Bar]) -> None:
+        self._bars, self._losses = {bar.name: bar for bar in bars}, list[float]()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Layers | None:
+        """The layers of a run that begins or goes on; None if its folder does not describe them."""
+        from ifso.common.serialization import read_lines
+        from ifso.runs.files import METRICS, STRUCTURE, read_object
+        from ifso.runs.structure import from_document
+        from ifso.runs.values import mapping, number, wholes
+
+        if plan.folder is None or not (Path(plan.folder) / STRUCTURE).is_file():
+            return None
+
+        structure = from_document(read_object(Path(plan.folder) / STRUCTURE) or {}, {})
+        writers = [group for layer in structure.layers for group in layer.groups]
+        others = [max(writers.count(index) - 1, 0) for index in range(len(structure.groups))]
+        layers = cls(
+            [Bar(each.name, each.size, each.size, n) for each, n in zip(structure.groups, others, strict=True)]
+        )
+        for line in read_lines(Path(plan.folder) / METRICS)[0][: plan.removals] if plan.removals else ():
+            units = {name: wholes(indices) for name, indices in mapping(line.get("units")).items()}
+            layers._count({name: len(indices) for name, indices in units.items()}, number(line.get("loss")) or math.nan)
+        return layers if structure.groups else None
+
+    def removed(self, removal: Removal) -> None:
+        """Shorten the bars of the units that went."""
+        self._count({name: len(indices) for name, indices in removal.units.items()}, removal.loss)
+
+    def _count(self, gone: dict[str, int], loss: float) -> None:
+        for name in gone.keys() & self._bars.keys():
+            self._bars[name].kept -= gone[name]
+        self._losses += [loss] if math.isfinite(loss) else []
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Most changed ones in the order of the network, then a line about the others, then the loss."""
+        from rich.text import Text
+
+        width, plain = options.max_width, options.ascii_only
+        room, bars = min(MOST, (options.height or console.height) - AROUND), list(self._bars.values())
+        shown = most_changed(bars, room if len(bars) <= room else room - 1) if room > 1 else []
+        label = min(NAME, max((len(bar.name) for bar in shown), default=0), max(8, (width - NUMBERS) // 2))
+        for bar in shown:
+            yield bar.line(label, max(4, min(BAR, width - label - NUMBERS)), plain=plain)
+        names = {bar.name for bar in shown}
+        if hidden := [bar for bar in bars if bar.name not in names]:
+            share = sum(bar.kept for bar in hidden) / sum(bar.size for bar in hidden)
+            words = f"{len(hidden)} {'others, less changed' if shown else 'groups of layers'}"
+            yield Text(f"{words}: {share:.0%} of their channels left", "dim", no_wrap=True, overflow="ellipsis")
+        first, last = map(loss_words, (self._losses[0], self._losses[-1]) if self._losses else (math.nan, math.nan))
+        words = f"loss {first} at first, {last} now"
+        curve = "" if plain else sparkline(self._losses, min(CURVE, width - len(words) - 1))
+        yield Text(f"{words} {curve}".rstrip(), no_wrap=True, overflow="ellipsis")
+
+
+def most_changed(bars: Sequence[Bar], most: int) -> list[Bar]:
+    """Those that lost the largest share, in the order of the network.
+
+    >>> bars = [Bar("a", 8, 8), Bar("b", 8, 2), Bar("c", 8, 7)]
+    >>> [bar.name for bar in most_changed(bars, 2)]
+    ['b', 'c']
+    """
+    chosen = sorted(range(len(bars)), key=lambda index: (bars[index].share, index))[: max(most, 0)]
+    return [bars[index] for index in sorted(chosen)]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most ``width`` means of neighbours as characters, from the lowest to the highest; none of a single value.
+
+    >>> sparkline([1.0, 2.0, 3.0, 8.0], 4), sparkline([1.0, 2.0, 3.0, 9.0], 2), sparkline([1.0], 4)
+    ('▁▂▃█', '▁█', '')
+    """
+    size = math.ceil(len(values) / width) if width > 0 else 0
+    means = [fmean(values[start : start + size]) for start in range(0, len(values), size)] if size else []
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0) or 1.0
+    levels = [LEVELS[round((mean - low) / span * (len(LEVELS) - 1))] for mean in means]
+    return "".join(levels) if len(levels) > 1 else ""

@@ -214,8 +214,13 @@ def prune(
 
 def _folders(resume: Any, out: Any, *, overwrite: bool) -> tuple[Path | None, Path | None]:
     """``resume`` and ``out`` as paths; ``resume="auto"`` is decided by what is there."""
-    auto = isinstance(resume, str) and resume == AUTO
-    resume, out = (None if path is None else _place(name, path) for name, path in (("resume", resume), ("out", out)))
+    auto, paths = isinstance(resume, str) and resume == AUTO, []
+    for name, path in (("resume", resume), ("out", out)):
+        try:
+            paths.append(None if path is None else Path(path).expanduser())
+        except (TypeError, RuntimeError) as error:
+            raise BudgetError(f"{name} must be a path, got {path!r} ({error})") from None
+    resume, out = paths
     if overwrite and (out is None or resume is not None):
         raise BudgetError("overwrite=True needs out=, the folder of the run that makes room, and no resume=")
     if auto:
@@ -225,14 +230,6 @@ def _folders(resume: Any, out: Any, *, overwrite: bool) -> tuple[Path | None, Pa
     if resume is not None and out is not None and out.resolve() != resume.resolve():
         raise BudgetError(f"out={str(out)!r} beside resume={str(resume)!r}; a run goes on in its own folder")
     return resume, out
-
-
-def _place(name: str, path: Any) -> Path:
-    """A folder as the user writes it."""
-    try:
-        return Path(path).expanduser()
-    except (TypeError, RuntimeError) as error:
-        raise BudgetError(f"{name} must be a path, got {path!r} ({error})") from None
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ifso.common.text import measured
 from ifso.costs.cost import Cost
 from ifso.graph.channel_graph import ChannelGraph
-from ifso.pruning.verify import Check
 from ifso.runs.files import NETWORKS, STRUCTURE
 from ifso.runs.folder import RunFolder
 from ifso.runs.structure import structure_of
@@ -30,6 +29,16 @@ LABELS = {
     "activations": "activations",
     "latency": "latency (model)",
 }
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; ``error`` is its size, if it has one."""
+
+    name: str
+    passed: bool
+    detail: str
+    error: float = 0.0
 
 
 @dataclass(frozen=True)

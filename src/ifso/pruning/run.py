@@ -22,19 +22,19 @@ from ifso.common.torch_state import same_modes
 from ifso.costs.cost import count
 from ifso.costs.latency import LatencyModel
 from ifso.errors import DataError, DivergedError, RankError, RunError, ScoreError
+from ifso.graph.channel_graph import by_group, group_of
 from ifso.pruning.budget import Phase, phases
 from ifso.pruning.cost_tracker import Ledger
 from ifso.pruning.events import Listener, Plan, Removal
-from ifso.pruning.measures import keep_on_the_way
+from ifso.pruning.measures import compare, keep_on_the_way, outputs
 from ifso.pruning.moves import Move, Moves
 from ifso.pruning.recovery import Evaluate, Snapshot, norms_of
-from ifso.pruning.result import Network
+from ifso.pruning.result import Check, Network
 from ifso.pruning.scoring_loop import ScoringLoop
 from ifso.pruning.selection import Target, normalized, select, smallest_shares
 from ifso.pruning.settings import Settings
 from ifso.pruning.shrinking_network import ShrinkingNetwork, plain_state_of
 from ifso.pruning.staged import run_stage
-from ifso.pruning.verify import Check, compare, outputs
 from ifso.runs.folder import RunFolder
 
 SHRINK_AT = {"cpu": 0.15, "cuda": 0.2}
@@ -264,7 +264,7 @@ class Run:
         """The last good state is put back, made smaller, and saved; then an error says what happened."""
         spoilt, (epoch, index) = gathered(int(self.scoring.spoilt)), self.stream.position
         self._good.restore_()
-        self.finish_surgery()
+        self.compact_()
         kept = f"{self.ledger.shares()['macs']:.1%} of the MACs"
         where = "the model holds it"
         if self.folder is not None:
@@ -281,27 +281,24 @@ class Run:
         """Tell everybody, and the folder, what went in this step, and by which scores the first units went."""
         self.progress.step += 1
         if self.folder is not None and self.progress.step == 1:
-            self.folder.write_first_scores(self.network.by_group(ranked.float(), self.network.original))
+            self.folder.write_first_scores(by_group(self.network.original, ranked.float()))
         for move in made:
-            self._record(move, loss)
-
-    def _record(self, move: Move, loss: float) -> None:
-        self._trail.remove(move.units)
-        self.progress.removals += 1
-        self.progress.seconds = self.seconds
-        removal = Removal(
-            self.progress.removals, self.progress.step, self._places(move.units), move.score,
-            self._trail.costs(), self._trail.shares(), loss, round(self.progress.seconds, 3),
-        )  # fmt: skip
-        self.metrics.append(removal.as_line())
-        if self.folder is not None:
-            self.folder.append(removal.as_line())
-        self.listener.removed(removal)
+            self._trail.remove(move.units)
+            self.progress.removals += 1
+            self.progress.seconds = self.seconds
+            removal = Removal(
+                self.progress.removals, self.progress.step, self._places(move.units), move.score,
+                self._trail.costs(), self._trail.shares(), loss, round(self.progress.seconds, 3),
+            )  # fmt: skip
+            self.metrics.append(removal.as_line())
+            if self.folder is not None:
+                self.folder.append(removal.as_line())
+            self.listener.removed(removal)
 
     def _places(self, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
         found: dict[str, list[int]] = {}
         for unit in units:
-            group = next(group for group in self.network.original.groups if unit < group.first + group.size)
+            group = group_of(self.network.original, unit)
             found.setdefault(group.name, []).append(unit - group.first)
         return {name: tuple(sorted(places)) for name, places in found.items()}
 
@@ -318,8 +315,8 @@ class Run:
             if not self.network.rehearse(multiple):
                 self.say("units stay in memory until the end: a smaller network could not be told apart unit by unit")
                 return
-            self._compact(multiple)
-            self.scoring.renew()
+        self.compact_(multiple)
+        self.scoring.renew()
 
     @cached_property
     def _passes(self) -> float:
@@ -329,18 +326,14 @@ class Run:
             rounds = self.settings.accumulate * (12 * self.settings.batches_per_score + 3)
         return from_first(rounds * rough_count(self.examples[0]) / rough_count(self.network.original.inputs))
 
-    def _compact(self, multiple: int = 1) -> None:
+    def compact_(self, multiple: int = 1) -> None:
         """Take units out for real, and look whether the network still does the same."""
-        self.network.zero_(self.scoring.optimizer)
-        before = outputs(self.network, self.loss_fn, self.examples[0])
-        self.network.compact_(self.scoring.optimizer, multiple)
-        self.checks.append(compare(before, outputs(self.network, self.loss_fn, self.examples[0])))
-        self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
-
-    def finish_surgery(self) -> None:
-        """What is zero goes for good."""
         with self.progress.timed("compaction"):
-            self._compact()
+            self.network.zero_(self.scoring.optimizer)
+            before = outputs(self.network, self.loss_fn, self.examples[0])
+            self.network.compact_(self.scoring.optimizer, multiple)
+            self.checks.append(compare(before, outputs(self.network, self.loss_fn, self.examples[0])))
+            self._shrunk_at = count(self.network.graph, self.network.graph.kept(None)).macs
 
     def write_checkpoint(self) -> None:
         """Keep the last good state in the folder."""

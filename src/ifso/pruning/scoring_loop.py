@@ -1,28 +1,30 @@
-"""The scoring loop of a run: scores added up over batches, and steps of the optimizer between them."""
+"""The scoring loop of a run: scores added up over batches and steps between them, on a GPU as a CUDA graph."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ifso.common.batches import micro_batches, not_finite, num_samples, on_device
+from ifso.common.cuda_graphs import CONSTANTS, NotCaptured, captures_go_to, capturing, draws
 from ifso.common.devices import out_of_memory
-from ifso.common.distributed import average_over_ranks_, mean_over_ranks, together
+from ifso.common.distributed import average_over_ranks_, is_distributed, mean_over_ranks, together
 from ifso.common.loss_fn import LossFn, WatchedLoss, checked, scalar
 from ifso.common.torch_state import not_reentrant, undisturbed
 from ifso.criteria.base import Criterion
 from ifso.criteria.scorer import Scorer
-from ifso.errors import IfsoError, ScoreError
+from ifso.errors import ScoreError
 from ifso.graph.layouts import surviving
-from ifso.pruning.cuda_round import CapturedRound, SideEffects, can_capture, has_host_counters, side_by_side
-from ifso.pruning.shrinking_network import ShrinkingNetwork
+from ifso.pruning.shrinking_network import RemovedWeights, ShrinkingNetwork
 
 EAGER_ROUNDS = 2
 """Rounds before one is captured as a CUDA graph: kernels get compiled, momenta made, and side effects seen."""
@@ -30,6 +32,7 @@ EAGER_ROUNDS = 2
 MOST_MISSES = 10
 """Rounds in a row whose batches are not like those of the captured one, before it is given up."""
 
+T = TypeVar("T")
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _RoundResult = tuple[Tensor, Tensor, list[Tensor | None]]
 
@@ -57,13 +60,11 @@ class ScoringLoop:
         self.loss_fn = WatchedLoss(loss_fn)
         self._parameters = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(self._parameters)
-        if not isinstance(self.optimizer, Optimizer):
-            raise IfsoError(f"optimizer gave a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer")
         self._micro_batch: int | None = None
         self._told: set[str] = set()
         self._capture = capture and can_capture(network)
         self._apart = not criterion.needs_batches
-        self._removed = _RemovedWeights(network) if criterion.masks_itself else None
+        self._removed = RemovedWeights(network) if criterion.masks_itself else None
         self.renew()
 
     def renew(self) -> None:
@@ -122,7 +123,10 @@ class ScoringLoop:
             replay(batches)
         else:
             self._add(together(lambda: self._work_in_memory(batches, train)), train)
-            self._tell_notes()
+            for key, line in self._scorer.notes():
+                if key not in self._told:
+                    self._told.add(key)
+                    self.tell(line)
         self._counts[0] += len(batches)
         self._counts[1] += 1
 
@@ -210,13 +214,6 @@ class ScoringLoop:
             gc.collect()  # the frames of what failed may hold its tensors in a ring
             torch.cuda.empty_cache()
 
-    def _tell_notes(self) -> None:
-        """Say once what of the scores is not as usual."""
-        for key, line in self._scorer.notes():
-            if key not in self._told:
-                self._told.add(key)
-                self.tell(line)
-
     def _halve_batches(self, batches: Sequence[Any]) -> bool:
         """Halve the micro-batches from now on; return whether they can be smaller."""
         if self._micro_batch == 1:
@@ -289,35 +286,105 @@ class ScoringLoop:
             return self.loss_fn(self.network.model, batch)
 
 
-class _RemovedWeights:
-    """The weights of removed units, for a criterion that wants to see them; a context that puts them back."""
-
-    def __init__(self, network: ShrinkingNetwork) -> None:
-        self._network = network
-        self._tensors = [parameter.data for parameter in network.model.parameters()]
-        self._away = [torch.zeros_like(tensor) for tensor in self._tensors]
-
-    def remember(self, units: Sequence[int]) -> None:
-        """Units are about to go."""
-        with torch.no_grad():
-            before = [tensor.clone() for tensor in self._tensors]
-            self._network.remove_(units)
-            for away, old, now in zip(self._away, before, self._tensors, strict=True):
-                away.add_(old - now)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """By name, for a checkpoint."""
-        return {f"ghost.{number}": tensor for number, tensor in enumerate(self._away)}
-
-    def __enter__(self) -> None:
-        torch._foreach_add_(self._tensors, self._away)
-
-    def __exit__(self, *exc: object) -> None:
-        torch._foreach_sub_(self._tensors, self._away)
-
-
 def _added(old: Tensor | None, new: Tensor | None, share: float) -> Tensor | None:
     if new is None:
         return old
     new = new if share == 1 else share * new
     return new if old is None else old + new
+
+
+def can_capture(network: ShrinkingNetwork) -> bool:
+    """Return whether rounds can be captured: on the current GPU alone, without data-dependent control flow."""
+    plain = not (network.graph.reductions or network.graph.on_real_tensors)
+    return captures_go_to(network.device) and not is_distributed() and plain
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], apart: bool = True) -> list[T]:
+    """The results of all jobs; while a CUDA graph is captured, on parallel streams if they may run ``apart``."""
+    if not apart or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        return [job() for job in jobs]
+    main, results = torch.cuda.current_stream(), []
+    streams = [torch.cuda.Stream() for _ in jobs]
+    for job, stream in zip(jobs, streams, strict=True):
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            results.append(job())
+    for stream in streams:
+        main.wait_stream(stream)
+    return results
+
+
+class CapturedRound:
+    """A captured round. What it was made from must live as long as it does."""
+
+    def __init__(self, work: Callable[[Sequence[Any]], None], held: Sequence[Any], graph: torch.cuda.CUDAGraph) -> None:
+        self._work, self._graph = work, graph
+        self._leaves, self._spec = tree_flatten(list(held))
+
+    @classmethod
+    def make(cls, work: Callable[[Sequence[Any]], None], batches: Sequence[Any]) -> CapturedRound | str:
+        """Capture ``work`` on batches like these, without running it; or why that cannot be."""
+        leaves, spec = tree_flatten(list(batches))
+        odd = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]
+        if odd:
+            return f"a batch holds a {type(odd[0]).__name__}"
+        held = tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with capturing(graph):
+                work(held)
+        except NotCaptured as error:
+            return str(error)
+        return cls(work, held, graph)
+
+    def takes(self, batches: Sequence[Any]) -> bool:
+        """Return whether these batches have the shapes and types of the captured ones."""
+        leaves, spec = tree_flatten(list(batches))
+        return spec == self._spec and all(map(_alike, leaves, self._leaves))
+
+    def __call__(self, batches: Sequence[Any]) -> None:
+        """The round on these batches."""
+        leaves, _ = tree_flatten(list(batches))
+        for mine, leaf in zip(self._leaves, leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(leaf, non_blocking=True)
+        self._graph.replay()
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return type(one) is type(other) and one == other
+
+
+class SideEffects:
+    """Whether passes within :meth:`watched` draw random numbers or change buffers.
+
+    Running statistics of batch norms do not count: scores leave them alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        others = (module for module in model.modules() if not isinstance(module, _BatchNorm))
+        self._buffers = [buffer for module in others for buffer in module.buffers(recurse=False)]
+        self.draws = self.changes_buffers = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A pass."""
+        drawn, versions = draws(), [buffer._version for buffer in self._buffers]
+        yield
+        self.draws |= drawn()
+        self.changes_buffers |= versions != [buffer._version for buffer in self._buffers]
+
+
+def has_host_counters(optimizer: Optimizer) -> bool:
+    """Return whether a step may depend on a number on the host, such as that of the steps so far.
+
+    A CUDA graph would keep that number for ever.
+
+    >>> import torch
+    >>> weights = [torch.zeros(1, requires_grad=True)]
+    >>> [has_host_counters(make(weights, lr=0.1)) for make in (torch.optim.SGD, torch.optim.Adam)]
+    [False, True]
+    """
+    return not isinstance(optimizer, SGD) and not all(group.get("capturable") for group in optimizer.param_groups)

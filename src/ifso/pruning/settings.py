@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ifso.criteria.base import Criterion
-from ifso.criteria.registry import create, names
+from ifso.criteria.scorer import as_criterion
 from ifso.errors import BudgetError, ScoreError
 from ifso.pruning.budget import NORMALIZERS, STAGED, Budget, Mixed, Schedule, phases, usual
 from ifso.pruning.constraints import ALL, MinShare, MinUnits
@@ -113,9 +113,9 @@ class Settings:
     def samples(self, macs: float) -> int:
         """How many samples a staged run looks at, if one takes so many multiply-adds.
 
-        >>> Settings(Budget(macs=0.5), create("random")).samples(4e9)
+        >>> Settings(Budget(macs=0.5), as_criterion("random", {})).samples(4e9)
         1024
-        >>> Settings(Budget(macs=0.5), create("random")).samples(2e11)
+        >>> Settings(Budget(macs=0.5), as_criterion("random", {})).samples(2e11)
         100
         """
         return self.calibration or min(CALIBRATION, max(FEWEST, int(MOST_MACS / max(macs, 1))))
@@ -160,18 +160,9 @@ def settings_of(preset: str | None, optimizer: object, **given: Any) -> tuple[Se
         given["min_share"] = {ALL: chosen["min_share"], **min_share}
     for name in ("criterion", "schedule", "normalize", "update", "min_share"):
         given[name] = chosen[name] if given[name] is None else given[name]
-    given["criterion"] = criterion_of(given["criterion"])
+    given["criterion"] = as_criterion(given["criterion"], {})
     unset = [name for name, value in of_algorithm_2.items() if value is None]
     return Settings(**{name: given[name] for name in given.keys() - unset}), chosen["learning_rate"]
-
-
-def criterion_of(criterion: str | Criterion) -> Criterion:
-    """The criterion of that name, or the object itself."""
-    if isinstance(criterion, str):
-        return create(criterion)
-    if not isinstance(criterion, Criterion):
-        raise ScoreError(f"criterion is {criterion!r}; give a Criterion object or one of {', '.join(names())}")
-    return criterion
 
 
 def sgd(parameters: list[nn.Parameter], learning_rate: float) -> Optimizer:

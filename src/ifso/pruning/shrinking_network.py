@@ -14,11 +14,11 @@ from ifso.common.module_state import copy_of, named_tensors
 from ifso.common.torch_state import forget_caches, same_modes
 from ifso.costs.cost import count
 from ifso.errors import IfsoError, RunError
-from ifso.graph.channel_graph import STAYS, ChannelGraph
-from ifso.graph.layouts import kept_indices, surviving
+from ifso.graph.channel_graph import STAYS, ChannelGraph, by_group
+from ifso.graph.layouts import kept_indices, surviving, varying_dims
 from ifso.graph.reductions import ExactReductions
 from ifso.graph.tracing import trace
-from ifso.surgery.compact import compact_, round_of
+from ifso.surgery.compact import compact_, round_of, state_of
 from ifso.surgery.mask import gain_of
 from ifso.surgery.recipe import Recipe, recipe_of, remember, unchanged
 
@@ -60,12 +60,7 @@ class ShrinkingNetwork:
     @property
     def keep(self) -> dict[str, Tensor]:
         """What is left of the original, by name of the group."""
-        return self.by_group(self.kept, self.original)
-
-    @staticmethod
-    def by_group(vector: Tensor, graph: ChannelGraph) -> dict[str, Tensor]:
-        """The parts of a vector over all units."""
-        return {group.name: vector[group.units].clone() for group in graph.groups}
+        return by_group(self.original, self.kept)
 
     def in_original(self, scores: Tensor) -> Tensor:
         """Scores of the present units as scores of the original ones; 0 for those that are gone."""
@@ -109,7 +104,7 @@ class ShrinkingNetwork:
             gone = ~surviving(layout, kept)
             if bool(gone.any()):
                 gone = gone.to(tensor.device)
-                for part in (tensor.data, *_own_state(optimizer, tensor)):
+                for part in (tensor.data, *state_of(optimizer, tensor).values()):
                     part.masked_fill_(gone, 0)
 
     def compact_(self, optimizer: Optimizer | None = None, multiple: int = 1) -> None:
@@ -137,20 +132,19 @@ class ShrinkingNetwork:
 
     def rehearse(self, multiple: int = 1) -> bool:
         """Could units still be told apart after :meth:`compact_`? Tried on a copy; if not, it is never asked again."""
-        self.can_shrink = self.can_shrink and self._told_apart(self._physical_keep(multiple))
+        if self.can_shrink:
+            keep = self._physical_keep(multiple)
+            kept = self.graph.kept(keep)
+            with self._as_traced():
+                trial = copy_of(self.model)
+            try:
+                compact_(trial, self.graph, keep, verify=False)
+                smaller = trace(trial, self.graph.inputs, ignore=self._ignore)
+                self._rehearsed = (kept, smaller)
+                self.can_shrink = self._complete(kept, _numbers(self.graph, kept, self.numbers, smaller))
+            except IfsoError:
+                self.can_shrink = False
         return self.can_shrink
-
-    def _told_apart(self, keep: dict[str, Tensor]) -> bool:
-        kept = self.graph.kept(keep)
-        with self._as_traced():
-            trial = copy_of(self.model)
-        try:
-            compact_(trial, self.graph, keep, verify=False)
-            smaller = trace(trial, self.graph.inputs, ignore=self._ignore)
-        except IfsoError:
-            return False
-        self._rehearsed = (kept, smaller)
-        return self._complete(kept, _numbers(self.graph, kept, self.numbers, smaller))
 
     def _complete(self, kept: Tensor, found: Tensor) -> bool:
         """Return whether all units ``found`` are of the original, and none that can still go is left out."""
@@ -197,10 +191,6 @@ class ShrinkingNetwork:
                 state.setdefault(int(number), {})[key] = stored.clone()
         optimizer.load_state_dict({"state": state, "param_groups": plain["groups"]})
 
-    def recipe(self) -> Recipe:
-        """The whole way as one round after what was removed before the run; remembered for the model."""
-        return self._recipe_for(self.model)
-
     def compacted_copy(self) -> tuple[nn.Module, Recipe]:
         """A copy of the model without the units that are gone, and its recipe. The model itself stays as it is."""
         with self._as_traced():
@@ -210,9 +200,11 @@ class ShrinkingNetwork:
             remember(copied, earlier)
         if not all(bool(part.all()) for part in keep.values()):
             compact_(copied, self.graph, keep, verify=False)
-        return copied, self._recipe_for(copied)
+        return copied, self.recipe(copied)
 
-    def _recipe_for(self, model: nn.Module) -> Recipe:
+    def recipe(self, copied: nn.Module | None = None) -> Recipe:
+        """The whole way as one round after what was removed before the run; remembered for the model, or its copy."""
+        model = self.model if copied is None else copied
         whole = recipe_of(model) or unchanged(model)
         rounds = (*(self._earlier.rounds if self._earlier else ()), round_of(self.original, self.kept))
         attributes = sorted(whole.attributes, key=lambda change: str(change.place))
@@ -250,6 +242,33 @@ class ShrinkingNetwork:
         return alone
 
 
+class RemovedWeights:
+    """The weights of removed units, for a criterion that wants to see them; a context that puts them back."""
+
+    def __init__(self, network: ShrinkingNetwork) -> None:
+        self._network = network
+        self._tensors = [parameter.data for parameter in network.model.parameters()]
+        self._away = [torch.zeros_like(tensor) for tensor in self._tensors]
+
+    def remember(self, units: Sequence[int]) -> None:
+        """Units are about to go."""
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in self._tensors]
+            self._network.remove_(units)
+            for away, old, now in zip(self._away, before, self._tensors, strict=True):
+                away.add_(old - now)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, for a checkpoint."""
+        return {f"ghost.{number}": tensor for number, tensor in enumerate(self._away)}
+
+    def __enter__(self) -> None:
+        torch._foreach_add_(self._tensors, self._away)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._foreach_sub_(self._tensors, self._away)
+
+
 def plain_state_of(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer remembers that is no tensor."""
     state = optimizer.state_dict()
@@ -258,11 +277,6 @@ def plain_state_of(optimizer: Optimizer) -> dict[str, Any]:
         for number, values in state["state"].items()
     }
     return {"state": numbers, "groups": [{**group, "params": list(group["params"])} for group in state["param_groups"]]}
-
-
-def _own_state(optimizer: Optimizer | None, parameter: Tensor) -> list[Tensor]:
-    state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    return [value for value in state.values() if isinstance(value, Tensor) and value.shape == parameter.shape]
 
 
 def _numbers(old: ChannelGraph, kept: Tensor, numbers: Tensor, new: ChannelGraph) -> Tensor:
@@ -288,9 +302,5 @@ def _numbers(old: ChannelGraph, kept: Tensor, numbers: Tensor, new: ChannelGraph
 
 def _lines(layers: Sequence[Tensor]) -> dict[int, Tensor]:
     """Unit numbers by the dim along which they change."""
-    lines = {}
-    for layer in layers:
-        dims = [dim for dim, size in enumerate(layer.shape) if size > 1]
-        if len(dims) == 1:
-            lines[dims[0]] = layer.flatten()
-    return lines
+    dims = [varying_dims(layer) for layer in layers]
+    return {only[0]: layer.flatten() for only, layer in zip(dims, layers, strict=True) if len(only) == 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -119,10 +118,7 @@ def _warn_of_few(run: Run, losing: Sequence[Reader]) -> None:
 def _loss(run: Run) -> float:
     """The mean loss of the first batches, as the stages see the network."""
     model = run.network.model
-    with ExitStack() as stack:
-        for context in (torch.no_grad(), run.progress.timed("measures"), run.calibrating(), undisturbed(model)):
-            stack.enter_context(context)
-        stack.enter_context(run.network.running())
+    with torch.no_grad(), run.progress.timed("measures"), run.calibrating(), undisturbed(model), run.network.running():
         return fmean(float(scalar(run.loss_fn(model, batch))) for batch in run.examples)
 
 

@@ -27,9 +27,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ifso._version import __version__
 from ifso.common.module_state import named_tensors, unwrapped
 from ifso.common.serialization import from_plain, scalar, to_plain
 from ifso.errors import RecipeError
+from ifso.graph.naming import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -208,7 +210,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain JSON values that :meth:`from_json` turns into an equal recipe."""
-        header = _Header(FORMAT, VERSION, self.fingerprint, _versions())
+        header = _Header(FORMAT, VERSION, self.fingerprint, versions())
         return {**to_plain(header), **to_plain(self)}
 
     @classmethod
@@ -254,11 +256,6 @@ def shapes_of(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def name_of(model: nn.Module) -> str:
-    """The class of a model with its module, as recipes call it."""
-    return f"{type(model).__module__}.{type(model).__qualname__}"
-
-
 def digest_of(model: nn.Module) -> str:
     """The beginning of a SHA-256 over the names and values of all tensors: tells one set of weights from another."""
     digest = hashlib.sha256()
@@ -270,7 +267,7 @@ def digest_of(model: nn.Module) -> str:
 
 def unchanged(model: nn.Module) -> Recipe:
     """The recipe of a model from which nothing was removed."""
-    return Recipe(name_of(model), {name: ShapeChange(shape, shape) for name, shape in shapes_of(model).items()})
+    return Recipe(class_name(model), {name: ShapeChange(shape, shape) for name, shape in shapes_of(model).items()})
 
 
 _REMEMBERED: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
@@ -378,7 +375,6 @@ def _check_unique(what: str, names: Iterable[object]) -> None:
         seen.add(name)
 
 
-def _versions() -> dict[str, str]:
-    from ifso._version import __version__
-
+def versions() -> dict[str, str]:
+    """What files are written with."""
     return {"ifso": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

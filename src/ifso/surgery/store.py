@@ -11,12 +11,15 @@ weights, and both :func:`load` and the next :func:`save` find it.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -33,18 +36,17 @@ from ifso.common.files import (
     write_tensors,
 )
 from ifso.common.locks import turn_in
-from ifso.common.module_state import inner_name, named_tensors, unwrapped
+from ifso.common.module_state import inner_name, named_tensors, replaced, set_tensors, unwrapped
 from ifso.common.serialization import no_constant, unique_keys
 from ifso.common.text import one_line
 from ifso.errors import RecipeError, VerificationError
 from ifso.graph.execution import trainable
 from ifso.graph.slim_attention import slim_attention
-from ifso.surgery.loading import assign, check_compacted, check_fresh, difference, new_values, placed_like, shapes_after
-from ifso.surgery.recipe import Recipe, check_format, extend, remember
+from ifso.surgery.recipe import AttributeChange, Recipe, Shape, check_format, extend, remember, shapes_of
 from ifso.surgery.recipe import recipe as recipe_to_save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from io import BufferedReader
 
 RECIPE = "recipe.json"
@@ -293,3 +295,113 @@ def _located(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         words = explained(error) if error_number(error) else one_line(error)
         raise RecipeError(f"{path}: {words}") from error
+
+
+NewValue = tuple[nn.Module, str, Any]
+"""A module, the name of its attribute, and the value that the attribute will have."""
+
+
+def check_fresh(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse a model that does not have the shapes that the recipe starts from."""
+    found = shapes_of(model)
+    before = {name: change.before for name, change in recipe.shapes.items()}
+    if found == before:
+        return
+    if found == shapes_after(recipe):
+        raise RecipeError(f"this {type(model).__name__} is already compacted; load into a freshly built one")
+    hint = "build it as it was before pruning"
+    if not recipe.rounds:
+        hint += " (if a compacted model was saved without its recipe: ifso.save(model, folder, like=RUN))"
+    raise RecipeError(f"this is the recipe of another model, {recipe.model}: {difference(before, found)}; {hint}")
+
+
+def check_compacted(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse a model that does not have the shapes and attributes that the recipe leads to."""
+    found = shapes_of(model)
+    if found != shapes_after(recipe):
+        raise RecipeError(
+            f"the recipe does not lead to this {type(model).__name__}: {difference(shapes_after(recipe), found)}; "
+            "save the model that was compacted, with its own recipe"
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for change in recipe.attributes:
+        _check_entry(_value(modules, change), change, change.after)
+
+
+def shapes_after(recipe: Recipe) -> dict[str, Shape]:
+    """Shapes of the compacted model."""
+    return {name: change.after for name, change in recipe.shapes.items()}
+
+
+def difference(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
+    """The first tensor in which two models differ, in words.
+
+    >>> difference({"a": (2,), "b": (3,)}, {"a": (2,), "b": (4,)})
+    "'b' should have shape (3,) and has shape (4,)"
+    """
+    name = next(name for name in chain(wanted, found) if wanted.get(name) != found.get(name))
+    if name not in found:
+        return f"{name!r} of shape {wanted[name]} is missing"
+    if name not in wanted:
+        return f"{name!r} of shape {found[name]} should not be there"
+    return f"{name!r} should have shape {wanted[name]} and has shape {found[name]}"
+
+
+def new_values(model: nn.Module, recipe: Recipe) -> list[NewValue]:
+    """The attributes of a fresh model after compaction, each checked to have its old value now."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    values: dict[tuple[int, str], NewValue] = {}
+    for change in recipe.attributes:
+        value = _value(modules, change)
+        _check_entry(value, change, change.before)
+        module = modules[change.module]
+        _, _, value = values.get((id(module), change.name), (module, change.name, value))
+        values[id(module), change.name] = module, change.name, replaced(value, change.position, change.after)
+    return list(values.values())
+
+
+def placed_like(name: str, old: Tensor, stored: Tensor) -> Tensor:
+    """A copy of ``stored`` on the device of ``old`` (the CPU for meta) with the axes of ``old`` in memory order."""
+    if len({(dtype.is_floating_point, dtype.is_complex) for dtype in (old.dtype, stored.dtype)}) > 1:
+        raise RecipeError(f"{name!r} is {stored.dtype} in the file and {old.dtype} in the model")
+    if old.layout != torch.strided:
+        raise RecipeError(f"{name!r} of the model has layout {old.layout}; only dense tensors can be loaded")
+    order = sorted(range(old.dim()), key=old.stride, reverse=True)
+    device = "cpu" if old.is_meta else old.device
+    placed = torch.empty_permuted(stored.shape, order, dtype=stored.dtype, device=device).copy_(stored)
+    if not old.is_meta and not torch._has_compatible_shallow_copy_type(old, placed):
+        raise RecipeError(
+            f"{name!r} of the model is a {type(old).__name__}; load into a plain model and convert it then"
+        )
+    return placed
+
+
+def assign(model: nn.Module, values: Iterable[NewValue], tensors: Mapping[str, Tensor]) -> None:
+    """Give a model its compacted attributes and tensors. Parameters stay the same objects, except meta ones."""
+    for module, name, value in values:
+        setattr(module, name, value)
+    named = named_tensors(model)
+    set_tensors(model, {name: tensors[name] for name, old in named.items() if old.is_meta})
+    for name, old in named.items():
+        if not old.is_meta:
+            old.data = tensors[name]
+        if isinstance(old, nn.Parameter):
+            old.grad = None
+
+
+def _value(modules: Mapping[str, nn.Module], change: AttributeChange) -> Any:
+    """The attribute as it stands in the object or its class; properties are not run, and are refused later."""
+    if change.module not in modules:
+        raise RecipeError(f"attribute {change} cannot be set: the model has no module {change.module!r}")
+    return inspect.getattr_static(modules[change.module], change.name, None)
+
+
+def _check_entry(value: Any, change: AttributeChange, wanted: int) -> None:
+    entry = value
+    if change.position is not None:
+        within = isinstance(value, (tuple, list)) and change.position < len(value)
+        entry = value[change.position] if within else None
+    if type(entry) is not int:
+        raise RecipeError(f"attribute {change} is no int in this model but should be {wanted}")
+    if entry != wanted:
+        raise RecipeError(f"attribute {change} is {entry} in this model but should be {wanted}")

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from ifso.common.batches import num_samples
 from ifso.common.loss_fn import checked
 from ifso.common.torch_state import undisturbed
-from ifso.curvature.objective import LOSS, Objective, Solution, System, checked_positive, checked_vector
+from ifso.curvature.objective import (
+    LOSS,
+    Objective,
+    QuadraticModel,
+    Solution,
+    System,
+    checked_positive,
+    checked_vector,
+)
 from ifso.curvature.solvers.fisher import layer_matrices, recording_calls
 from ifso.errors import ScoreError
 
@@ -106,6 +114,30 @@ class Factors:
         if self._support is None:
             return vector
         return vector.new_zeros(self._size).index_copy_(0, self._indices, vector)
+
+
+class RowsModel(QuadraticModel):
+    """C = RᵀR + diag(D)."""
+
+    def __init__(self, factors: Factors, gradient: Tensor) -> None:
+        self._factors, self._gradient = factors, gradient
+
+    def solve(self, damping: float) -> Tensor:
+        """(RᵀR + D + λI)⁻¹g."""
+        return self._factors.solve(self._gradient, damping)
+
+    def decrease(self, damping: float) -> float:
+        """Of the model without damping."""
+        u = self.solve(damping)
+        return float(self._gradient @ u - 0.5 * u @ self._factors.times(u))
+
+    def inverse(self, vector: Tensor, damping: float) -> Tensor:
+        """(RᵀR + D + λI)⁻¹·vector."""
+        return self._factors.solve(vector, damping)
+
+    def with_gradient(self, gradient: Tensor) -> QuadraticModel:
+        """All of C is there."""
+        return RowsModel(self._factors, gradient)
 
 
 def obstacle(objective: Objective, rank: int) -> str:

@@ -44,11 +44,16 @@ def _is_pointwise(op: str) -> bool:
 
 
 def unknown(call: Call, labels: Labels) -> None:
-    """No rule: whatever channels go in must stay, with the operator's name as the reason."""
-    labels.freeze_all(call.inputs, f"passes through {call.op}, for which there is no rule")
+    """No rule: that is the reason, with the operator's name."""
+    hold(call, labels, f"passes through {call.op}, for which there is no rule")
+
+
+def hold(call: Call, labels: Labels, reason: str) -> None:
+    """Whatever channels go into a call must stay, and none come out."""
+    labels.freeze_all(call.inputs, reason)
     first = next(call.inputs, None)
     for output in call.outputs:
         labels.set(output, (), like=first)
 
 
-from ifso.graph.rules import convolution, joins, layout, pointwise, products, spatial, statistics  # noqa: E402, F401
+from ifso.graph.rules import joins, layout, pointwise, products, spatial, statistics  # noqa: E402, F401

@@ -165,7 +165,7 @@ def gather(call: Call, labels: Labels) -> None:
     labels.set(call.outputs[0], passing, like=x)
 
 
-@rule("aten.index_add", "aten.index_add_", "aten.index_copy", "aten.index_copy_")
+@rule("aten.index_add", "aten.index_copy")
 def index_add(call: Call, labels: Labels) -> None:
     """Rows added by index along one axis, as experts give their tokens back: the other axes are the same channels."""
     x, dim, _, source = call.args[:4]
@@ -181,7 +181,7 @@ def index_add(call: Call, labels: Labels) -> None:
     labels.uniform.discard(x.index)
 
 
-@rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+@rule("aten.index_put", "aten._index_put_impl_")
 def index_put(call: Call, labels: Labels) -> None:
     """Rows written by index: along the other axes what is written and what is there are the same channels."""
     x, indices, values = call.args[:3]

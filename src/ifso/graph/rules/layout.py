@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ifso.graph.channel_ids import Labels, Layer, compress
-from ifso.graph.rules import rule
+from ifso.graph.rules import hold, rule
 from ifso.graph.tape import Call, Ref
 
 TOO_LARGE = 1 << 22
@@ -17,7 +17,7 @@ TOO_LARGE = 1 << 22
 
 
 @rule(
-    "aten.alias", "aten.detach", "aten.clone", "aten._to_copy", "aten.contiguous", "aten.detach_", "aten.to",
+    "aten.alias", "aten.detach", "aten.clone", "aten._to_copy", "aten.contiguous", "aten.to",
     "aten.lift", "aten.positive", "aten.real", "aten.imag", "aten._conj", "aten.resolve_conj", "aten.resolve_neg",
 )  # fmt: skip
 def same(call: Call, labels: Labels) -> None:
@@ -32,8 +32,7 @@ def same(call: Call, labels: Labels) -> None:
     "aten.select", "aten.unbind", "aten.split_with_sizes", "aten.unsafe_split_with_sizes",
     "aten.narrow", "aten.diagonal", "aten.flip", "aten.roll",
     "aten.repeat", "aten.unfold", "aten.movedim", "aten.rot90", "aten.tril", "aten.triu", "aten.numpy_T", "aten.mT",
-    "aten.transpose_", "aten.unsqueeze_", "aten.squeeze_", "aten.split_with_sizes_copy", "aten.unbind_copy",
-    "aten.permute_copy",
+    "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.permute_copy",
 )  # fmt: skip
 def rearrange(call: Call, labels: Labels) -> None:
     """Run the same operator on the ids."""
@@ -236,23 +235,20 @@ def _same(array: Tensor, blocks: Tensor) -> bool:
     return array.numel() == blocks.numel() and array.reshape(blocks.shape).equal(blocks)
 
 
-@rule("aten.as_strided", "aten.as_strided_")
+@rule("aten.as_strided")
 def as_strided(call: Call, labels: Labels) -> None:
     """Followed only where it changes nothing."""
     x, out = call.args[0], call.outputs[0]
     if out is not None and labels.shape(out) == labels.shape(x):
         labels.set(out, labels[x], like=x)
         return
-    labels.freeze_all([x], "is read through raw strides")
-    labels.set(out, (), like=x)
+    hold(call, labels, "is read through raw strides")
 
 
 @rule("aten.repeat_interleave")
 def repeat_interleave(call: Call, labels: Labels) -> None:
     """Each slice several times: run on the ids where the counts are a number."""
-    x = call.args[0]
     if len(call.args) > 1 and isinstance(call.args[1], int):
         rearrange(call, labels)
-        return
-    labels.freeze_all(call.inputs, "is repeated by counts known only at run time")
-    labels.set(call.outputs[0], (), like=x)
+    else:
+        hold(call, labels, "is repeated by counts known only at run time")

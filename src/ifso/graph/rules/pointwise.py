@@ -7,20 +7,20 @@ from itertools import product
 
 from ifso.common.tensors import placed
 from ifso.graph.channel_ids import FROM_INPUT, Labels
-from ifso.graph.rules import rule
+from ifso.graph.rules import hold, rule
 from ifso.graph.tape import Call, Ref
 
 
 @rule(
-    "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten.lerp", "aten.addcmul", "aten.addcdiv", "aten.copy_",
-    "aten.native_dropout", "aten.hardswish", "aten.leaky_relu", "aten.elu", "aten.silu", "aten.mish",
-    "aten.gelu", "aten.hardsigmoid", "aten.hardtanh", "aten.softplus", "aten.threshold", "aten.log_sigmoid_forward",
-    "aten.floor_divide", "aten.special_expit",
-    "aten.alpha_dropout", "aten.polar", "aten.complex", "aten.hardtanh_", "aten.clamp_", "aten.pow_", "aten.glu_jvp",
-    "aten.rrelu_with_noise", "aten.threshold_", "aten.dropout", "aten.nan_to_num_", "aten.logical_and_",
+    "aten.copy_", "aten.native_dropout", "aten.dropout", "aten.alpha_dropout", "aten.hardswish", "aten.glu_jvp",
+    "aten.log_sigmoid_forward", "aten.rrelu_with_noise", "aten.floor_divide", "aten.special_expit", "aten.polar",
+    "aten.complex",
 )  # fmt: skip
 def pointwise(call: Call, labels: Labels) -> None:
-    """Unite the ids of all operands where they meet; an axis that meets one without ids is frozen."""
+    """Unite the ids of all operands where they meet; an axis that meets one without ids is frozen.
+
+    Besides these operators, of all that PyTorch calls pointwise.
+    """
     refs = list(dict.fromkeys(call.inputs))
     outputs = [ref for ref in call.outputs if ref is not None]
     if not outputs:
@@ -60,8 +60,8 @@ def _shares_memory(ref: Ref, labels: Labels) -> bool:
 @rule(
     "aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.new_zeros", "aten.new_ones", "aten.new_full",
     "aten.new_empty", "aten.rand", "aten.randn", "aten.scalar_tensor", "aten.zeros_like", "aten.ones_like",
-    "aten.full_like", "aten.empty_like", "aten.rand_like", "aten.randn_like", "aten.fill_", "aten.fill", "aten.zero_",
-    "aten.bernoulli_", "aten.bernoulli", "aten.uniform_", "aten.normal_", "aten.empty_strided",
+    "aten.full_like", "aten.empty_like", "aten.rand_like", "aten.randn_like", "aten.fill", "aten.zero_",
+    "aten.bernoulli", "aten.uniform_", "aten.normal_", "aten.empty_strided",
     "aten.new_empty_strided",
 )  # fmt: skip
 def uniform(call: Call, labels: Labels) -> None:
@@ -81,9 +81,7 @@ def uniform(call: Call, labels: Labels) -> None:
 )  # fmt: skip
 def loss(call: Call, labels: Labels) -> None:
     """Predictions meet targets: they must stay."""
-    labels.freeze_all(call.inputs, "is compared with targets by a loss")
-    for ref in call.outputs:
-        labels.set(ref, ())
+    hold(call, labels, "is compared with targets by a loss")
 
 
 @rule("aten.arange", "aten.linspace", "aten.eye", "aten.tril_indices", "aten.triu_indices", "aten.lift_fresh",

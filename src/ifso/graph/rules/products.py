@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer
-from ifso.graph.rules import rule
+from ifso.graph.rules import hold, rule
 from ifso.graph.tape import Call, Ref
 
 
@@ -21,7 +21,7 @@ def matmul(call: Call, labels: Labels) -> None:
     _product(call, labels, a, b, None)
 
 
-@rule("aten.addmm", "aten.baddbmm", "aten.addbmm", "aten.addmm_", "aten.baddbmm_")
+@rule("aten.addmm", "aten.baddbmm", "aten.addbmm")
 def add_matmul(call: Call, labels: Labels) -> None:
     """bias + a·b."""
     bias, a, b = call.args[:3]
@@ -32,16 +32,13 @@ def add_matmul(call: Call, labels: Labels) -> None:
 def grouped_matmul(call: Call, labels: Labels) -> None:
     """x [rows, k] with weights [experts, k, n], each expert for its own rows: the kernel takes few sizes."""
     x, weight = call.args[:2]
-    labels.freeze_all(
-        call.inputs,
+    hold(
+        call, labels,
         "runs through grouped_mm, which takes only sizes of a multiple of 16 bytes; let experts run without it "
         '(transformers: experts_implementation="batched_mm" or "eager")',
-    )
-    out = call.result
-    labels.set(out, (), like=x)
-    shape = (*labels.tape.shape(x), labels.tape.shape(weight)[-1])
-    labels.cost("linear", call, shape, ())
-    labels.cost("activation", call, labels.tape.shape(out), ())
+    )  # fmt: skip
+    labels.cost("linear", call, (*labels.tape.shape(x), labels.tape.shape(weight)[-1]), ())
+    labels.cost("activation", call, labels.tape.shape(call.result), ())
 
 
 @rule("aten.linear")
@@ -181,20 +178,15 @@ def _measure_heads(call: Call, labels: Labels, layer: Layer, dim: int) -> None:
 @rule("aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd")
 def fused_attention(call: Call, labels: Labels) -> None:
     """Fused kernels are switched off while tracing; if one appears all the same, everything in it stays."""
-    labels.freeze_all(call.inputs, "is inside a fused attention kernel")
-    for ref in call.outputs:
-        labels.set(ref, (), like=call.args[0])
+    hold(call, labels, "is inside a fused attention kernel")
 
 
 @rule("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn")
 def recurrent_layer(call: Call, labels: Labels) -> None:
     """x [steps, batch, features] meets every weight matrix once a step; on other machines these are plain products."""
-    x = call.args[0]
-    labels.freeze_all(call.inputs, "runs through a recurrent layer, which is one kernel")
-    for ref in call.outputs:
-        labels.set(ref, (), like=x)
+    hold(call, labels, "runs through a recurrent layer, which is one kernel")
     values = labels.tape.values
-    rows = math.prod(labels.tape.shape(x)[:-1])
+    rows = math.prod(labels.tape.shape(call.args[0])[:-1])
     for ref in call.inputs:
         if values[ref.index].kind == "parameter" and len(values[ref.index].shape) == 2:
             outputs, inputs = values[ref.index].shape

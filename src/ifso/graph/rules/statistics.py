@@ -24,8 +24,7 @@ def batch_norm(call: Call, labels: Labels) -> None:
     """Weight, bias and running statistics follow dim 1; ids along other dims are normalised over."""
     x = call.args[0]
     for parameter in call.args[1:5]:
-        if isinstance(parameter, Ref):
-            follow(labels, x, parameter, 1)
+        follow(labels, x, parameter, 1)
     for layer in labels[x]:
         if layer.dims == (1,) and call.args[1] is None:
             labels.measure(call, ("num_features",), layer.ids)
@@ -100,8 +99,7 @@ def instance_norm(call: Call, labels: Labels) -> None:
     """Statistics per channel: everything follows dim 1."""
     x = call.args[0]
     for parameter in call.args[1:5]:
-        if isinstance(parameter, Ref):
-            follow(labels, x, parameter, 1)
+        follow(labels, x, parameter, 1)
     labels.set(call.outputs[0], labels[x], like=x)
 
 
