@@ -204,7 +204,7 @@ class TestWhenTheyAreTaken:
             ({"mean": None, "var": None}, False),
             ({"bias": SimpleNamespace(dtype=torch.float64)}, False),
         ],
-        ids=str,
+        ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
     )
     def test_for_norms_in_training(self, change, taken):
         assert self.norm(**change) is taken
