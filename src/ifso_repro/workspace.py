@@ -21,7 +21,7 @@ from ifso.models import load_weights
 from ifso.runs.files import NETWORKS
 from ifso.runs.reading import read_run
 from ifso.training.evaluation import evaluate
-from ifso.training.padded_finetune import padded_
+from ifso.training.padded_finetune import MULTIPLE, padded_
 from ifso.training.precision import autocast, loss_in, tensor_cores
 from ifso.training.settings import TrainSettings, training_recipe
 from ifso_repro.jobs import Job, method_name
@@ -86,8 +86,6 @@ UNTOUCHED: dict[str, Any] = {
 """What a pruning would say that removed nothing."""
 
 BATCH = 128
-MULTIPLE = 16
-"""Widths of layers in training on a GPU are multiples of this."""
 NAMES = {"coco": "coco:{},labels=ids", "bccd": "coco:{}"}
 """How data sets are opened. Published detectors for COCO have its ids as labels."""
 

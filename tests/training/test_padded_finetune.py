@@ -234,6 +234,23 @@ class TestInAFolder:
         assert [summary["padded"] for summary in (found["own"], found["whole"], resumed)] == [False, True, True]
         assert found["whole"]["before"] == found["own"]["before"] == resumed["before"]
 
+    def test_what_was_begun_in_the_former_shape_goes_on_in_it(self, data, tmp_path, monkeypatch):
+        monkeypatch.setattr("ifso.training.runs.SAVE_EVERY", 0.0)
+        monkeypatch.setattr("ifso.training.runs.MULTIPLE", None)
+        train_side_by_side([self.training(tmp_path / "whole", data)], SilentTraining())
+        with pytest.raises(KeyboardInterrupt):
+            train_side_by_side([self.training(tmp_path / "cut", data)], Notes(1.5))
+        monkeypatch.setattr("ifso.training.runs.MULTIPLE", 2)
+        resumed, other = self.training(tmp_path / "cut", data), self.training(tmp_path / "narrowed", data)
+        (summary,) = train_side_by_side([resumed], SilentTraining(), resume=True)
+        train_side_by_side([other], SilentTraining())
+        assert summary["padded"]
+        assert resumed.wide[0].weight.shape == (8, 1, 3, 3)
+        assert other.wide[0].weight.shape == (6, 1, 3, 3)
+        whole, cut, narrowed = (ifso.load(tmp_path / name, network(normed)) for name in ("whole", "cut", "narrowed"))
+        assert differences(whole, cut) == 0
+        assert differences(whole, narrowed) < 1e-3
+
     def test_where_it_is_not_the_same_that_is_said(self, data, tmp_path):
         notes, build = Notes(), lambda: activated(nn.Sigmoid())
         (padded,) = train_side_by_side([self.training(tmp_path / "a", data, build)], notes)

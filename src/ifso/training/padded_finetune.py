@@ -1,7 +1,7 @@
-"""Train a pruned network in its former shape, with zeros where units were removed, so that it trains as quickly.
+"""Train a pruned network in widths that a GPU likes, with zeros where units were removed.
 
-GPUs compute with channels in eights and sixteens; layers of 11 or 13 channels can take twice the time of 16. Where the
-former shape is much wider, widths that are rounded up to a multiple do as well (:func:`narrow_`). A removed
+GPUs compute with channels in eights and sixteens; layers of 11 or 13 channels can take twice the time of 16. So widths
+are rounded up to multiples or, where that cannot be (:func:`narrow_`), are those before pruning. A removed
 unit that is zero everywhere, in the filters that make it, its norm and all that reads it, stays zero under SGD: its
 output is zero, and so are all its gradients. So the padded network is trained exactly as the small one, which is read
 out of it at the end.
@@ -31,6 +31,9 @@ from ifso.graph.tracing import trace
 from ifso.surgery.compact import compact_
 from ifso.surgery.recipe import Recipe, recipe_of
 from ifso.training.precision import tensor_cores
+
+MULTIPLE = 16
+"""What widths are multiples of in training on a GPU."""
 
 TOLERANCE = 1e-3
 """By how much the losses of both networks may differ, as a share, for rounding."""

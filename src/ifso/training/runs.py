@@ -29,11 +29,11 @@ from ifso.errors import DataError, IfsoError, RecipeError, RunError, TrainingErr
 from ifso.runs.files import CONFIG, DIGESTS, SUMMARY, TRAINING, read_config, read_object, refuse_other_files
 from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
-from ifso.training.checkpoint import FILE
+from ifso.training.checkpoint import FILE, describe_model, load_checkpoint
 from ifso.training.evaluation import Measuring, with_clear_errors
 from ifso.training.losses import NamedLosses
 from ifso.training.objective import TeacherCaches, batches_and_loss
-from ifso.training.padded_finetune import Padding, padded_
+from ifso.training.padded_finetune import MULTIPLE, Padding, padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import SAVE_EVERY, Epoch, Measures, RoundRobin, Trainer, TrainerHooks, seeded_rng
@@ -72,7 +72,7 @@ class Training:
     and at the end. ``fixed`` must be the same when the training is resumed, ``about`` need not: both go into
     ``config.json``. ``start`` is what the summary calls the network before training, None if it is not evaluated then;
     ``before`` are accuracies, or the mAP, of other networks beside it. With ``wide``, a network as ``model`` was before
-    pruning, ``model`` is trained in that shape where that makes no difference (:mod:`ifso.training.padded_finetune`).
+    pruning, ``model`` is trained with zeros where that makes no difference (:mod:`ifso.training.padded_finetune`).
     """
 
     name: str
@@ -227,12 +227,19 @@ class RunningTraining(Trainer):
     def _padded(self) -> tuple[Padding | None, nn.Module]:
         """The network to train, and its padding unless it is trained in its own shape."""
         training = self._training
-        if training.wide is not None:
+        wide = training.wide
+        if wide is not None:
             try:
-                return padded_(training.wide, training.model, training.data), training.wide
+                return padded_(wide, training.model, training.data, multiple=self._multiple(wide)), wide
             except RecipeError as error:
                 self.say(f"trained in its own shape, because {error}")
         return None, training.model
+
+    def _multiple(self, wide: nn.Module) -> int | None:
+        """What widths are multiples of; None where a training goes on that was begun in the shape of ``wide``."""
+        stored = load_checkpoint(self._training.folder, "cpu")
+        begun = None if stored is None else stored[1]["model"]["fingerprint"]
+        return None if begun == describe_model(wide)["fingerprint"] else MULTIPLE
 
     def run(self) -> Generator[bool]:
         """As a trainer's, but the network is evaluated before and saved afterwards."""
