@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ifso.common.batches import is_listed, joined, num_samples, rough_count
 from ifso.common.distributed import is_distributed
@@ -55,14 +55,22 @@ def _kind(batch: Any) -> Any:
     return spec, [(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves]
 
 
-def as_chunks(batches: Batches, chunks: Sequence[Sequence[int]]) -> Batches:
-    """The batches, those of a chunk as one."""
+def as_chunks(batches: Batches, chunks: Sequence[Sequence[int]], room: int = 0) -> Batches:
+    """The batches, those of a chunk as one; once made they are held where they are, if they take up to ``room`` bytes."""
+    held: list[Any] = []
 
     def give() -> Iterator[Any]:
-        found = iter(batches())
+        if held:
+            yield from held
+            return
+        found, made, left = iter(batches()), list[Any](), room
         for chunk in chunks:
             some = list(islice(found, len(chunk)))
-            yield joined(some) if len(some) > 1 else some[0]
+            one = joined(some) if len(some) > 1 else some[0]
+            left -= sum(leaf.nbytes for leaf in tree_leaves(one) if isinstance(leaf, Tensor))
+            made = [*made, one] if left >= 0 else []
+            yield one
+        held[:] = made if left >= 0 else []
 
     return give
 
