@@ -319,6 +319,9 @@ def test_batches_are_held_where_there_is_room(room, times):
     found = [[one.tolist() for one in give()] for _ in range(3)]
     assert found == [[[*map(float, range(8))], [8.0, 9.0]]] * 3
     assert len(asked) == times
+    for one in give():
+        one.zero_()
+    assert [one.tolist() for one in give()] == found[0]
 
 
 @pytest.mark.parametrize("name", [*IN_ONE_PASS, "shared-module", "multihead-sequence-first", "gru-by-hand"])

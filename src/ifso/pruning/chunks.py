@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from ifso.common.batches import is_listed, joined, num_samples, rough_count
 from ifso.common.distributed import is_distributed
@@ -17,7 +17,7 @@ from ifso.common.module_state import named_tensors
 from ifso.errors import ScoreError
 from ifso.pruning.fitted_layers import Layer
 from ifso.pruning.layer_calls import LayerCall, LayerCalls
-from ifso.pruning.partial_passes import run
+from ifso.pruning.partial_passes import run, tensors_of
 
 Batches = Callable[[], Iterable[Any]]
 """Gives the batches, each time in the same order."""
@@ -56,23 +56,32 @@ def _kind(batch: Any) -> Any:
 
 
 def as_chunks(batches: Batches, chunks: Sequence[Sequence[int]], room: int = 0) -> Batches:
-    """The batches, those of a chunk as one; once made they are held where they are, if they take up to ``room`` bytes."""
-    held: list[Any] = []
+    """The batches, those of a chunk as one.
+
+    Once made they are held where they are if they take up to ``room`` bytes, until somebody writes into one.
+    """
+    held: list[tuple[Any, list[int]]] = []
 
     def give() -> Iterator[Any]:
-        if held:
-            yield from held
+        if held and all(_versions(one) == before for one, before in held):
+            yield from (one for one, _ in held)
             return
-        found, made, left = iter(batches()), list[Any](), room
+        held.clear()
+        found, made, left = iter(batches()), list[tuple[Any, list[int]]](), room
         for chunk in chunks:
             some = list(islice(found, len(chunk)))
             one = joined(some) if len(some) > 1 else some[0]
-            left -= sum(leaf.nbytes for leaf in tree_leaves(one) if isinstance(leaf, Tensor))
-            made = [*made, one] if left >= 0 else []
+            left -= sum(tensor.nbytes for tensor in tensors_of(one))
+            made = [*made, (one, _versions(one))] if left >= 0 else []
             yield one
-        held[:] = made if left >= 0 else []
+        held.extend(made if left >= 0 and all(_versions(one) == before for one, before in made) else [])
 
     return give
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often its tensors have been written into; those of inference mode do not say."""
+    return [tensor._version for tensor in tensors_of(batch) if not tensor.is_inference()]
 
 
 def go_together(network: nn.Module, loss_fn: LossFn, batches: Batches, chunk: Sequence[int]) -> bool:
