@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import ifso
 from ifso.common.batches import num_samples
 from ifso.common.timing import LiveBytes, peak_bytes
 from ifso.pruning import judging, reconstruction
-from ifso.pruning.chunks import chunks_of
+from ifso.pruning.chunks import as_chunks, chunks_of
 from ifso.pruning.fitted_layers import layers_of, outputs_left
 from ifso.pruning.judging import Aim
 from ifso.pruning.reconstruction import GRID, LEAST_GAIN, Room, reconstruct_, towards
@@ -303,6 +303,25 @@ def test_batches_of_other_kinds_go_apart():
     assert of([(4, 2)] * 2, 1) == [[4], [4]]
     assert chunks_of({"one": replace(layer, calls=2)}, lambda: [torch.zeros(4, 2)] * 2, 2**30) == [[4], [4]]
     assert chunks_of(layers, lambda: [([torch.zeros(3)] * 2, [{}] * 2)] * 2, 2**30) == [[2], [2]]
+
+
+@pytest.mark.parametrize(("room", "times"), [(4 * 10, 1), (4 * 10 - 1, 3)])
+def test_batches_are_held_where_there_is_room(room, times):
+    asked = []
+
+    def batches() -> Iterator[Tensor]:
+        asked.append(1)
+        yield from torch.arange(10.0).split([4, 4, 2])
+
+    give = as_chunks(batches, [[4, 4], [2]], room)
+    next(iter(give()))
+    asked.clear()
+    found = [[one.tolist() for one in give()] for _ in range(3)]
+    assert found == [[[*map(float, range(8))], [8.0, 9.0]]] * 3
+    assert len(asked) == times
+    for one in give():
+        one.zero_()
+    assert [one.tolist() for one in give()] == found[0]
 
 
 @pytest.mark.parametrize("name", [*IN_ONE_PASS, "shared-module", "multihead-sequence-first", "gru-by-hand"])

@@ -17,7 +17,7 @@ from ifso.common.module_state import named_tensors
 from ifso.errors import ScoreError
 from ifso.pruning.fitted_layers import Layer
 from ifso.pruning.layer_calls import LayerCall, LayerCalls
-from ifso.pruning.partial_passes import run
+from ifso.pruning.partial_passes import run, tensors_of
 
 Batches = Callable[[], Iterable[Any]]
 """Gives the batches, each time in the same order."""
@@ -55,16 +55,33 @@ def _kind(batch: Any) -> Any:
     return spec, [(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves]
 
 
-def as_chunks(batches: Batches, chunks: Sequence[Sequence[int]]) -> Batches:
-    """The batches, those of a chunk as one."""
+def as_chunks(batches: Batches, chunks: Sequence[Sequence[int]], room: int = 0) -> Batches:
+    """The batches, those of a chunk as one.
+
+    Once made they are held where they are if they take up to ``room`` bytes, until somebody writes into one.
+    """
+    held: list[tuple[Any, list[int]]] = []
 
     def give() -> Iterator[Any]:
-        found = iter(batches())
+        if held and all(_versions(one) == before for one, before in held):
+            yield from (one for one, _ in held)
+            return
+        held.clear()
+        found, made, left = iter(batches()), list[tuple[Any, list[int]]](), room
         for chunk in chunks:
             some = list(islice(found, len(chunk)))
-            yield joined(some) if len(some) > 1 else some[0]
+            one = joined(some) if len(some) > 1 else some[0]
+            left -= sum(tensor.nbytes for tensor in tensors_of(one))
+            made = [*made, (one, _versions(one))] if left >= 0 else []
+            yield one
+        held.extend(made if left >= 0 and all(_versions(one) == before for one, before in made) else [])
 
     return give
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often its tensors have been written into; those of inference mode do not say."""
+    return [tensor._version for tensor in tensors_of(batch) if not tensor.is_inference()]
 
 
 def go_together(network: nn.Module, loss_fn: LossFn, batches: Batches, chunk: Sequence[int]) -> bool:

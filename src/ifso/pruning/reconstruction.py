@@ -58,7 +58,7 @@ class Room(NamedTuple):
     """Bytes that may be held at a time: ``targets``, outputs of the unpruned network; layers beyond that wait.
 
     ``live`` is what samples may take on their way through the network as one batch. ``places`` is for what passes go on
-    from, of either network, where not all go as one.
+    from, of either network, where not all go as one; and as much is for the batches themselves.
     """
 
     targets: int
@@ -72,7 +72,7 @@ class Room(NamedTuple):
         The sizes of the network and of its batches alone decide, no clock and no machine.
         """
         room = max(LEAST_ROOM, 2 * sum(layer.reads for layer in layers.values()))
-        return cls(targets=room // 3, live=room // 2, places=room // 3)
+        return cls(targets=room // 4, live=room // 2, places=room // 4)
 
 
 class _Apart(Exception):
@@ -122,7 +122,7 @@ def reconstruct_(
         if samples is not None or not all(go_together(one, loss_fn, batches, chunks[0]) for one in (model, teacher)):
             chunks = [[count] for count in counts]
         together = list(_together(layers.keys() & whole.keys(), whole, len(counts), room.targets))
-        passes = PartialPasses(model, loss_fn, as_chunks(batches, chunks), room.places)
+        passes = PartialPasses(model, loss_fn, as_chunks(batches, chunks, room.places), room.places)
         aims = PartialPasses(teacher, loss_fn, passes.batches, room.places if len(together) > 1 else 0)
         for names in together:
             targets = _targets(aims, chunks, named_tensors(teacher), {name: whole[name] for name in names})
