@@ -15,7 +15,7 @@ import ifso
 from ifso.cli.main import main
 from ifso.pruning.result import PruneResult
 from ifso.tasks.classification import classification, cross_entropy
-from ifso.training.losses import distillation
+from ifso.training.distillation import distillation
 
 
 class Outputs(NamedTuple):

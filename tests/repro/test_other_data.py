@@ -82,12 +82,12 @@ class TestIdentity:
     def test_of_images_with_boxes_is_that_of_boxes_and_of_pixels_or_names(self):
         data = generated_boxes(train=3, test=2, size=(16, 24))
         assert identity(data) == identity(generated_boxes(train=3, test=2, size=(16, 24), seed=9))
-        boxes, pixels = data.test.annotations.boxes.clone(), data.test.pixels.clone()
+        boxes, pixels = data.test.annotations.boxes.clone(), torch.stack(data.test.pixels)
         boxes[0, 0] += 1
         pixels[0, 0, 0, 0] ^= 1
         moved = replace(data.test, annotations=replace(data.test.annotations, boxes=boxes))
         found = {identity(data)}
-        for part in (moved, replace(data.test, pixels=pixels)):
+        for part in (moved, replace(data.test, pixels=pixels.unbind())):
             found.add(identity(replace(data, train=replace(data.train), test=part)))
         assert len(found) == 3
         names = ImageFiles(Path(), np.array([b"1.png", b"2.png", b"3.png"]), torch.arange(3))

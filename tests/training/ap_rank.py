@@ -26,7 +26,9 @@ class Wobbly(nn.Module):
     def __init__(self, data) -> None:
         super().__init__()
         self.truth = data.test.annotations
-        self.pixels = {float(image.sum()): place for place, image in enumerate(data.test.pixels.float() / 255)}
+        self.pixels = {
+            float(image.sum()): place for place, image in enumerate(torch.stack(data.test.pixels).float() / 255)
+        }
 
     def forward(self, images):
         return [self.found(self.pixels[float(image.sum())]) for image in images]

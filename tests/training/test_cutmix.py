@@ -19,7 +19,7 @@ from ifso.errors import RunError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import classification, cross_entropy
 from ifso.training.checkpoint import check_same_settings
-from ifso.training.losses import distillation
+from ifso.training.distillation import distillation
 from ifso.training.objective import MixedBatches, batches_and_loss, pasted, rectangles
 from ifso.training.settings import RECIPES, TrainSettings, training_recipe
 from ifso.training.steps import TrainStep, can_capture

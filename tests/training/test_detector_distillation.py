@@ -14,7 +14,7 @@ from ifso.data import open_data
 from ifso.data.compatibility import check_fits, classes_of
 from ifso.errors import DataError, TrainingError
 from ifso.tasks.detection import detection_losses
-from ifso.training.losses import CONFIDENT, detector_distillation, distillation_losses, recorded_answers
+from ifso.training.distillation import CONFIDENT, detector_distillation, distillation_losses, recorded_answers
 from ifso.training.objective import batches_and_loss
 from ifso.training.settings import training_recipe
 from ifso.training.trainer import fit

@@ -8,7 +8,7 @@ from torch import nn
 
 from ifso.errors import IfsoError, ScoreError, TrainingError
 from ifso.tasks.classification import classification, cross_entropy
-from ifso.training.losses import distillation, distillation_from_logits
+from ifso.training.distillation import distillation, distillation_from_logits
 from ifso.training.precision import PRECISIONS, autocast, check_precision, check_score_precision, scaler
 
 

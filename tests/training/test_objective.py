@@ -11,10 +11,9 @@ from ifso.data.base import ImageData
 from ifso.data.batches import TrainBatches
 from ifso.errors import TrainingError
 from ifso.tasks.classification import cross_entropy
-from ifso.training.losses import distillation
+from ifso.training.distillation import BatchesWithLogits, distillation
 from ifso.training.objective import TeacherCaches, batches_and_loss
 from ifso.training.settings import TrainSettings
-from ifso.training.teachers import BatchesWithLogits
 from ifso.training.trainer import fit
 
 

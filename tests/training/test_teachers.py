@@ -9,8 +9,8 @@ from ifso.data import open_data
 from ifso.data.batches import Augmentation, TrainBatches
 from ifso.errors import TrainingError
 from ifso.models import create_model
-from ifso.training import teachers as module
-from ifso.training.teachers import BatchesWithLogits, TeacherCache, cache_pays_off, variants_per_image
+from ifso.training import distillation as module
+from ifso.training.distillation import BatchesWithLogits, TeacherCache, cache_pays_off, variants_per_image
 
 COUNT = 40
 

@@ -11,8 +11,8 @@ from ifso.data import open_data
 from ifso.errors import DataError, DivergedError, TrainingError
 from ifso.models import create_model
 from ifso.tasks.classification import classification, cross_entropy
+from ifso.training.distillation import distillation
 from ifso.training.evaluation import evaluate
-from ifso.training.losses import distillation
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import TrainerHooks, fit
 

@@ -223,7 +223,7 @@ class _Preparation:
         """
         from ifso.common.distributed import together
         from ifso.surgery.recipe import digest_of
-        from ifso.training.teachers import check_teacher
+        from ifso.training.distillation import check_teacher
 
         if not plan.settings.distill:
             return None, {}, {}

@@ -134,26 +134,21 @@ class Resizing(NamedTuple):
 class BoxSamples:
     """Images and their boxes; ``source`` is where they come from. ``files`` may be None if pixels are held.
 
-    ``pixels`` are images in uint8, resized already: one tensor [N, 3, H, W] if all are of one size, otherwise a tensor
-    [3, H, W] for each. They are None until :meth:`held`.
+    ``pixels`` are images [3, H, W] in uint8, resized already; None until :meth:`held`.
     """
 
     source: Path | str
     annotations: Annotations
     files: ImageFiles | None
     resizing: Resizing | None = None
-    pixels: Tensor | tuple[Tensor, ...] | None = None
+    pixels: tuple[Tensor, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.annotations)
 
     def part(self, indices: Tensor) -> BoxSamples:
         """Those at ``indices``."""
-        pixels = self.pixels
-        if isinstance(pixels, Tensor):
-            pixels = pixels[indices.to(pixels.device)]
-        elif pixels is not None:
-            pixels = tuple(pixels[index] for index in indices.tolist())
+        pixels = None if self.pixels is None else tuple(self.pixels[index] for index in indices.tolist())
         files = None if self.files is None else self.files.part(indices)
         return replace(self, annotations=self.annotations.part(indices), files=files, pixels=pixels)
 
@@ -207,24 +202,12 @@ class BoxSamples:
         if self.pixels is not None:
             return self
         with ThreadPoolExecutor(max(threads, 1)) as pool:
-            images = pool.map(self.read, range(len(self)))
-            if len(set(self.sizes)) > 1:
-                return replace(self, pixels=tuple(image.to(device) for image in images))
-            pixels = torch.empty(len(self), 3, *self.sizes[0], dtype=torch.uint8)
-            for index, image in enumerate(images):
-                pixels[index] = image
-        return replace(self, pixels=pixels.to(device))
+            return replace(self, pixels=tuple(image.to(device) for image in pool.map(self.read, range(len(self)))))
 
-    def images(self, indices: Sequence[int], mirrored: Sequence[bool]) -> Tensor | list[Tensor]:
-        """Some of the images in uint8; if they are held on a GPU and of one size, in one tensor [n, 3, H, W]."""
-        if isinstance(self.pixels, Tensor) and self.pixels.device.type != "cpu":
-            device = self.pixels.device
-            chosen = self.pixels[torch.tensor(indices, device=device)]
-            if not any(mirrored):
-                return chosen
-            return torch.where(torch.tensor(mirrored, device=device)[:, None, None, None], chosen.flip(3), chosen)
-        chosen_ones = (self.read(index) if self.pixels is None else self.pixels[index] for index in indices)
-        return [image.flip(2) if turned else image for image, turned in zip(chosen_ones, mirrored, strict=True)]
+    def images(self, indices: Sequence[int], mirrored: Sequence[bool]) -> list[Tensor]:
+        """Some of the images in uint8."""
+        chosen = (self.read(index) if self.pixels is None else self.pixels[index] for index in indices)
+        return [image.flip(2) if turned else image for image, turned in zip(chosen, mirrored, strict=True)]
 
 
 class BoxDataset(DecodedDataset):
@@ -250,25 +233,12 @@ class BoxLoading(Loading):
     """Where batches go, and how many processes decode their images."""
 
     def to_device(self, pixels: Any, labels: Any) -> Batch:
-        """Images in uint8, a list or one tensor [N, 3, H, W], as floats from 0 to 1, which a detector normalises.
-
-        The tensors of all targets travel together, and nothing waits for the device.
-        """
-        device = self.device
-        if isinstance(pixels, Tensor):
-            images = list(_from_0_to_1(pixels.to(device, non_blocking=True)))
-        else:
-            images = [_from_0_to_1(image.to(device, non_blocking=True)) for image in pixels]
-        if device.type == "cpu" or not labels:
-            return images, labels
-        counts = [len(target["labels"]) for target in labels]
-        boxes, classes = (
-            torch.cat([target[name] for target in labels]).to(device, non_blocking=True).split(counts)
-            for name in ("boxes", "labels")
-        )
-        ids = torch.stack([target["image_id"] for target in labels]).to(device, non_blocking=True)
-        parts = zip(boxes, classes, ids, strict=True)
-        return images, [{"boxes": box, "labels": label, "image_id": number} for box, label, number in parts]
+        """Images in uint8 as floats from 0 to 1, which a detector normalises, and their targets."""
+        images = [_from_0_to_1(image.to(self.device, non_blocking=True)) for image in pixels]
+        targets = [
+            {name: tensor.to(self.device, non_blocking=True) for name, tensor in target.items()} for target in labels
+        ]
+        return images, targets
 
 
 def _from_0_to_1(pixels: Tensor) -> Tensor:

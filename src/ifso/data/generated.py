@@ -105,7 +105,7 @@ def _samples(name: str, count: int, size: Size, device: torch.device) -> BoxSamp
             categories=dict(enumerate(CATEGORIES, 1)),
         ),
         None,
-        pixels=pixels.clamp(0, 255).to(device, torch.uint8),
+        pixels=pixels.clamp(0, 255).to(device, torch.uint8).unbind(),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ifso.common.batches import shared_size
-from ifso.common.distributed import is_distributed
+from ifso.common.distributed import is_distributed, mean_over_ranks
 from ifso.common.loss_fn import LossFn
 from ifso.data.base import Data, detects, has_own_loss
 from ifso.data.batches import Epochs, ExtendedBatches, TrainBatches, generator
@@ -23,9 +23,16 @@ from ifso.data.from_file import FileData
 from ifso.errors import TrainingError
 from ifso.tasks.classification import classification
 from ifso.tasks.detection import detection_losses
-from ifso.training.losses import NamedLosses, detector_distillation, distillation, distillation_from_logits
+from ifso.training.distillation import (
+    BatchesWithLogits,
+    LossesOf,
+    TeacherCache,
+    cache_pays_off,
+    detector_distillation,
+    distillation,
+    distillation_from_logits,
+)
 from ifso.training.settings import TrainSettings
-from ifso.training.teachers import BatchesWithLogits, TeacherCache, cache_pays_off
 
 TeacherCaches = dict[nn.Module, TeacherCache]
 """The cached logits of each teacher."""
@@ -110,6 +117,39 @@ def _check_options(data: Data, settings: TrainSettings, teacher: nn.Module | Non
         )
     if settings.distill and teacher is None:
         raise TrainingError("distillation needs a teacher, the network before pruning; give one, or distill=0")
+
+
+class NamedLosses:
+    """A ``loss_fn(model, batch)``: the sum of what ``losses_of`` gives, with means of its parts over batches.
+
+    >>> loss_fn = NamedLosses(lambda model, batch: {"class": model(batch).sum(), "box": model(batch).mean()})
+    >>> [float(loss_fn(nn.Identity(), batch)) for batch in (torch.ones(2), torch.zeros(2))]
+    [3.0, 0.0]
+    >>> loss_fn.pop_means(), loss_fn.pop_means()
+    ({'class': 1.0, 'box': 0.5}, {})
+    """
+
+    def __init__(self, losses_of: LossesOf) -> None:
+        self.losses_of = losses_of
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The sum of the losses."""
+        losses = self.losses_of(model, batch)
+        for name, loss in losses.items():
+            self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
+        self._count += 1
+        return torch.stack(list(losses.values())).sum()
+
+    def pop_means(self) -> dict[str, float]:
+        """The mean of each part since the last call, over the batches of all processes."""
+        if not self._count:
+            return {}
+        names, total = list(self._sums), torch.stack(list(self._sums.values()))
+        means = mean_over_ranks(total, self._count)
+        self._sums, self._count = {}, 0
+        return dict(zip(names, means.tolist(), strict=True))
 
 
 CORNERS = 4

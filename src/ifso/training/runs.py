@@ -31,8 +31,7 @@ from ifso.runs.folder import RunFolder
 from ifso.surgery.recipe import recipe
 from ifso.training.checkpoint import FILE, describe_model, load_checkpoint
 from ifso.training.evaluation import Measuring, with_clear_errors
-from ifso.training.losses import NamedLosses
-from ifso.training.objective import TeacherCaches, batches_and_loss
+from ifso.training.objective import NamedLosses, TeacherCaches, batches_and_loss
 from ifso.training.padded_finetune import MULTIPLE, Padding, padded_
 from ifso.training.profiling import hardware
 from ifso.training.settings import TrainSettings

@@ -19,7 +19,7 @@ from ifso.common.text import describe_error
 from ifso.common.torch_state import undisturbed
 from ifso.data.batches import Epochs
 from ifso.errors import DataError, IfsoError, TrainingError
-from ifso.training.losses import NamedLosses
+from ifso.training.objective import NamedLosses
 from ifso.training.optimizers import Ema, momenta, optimizer_of, rate, rates, set_rate_
 from ifso.training.precision import autocast, scaler, tensor_cores
 from ifso.training.settings import TrainSettings

@@ -34,8 +34,7 @@ from ifso.training.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from ifso.training.losses import NamedLosses
-from ifso.training.objective import MixedBatches, MixedFiles
+from ifso.training.objective import MixedBatches, MixedFiles, NamedLosses
 from ifso.training.optimizers import check_warm_up
 from ifso.training.settings import TrainSettings
 from ifso.training.steps import CapturedSteps, PlainSteps, Steps, TrainStep, can_capture
