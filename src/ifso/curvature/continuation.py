@@ -100,40 +100,37 @@ class Continuation:
     steepest: float = 0.0
 
 
+@dataclass(frozen=True)
 class ContinuationSolver:
-    """Predictor-corrector along the mask; ``model_at(gradient)`` makes the quadratic model where the network is now."""
+    """Predictor-corrector along the mask, by quadratic models that fit the ``solver``."""
 
-    def __init__(
-        self,
-        masked: MaskedModel,
-        objective: Objective,
-        model_at: Callable[[Tensor], QuadraticModel],
-        options: ContinuationOptions,
-    ) -> None:
-        self._masked, self._objective, self._model_at, self._options = masked, objective, model_at, options
+    masked: MaskedModel
+    system: System
+    solver: Solver
+    options: ContinuationOptions
 
     def solve(self, steps: int, damping: float) -> tuple[Continuation, LbfgsResult]:
         """All steps and the L-BFGS steps after them; the removed units are gone at the end."""
-        state = Continuation(self._masked.start(), damping)
-        for mask in mask_schedule(steps, self._options.exponent):
-            with self._masked.at(mask):
-                for _ in range(self._options.corrections if mask else self._options.last_corrections):
+        state = Continuation(self.masked.start(), damping)
+        for mask in mask_schedule(steps, self.options.exponent):
+            with self.masked.at(mask):
+                for _ in range(self.options.corrections if mask else self.options.last_corrections):
                     if not self._correct(state, mask):
                         break
                 if mask == 0:
                     model = state.model
                     inverse = (lambda vector, damping: vector / (1 + damping)) if model is None else model.inverse
-                    self._masked.assign_(state.weights)
+                    self.masked.assign_(state.weights)
                     first = LbfgsInverse(inverse, state.damping)
-                    steps = self._options.lbfgs_steps
-                    return state, minimize_lbfgs(self._objective, self._masked, state.weights, first, steps)
+                    steps = self.options.lbfgs_steps
+                    return state, minimize_lbfgs(self.system.objective, self.masked, state.weights, first, steps)
         raise AssertionError("a schedule ends at 0")
 
     def _correct(self, state: Continuation, mask: float) -> bool:
         """Take one damped step of the surviving weights; return whether some damping lowers the loss."""
-        self._masked.assign_(state.weights)
-        before, gradient = self._objective.gradient()
-        gradient = gradient * self._masked.support
+        self.masked.assign_(state.weights)
+        before, gradient = self.system.objective.gradient()
+        gradient = gradient * self.masked.support
         norm = float(gradient.norm())
         state.steepest = max(state.steepest, norm) if mask == 0 else 0.0
         if norm == 0:
@@ -150,10 +147,10 @@ class ContinuationSolver:
     def _model(self, state: Continuation, mask: float, gradient: Tensor) -> QuadraticModel:
         """The last model for this gradient, or a new one: at the start, and when the units have just gone."""
         model = None
-        if state.model is not None and not self._options.renew and (mask or not state.model_mask):
+        if state.model is not None and not self.options.renew and (mask or not state.model_mask):
             model = state.model.with_gradient(gradient)
         if model is None:
-            model, state.model_mask = self._model_at(gradient), mask
+            model, state.model_mask = quadratic_model(self.solver, self.system, gradient), mask
         state.model = model
         return model
 
@@ -162,18 +159,16 @@ class ContinuationSolver:
         losses: dict[float, float] = {}
 
         def loss_at(damping: float) -> float:
-            self._masked.assign_(state.weights - model.solve(damping))
-            losses[damping] = self._objective.loss(or_infinity=True)
+            self.masked.assign_(state.weights - model.solve(damping))
+            losses[damping] = self.system.objective.loss(or_infinity=True)
             return losses[damping]
 
         best, loss = state.damping, loss_at(state.damping)
-        while before <= loss and len(losses) < 3 * self._options.trials:
+        while before <= loss and len(losses) < 3 * self.options.trials:
             best *= _DAMPING_FACTOR
             loss = loss_at(best)
         for factor in (1 / _DAMPING_FACTOR, _DAMPING_FACTOR):
-            while (
-                len(losses) < self._options.trials and best * factor not in losses and best * factor >= _LEAST_DAMPING
-            ):
+            while len(losses) < self.options.trials and best * factor not in losses and best * factor >= _LEAST_DAMPING:
                 other = loss_at(best * factor)
                 if other >= loss:
                     break

@@ -15,10 +15,9 @@ from ifso.curvature.continuation import (
     ContinuationSolver,
     MaskedModel,
     Point,
-    quadratic_model,
     with_damping,
 )
-from ifso.curvature.objective import Objective, QuadraticModel, System
+from ifso.curvature.objective import Objective, System
 from ifso.curvature.products import Products
 from ifso.curvature.solvers import (
     ConjugateGradients,
@@ -139,7 +138,8 @@ def true_loss_change(
         if path_steps == 1:
             end = _proposition_1(masked, system, chosen, damping, notes)
         else:
-            end = _path(masked, system, chosen, damping, path_steps, effort or ContinuationOptions(), start, notes)
+            path = ContinuationSolver(masked, system, chosen, effort or ContinuationOptions())
+            end = _follow(path, damping, path_steps, start, notes)
         update = end.weights - masked.start()
     finally:
         masked.restore()
@@ -222,22 +222,9 @@ def _solve(solver: Solver, system: System, gradient: Tensor, damping: float, not
     return solution
 
 
-def _path(
-    masked: MaskedModel,
-    system: System,
-    solver: Solver,
-    damping: float,
-    steps: int,
-    options: ContinuationOptions,
-    start: float,
-    notes: list[str],
-) -> _End:
+def _follow(path: ContinuationSolver, damping: float, steps: int, start: float, notes: list[str]) -> _End:
     """The loss reached at the end of the path, and what its last steps say is still to come (at most half of it)."""
-
-    def model_at(gradient: Tensor) -> QuadraticModel:
-        return quadratic_model(solver, system, gradient)
-
-    state, end = ContinuationSolver(masked, system.objective, model_at, options).solve(steps, damping)
+    state, end = path.solve(steps, damping)
     points = state.points
     agreement = end.agreement if end.agreement is not None else points[-1].agreement if points else 1.0
     if agreement < _AGREES:

@@ -33,15 +33,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ifso.common.devices import out_of_memory
 from ifso.common.loss_fn import LossFn, checked
-from ifso.common.torch_state import undisturbed
-from ifso.curvature.dual_mode import PassOptions
+from ifso.common.torch_state import ALONE, undisturbed
+from ifso.curvature.decompositions import load_forward_mode
+from ifso.curvature.dual_mode import DualMode, PassOptions, below_other_modes, twice_differentiable
 from ifso.curvature.fallbacks import Fallback, MaskedLoss, can_fall_back, was_interrupted
 from ifso.curvature.primal_cache import PrimalCache
 from ifso.curvature.submodule_capture import capture_submodules
-from ifso.curvature.taps import GradientTaps, ProductPass, dual_pass
+from ifso.curvature.taps import GradientTaps, ProductPass
 from ifso.curvature.weight_space import Reader, readers, sum_by_unit, sum_present, survivors, weight_space
 from ifso.errors import ScoreError
 from ifso.graph.channel_graph import STAYS, ChannelGraph
@@ -173,7 +175,12 @@ class Products:
         options, taps = PassOptions(self._fused, self._careful, cache), GradientTaps(self._fused)
         kind.plan(taps, kind.vector)
         replaying = nullcontext() if self.captured is None else self.captured.within(kind, taps, options)
-        dual_pass(self.model, self.loss_fn, batch, taps, options, replaying)
+        load_forward_mode()
+        with twice_differentiable(self.model), ALONE, forward_ad.dual_level(), replaying:
+            with below_other_modes(DualMode(taps.plans, options)):
+                loss = checked(self.loss_fn(self.model, batch))
+            taps.differentiate(loss)
+        taps.plans.clear()  # they hold the taps, and with them all activations, until garbage is collected
         return taps
 
     def _mixed_of(self, taps: GradientTaps) -> Tensor:

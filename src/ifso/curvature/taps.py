@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from ifso.common.loss_fn import LossFn, checked
-from ifso.common.torch_state import ALONE
-from ifso.curvature.decompositions import load_forward_mode
-from ifso.curvature.dual_mode import DualMode, ParameterPlan, PassOptions, below_other_modes, twice_differentiable
+from ifso.curvature.dual_mode import ParameterPlan
 from ifso.curvature.weight_space import sum_present
 
 TapKey = tuple[str, str, int]
@@ -82,6 +76,13 @@ class GradientTaps:
             self.inputs[key] = leaf if tangent is None else make_dual(leaf, tangent)
         return self.inputs[key]
 
+    def differentiate(self, loss: Tensor) -> None:
+        """Collect the gradients of a loss on dual numbers."""
+        grads = torch.autograd.grad(loss, list(self.inputs.values()), allow_unused=True) if self.inputs else ()
+        for key, grad in zip(self.inputs, grads, strict=True):
+            if grad is not None:
+                self.collect(key, *(unpack_dual(grad) if key[0] == "other" else (grad, None)))
+
     def collect(self, key: TapKey, grad: Tensor | None, tangent: Tensor | None = None) -> None:
         """Add a gradient and its tangent to what was collected there."""
         before = self._collected.get(key, DualGradient())
@@ -109,23 +110,3 @@ class ProductPass:
     name: str
     plan: Callable[[GradientTaps, Tensor | None], None]
     vector: Tensor | None = None
-
-
-def dual_pass(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batch: Any,
-    taps: GradientTaps,
-    options: PassOptions,
-    within: contextlib.AbstractContextManager[Any],
-) -> None:
-    """Run the loss forward and backward ``within`` a context; the taps collect."""
-    load_forward_mode()
-    with twice_differentiable(model), ALONE, forward_ad.dual_level(), within:
-        with below_other_modes(DualMode(taps.plans, options)):
-            loss = checked(loss_fn(model, batch))
-        grads = torch.autograd.grad(loss, list(taps.inputs.values()), allow_unused=True) if taps.inputs else ()
-        for key, grad in zip(taps.inputs, grads, strict=True):
-            if grad is not None:
-                taps.collect(key, *(unpack_dual(grad) if key[0] == "other" else (grad, None)))
-    taps.plans.clear()  # they hold the taps, and with them all activations, until garbage is collected

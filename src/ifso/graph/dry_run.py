@@ -65,20 +65,19 @@ def rehearse(model: nn.Module, removal: UnitRemoval) -> tuple[list[Problem], str
     if removal.on_real_tensors:
         return _rehearse_real(model, removal)
     expected = removal.expected()
-    problems: list[Problem] = []
     exchanged: set[str] = set()
 
-    def run(stage: FakeStage) -> str | None:
-        rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, problems, stage)
+    def run(stage: FakeStage) -> tuple[list[Problem], str | None]:
+        rehearsal = Rehearsal(model, removal.labels.tape, expected, exchanged, stage)
         try:
             _run_smaller(model, removal, stage, rehearsal)
         except Diverged as error:
-            return error.module
+            return rehearsal.problems, error.module
         except Exception:
-            return rehearsal.module
-        return None
+            return rehearsal.problems, rehearsal.module
+        return rehearsal.problems, None
 
-    return problems, on_fake_tensors(model, run, lambda: exchanged.update(removal.set_numbers(model)))
+    return on_fake_tensors(model, run, lambda: exchanged.update(removal.set_numbers(model)))
 
 
 def _run_smaller(
@@ -170,7 +169,7 @@ class _BelowFunctions(TorchDispatchMode):
 
 
 class Rehearsal(ModuleFunctions):
-    """Compares each torch function with the recording and notes the ``problems``.
+    """Compares each torch function with the recording and notes ``problems``.
 
     Numbers that functions compute with are compared where there is a ``stage`` to hear of them.
     """
@@ -181,11 +180,10 @@ class Rehearsal(ModuleFunctions):
         tape: Tape,
         expected: dict[Ref, tuple[int, ...]],
         exchanged: set[str],
-        problems: list[Problem],
         stage: FakeStage | None,
     ) -> None:
         super().__init__(model)
-        self.problems = problems
+        self.problems: list[Problem] = []
         self.module = ""
         """The innermost module that ran last."""
         self._tape, self._expected, self._exchanged, self._stage = tape, expected, exchanged, stage
@@ -282,7 +280,7 @@ class LooseRehearsal(Rehearsal):
 
     def __init__(self, model: nn.Module, removal: UnitRemoval, exchanged: set[str]) -> None:
         tape = removal.labels.tape
-        super().__init__(model, tape, removal.expected(arguments=True), exchanged, [], None)
+        super().__init__(model, tape, removal.expected(arguments=True), exchanged, None)
         self._by_key = {call.key: call for call in tape.functions if call.key[2]}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,6 @@ model can call them on the kept channels alone: gather, call, scatter.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +21,10 @@ Lines = tuple[tuple[int, Tensor], ...]
 """(dim, unit numbers [rows, n] along it) of a tensor's channel axes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reduction:
-    """A function call over channels: what its arguments and results are made of."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-
-def reductions_of(labels: Labels, units: Units) -> dict[FunctionKey, Reduction]:
-    """The calls in which units that can go are reduced over."""
+def reductions_of(labels: Labels, units: Units) -> dict[FunctionKey, FunctionCall]:
+    """The calls in which units that can go are reduced over, with :data:`Lines` in place of tensors."""
     flagged = {function for _, _, function in labels.flags_for(units.of)}
-    found: dict[FunctionKey, Reduction] = {}
-    for call in labels.tape.functions:
-        if call.key in flagged and call.key not in found:
-            found[call.key] = _reduction(call, labels, units)
-    return found
 
-
-def _reduction(call: FunctionCall, labels: Labels, units: Units) -> Reduction:
     def lines(tree: Any) -> Any:
         if isinstance(tree, Ref):
             return _lines(tree, labels, units)
@@ -52,7 +34,12 @@ def _reduction(call: FunctionCall, labels: Labels, units: Units) -> Reduction:
             return {key: lines(item) for key, item in tree.items()}
         return None
 
-    return Reduction(call.name, tuple(lines(call.args)), lines(call.kwargs), lines(call.result))
+    found: dict[FunctionKey, FunctionCall] = {}
+    for call in labels.tape.functions:
+        if call.key in flagged and call.key not in found:
+            args, kwargs, result = (lines(tree) for tree in (call.args, call.kwargs, call.result))
+            found[call.key] = FunctionCall(call.key, call.name, tuple(args), kwargs, result)
+    return found
 
 
 def _lines(ref: Ref, labels: Labels, units: Units) -> Lines:
@@ -68,7 +55,7 @@ def _lines(ref: Ref, labels: Labels, units: Units) -> Lines:
 class ExactReductions(ModuleFunctions):
     """Within it, functions over channels see only the kept ones."""
 
-    def __init__(self, model: nn.Module, reductions: Mapping[FunctionKey, Reduction], kept: Tensor) -> None:
+    def __init__(self, model: nn.Module, reductions: Mapping[FunctionKey, FunctionCall], kept: Tensor) -> None:
         super().__init__(model)
         self._reductions, self._kept = reductions, kept
 
@@ -96,7 +83,7 @@ class ExactReductions(ModuleFunctions):
             return type(item)(self._gather(part, line) for part, line in zip(item, lines, strict=True))
         return item
 
-    def _rescaled(self, args: Any, kwargs: dict[str, Any], reduction: Reduction) -> list[Any]:
+    def _rescaled(self, args: Any, kwargs: dict[str, Any], reduction: FunctionCall) -> list[Any]:
         """Arguments of ``nn.MultiheadAttention`` with queries as long as the smaller head's division by √size wants."""
         width, heads, weight, bias = args[3:7]
         lines = reduction.args[5] if weight is not None else reduction.kwargs.get("q_proj_weight")

@@ -1,4 +1,4 @@
-"""The end of a run: the last surgery, what helps before training, every check, and the result."""
+"""The end of a run: the last surgery, a latency that is measured, what helps before training, checks, the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ifso.surgery.recipe import Round, remember
 from ifso.surgery.store import WEIGHTS, read_recipe
 
 MOST_CALIBRATIONS, TIMES = 3, 3
-"""How often a run goes on, and how often the smaller network is timed each time."""
+"""How often a run goes on for its latency budget, and how often the smaller network is timed each time."""
 
 MOST_SHOWN = 4
 """Costs that were counted otherwise, in the detail of a check."""

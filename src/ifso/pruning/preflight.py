@@ -44,7 +44,7 @@ AS_GOOD_AS_GUESSING = 0.95
 """A trained classifier has a smaller cross entropy than this share of that of a guess."""
 
 PAIRS, RUNS = 7, 5
-"""How often two networks are timed in turn, and with how many passes each time."""
+"""How often two networks are timed in turn for a latency budget, and with how many passes each time."""
 
 BEFORE_REFUSAL = 21
 """How often, if a budget seems out of reach: on a busy machine the first times may be wrong."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from ifso.graph.channel_ids import CONSUMES, PRODUCES, Labels, Layer
 from ifso.graph.rules import hold, rule
@@ -45,41 +46,30 @@ def grouped_matmul(call: Call, labels: Labels) -> None:
 def linear(call: Call, labels: Labels) -> None:
     """x [… , k] with weight [n, k]."""
     x, weight = call.args[:2]
-    bias = call.argument(2, "bias")
     ndim = len(labels.shape(x))
-    a = list(labels[x])
     b = [replace(layer, ids=layer.ids.t().reshape(*[1] * (ndim - 2), *layer.ids.t().shape)) for layer in labels[weight]]
-    shape = (*labels.shape(x)[:-1], labels.shape(x)[-1], labels.shape(weight)[0])
-    _finish(call, labels, contract(labels, a, b, shape, (labels.why(x), labels.why(weight))), bias, a, b, shape, x)
+    _multiply(call, labels, (x, weight), b, labels.shape(weight)[0], call.argument(2, "bias"), heads=False)
 
 
 def _product(call: Call, labels: Labels, a: Ref, b: Ref, bias: Ref | None) -> None:
-    a_shape, b_shape = labels.shape(a), labels.shape(b)
-    shape = (*a_shape, b_shape[-1])
-    labels.adopt(a, [replace(x, ids=x.ids.transpose(-1, -2)) for x in labels[b] if x.varies(len(b_shape) - 2)])
-    layers_a, layers_b = list(labels[a]), list(labels[b])
-    out = contract(labels, layers_a, layers_b, shape, (labels.why(a), labels.why(b)), call)
-    _finish(call, labels, out, bias, layers_a, layers_b, shape, a)
+    rows = len(labels.shape(b)) - 2
+    labels.adopt(a, [replace(x, ids=x.ids.transpose(-1, -2)) for x in labels[b] if x.varies(rows)])
+    _multiply(call, labels, (a, b), list(labels[b]), labels.shape(b)[-1], bias, heads=True)
 
 
-def _finish(
-    call: Call,
-    labels: Labels,
-    out: list[Layer],
-    bias: Ref | None,
-    a: list[Layer],
-    b: list[Layer],
-    shape: tuple[int, ...],
-    x: Ref,
+def _multiply(
+    call: Call, labels: Labels, factors: tuple[Ref, Ref], b: list[Layer], width: int, bias: Any, *, heads: bool
 ) -> None:
-    result = call.result
-    if bias is not None and isinstance(bias, Ref):
+    """The product of x […, m, k] with layers ``b`` […, k, n], n being ``width``; batch axes may be ``heads``."""
+    x, other = factors
+    a, result, shape = list(labels[x]), call.result, (*labels.shape(x), width)
+    out = contract(labels, a, b, shape, (labels.why(x), labels.why(other)), call if heads else None)
+    if isinstance(bias, Ref):
         out = labels.merge([*out, *labels.aligned(bias, len(labels.shape(result)))])
     labels.set(result, out, like=x)
     kind = "linear" if any(labels.axis_of(layer.ids) is not None for layer in b if layer.dims) else "matmul"
     expanded = [layer.ids.unsqueeze(-1) for layer in a] + [layer.ids.unsqueeze(-3) for layer in b]
-    true_shape = (*labels.tape.shape(x), shape[-1])
-    labels.cost(kind, call, true_shape, expanded)
+    labels.cost(kind, call, (*labels.tape.shape(x), width), expanded)
     labels.cost("activation", call, labels.tape.shape(result), [layer.ids for layer in labels[result]])
 
 
