@@ -391,7 +391,6 @@ class TestImages:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
         Image.new("1", (13000, 13000)).save(tmp_path / "x.png")
         files = ImageFiles(tmp_path, [b"x.png"], torch.zeros(1))
-        assert files.size(0) == (13000, 13000)
         with pytest.raises(DataError, match="it has 169000000 pixels, and 134217728 are the most"):
             files.read(0)
 

@@ -45,6 +45,7 @@ Entry = Mapping[str, Any]
 class Instances:
     """What a file says: names of the image files, their boxes, and the ids of the boxes without area left out."""
 
+    path: Path
     names: tuple[str, ...]
     annotations: Annotations
     dropped: tuple[int, ...]
@@ -145,6 +146,7 @@ def read_instances(
     kept = (~degenerate).nonzero()[:, 0]
     kept = kept[owners[kept].argsort(stable=True)]
     return Instances(
+        path,
         tuple(image["file_name"] for image in images.values()),
         Annotations(
             image_ids=image_ids,
