@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -169,6 +170,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Those of tensors that hold something: fake ones have no bytes."""
     for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and not leaf._is_zerotensor():
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and not leaf._is_zerotensor():
             yield leaf.untyped_storage()
