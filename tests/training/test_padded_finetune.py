@@ -14,10 +14,11 @@ from ifso.cli.main import main
 from ifso.cli.progress import PlainTrainingProgress
 from ifso.common.module_state import named_tensors
 from ifso.data import open_data
-from ifso.errors import RecipeError
+from ifso.errors import RecipeError, RunError
 from ifso.models import create_model
 from ifso.surgery.recipe import recipe_of
 from ifso.tasks.classification import cross_entropy
+from ifso.training.checkpoint import FILE
 from ifso.training.padded_finetune import Padding, padded_
 from ifso.training.runs import SilentTraining, Training, train_side_by_side
 from ifso.training.settings import TrainSettings
@@ -250,6 +251,18 @@ class TestInAFolder:
         whole, cut, narrowed = (ifso.load(tmp_path / name, network(normed)) for name in ("whole", "cut", "narrowed"))
         assert differences(whole, cut) == 0
         assert differences(whole, narrowed) < 1e-3
+
+    def test_a_damaged_checkpoint_fails_its_own_training_only(self, data, tmp_path, monkeypatch):
+        monkeypatch.setattr("ifso.training.runs.SAVE_EVERY", 0.0)
+        for name in ("one", "two"):
+            with pytest.raises(KeyboardInterrupt):
+                train_side_by_side([self.training(tmp_path / name, data)], Notes(1.5))
+        (tmp_path / "one" / FILE).write_bytes(b"damaged")
+        again = [self.training(tmp_path / name, data) for name in ("one", "two")]
+        failed, done = train_side_by_side(again, SilentTraining(), resume=True)
+        assert isinstance(failed, RunError)
+        assert "to train from the beginning, delete the file" in str(failed)
+        assert done["epochs"] == 2
 
     def test_where_it_is_not_the_same_that_is_said(self, data, tmp_path):
         notes, build = Notes(), lambda: activated(nn.Sigmoid())

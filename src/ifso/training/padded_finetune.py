@@ -132,10 +132,11 @@ def padded_(original: nn.Module, pruned: nn.Module, data: Data, *, multiple: int
             raise RecipeError(f"units of {group.name} were removed, which are flagged {', '.join(group.flags)}")
     try:
         inputs = data.example_inputs()
-        padding, whole = Padding(original, recipe, inputs), copy.deepcopy(original)
-        narrowed = None if multiple is None else narrow_(original, recipe, inputs, multiple)
-        if narrowed is not None:
-            padding = padding.within(Padding(whole, narrowed, inputs))
+        padding = Padding(original, recipe, inputs)
+        if multiple is not None:
+            whole = copy.deepcopy(original)
+            narrowed = narrow_(original, recipe, inputs, multiple)
+            padding = padding if narrowed is None else padding.within(Padding(whole, narrowed, inputs))
         padding.pad_(original, pruned)
         with tensor_cores("float32"):
             _try(padding, original, pruned, data.loss_fn, data.first_batch())

@@ -236,7 +236,10 @@ class RunningTraining(Trainer):
 
     def _multiple(self, wide: nn.Module) -> int | None:
         """What widths are multiples of; None where a training goes on that was begun in the shape of ``wide``."""
-        stored = load_checkpoint(self._training.folder, "cpu")
+        try:
+            stored = load_checkpoint(self._training.folder, "cpu")
+        except RunError:  # it is told when this training begins, and the others go on
+            return MULTIPLE
         begun = None if stored is None else stored[1]["model"]["fingerprint"]
         return None if begun == describe_model(wide)["fingerprint"] else MULTIPLE
 
