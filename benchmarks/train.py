@@ -30,7 +30,7 @@ from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.steps import PlainSteps, Steps
 from ifso.training.trainer import Trainer, fit_side_by_side, seeded_rng
-from ifso.training.triton_conv import available, narrow_layers
+from ifso.training.triton_layers import available, triton_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -188,7 +188,7 @@ class Workbench:
         called = torch.compile(model) if setup.compile else model
 
         def gradient() -> None:
-            narrow = narrow_layers(setup.precision, self.device) if way.narrow else nullcontext()
+            narrow = triton_layers(setup.precision, self.device) if way.narrow else nullcontext()
             with tensor_cores(setup.precision), autocast(setup.precision, self.device), narrow:
                 loss = cross_entropy(called, batch)  # type: ignore[arg-type]
             torch.autograd.grad(loss, parameters)

@@ -11,7 +11,7 @@ from benchmarks.train import EPOCHS, STEPS_OF_AN_EPOCH, Setup, Way, Workbench, w
 
 from ifso.errors import DataError
 from ifso.training.steps import PlainSteps
-from ifso.training.triton_conv import available
+from ifso.training.triton_layers import available
 
 torch.set_num_threads(1)
 

@@ -266,7 +266,7 @@ def test_a_step_that_draws_on_the_cpu_runs_uncaptured_and_says_so():
 
 
 @gpu
-def test_bfloat16_steps_with_narrow_layers_learn_like_full_ones():
+def test_bfloat16_steps_with_triton_layers_learn_like_full_ones():
     data = open_data("digits", device="cuda")
     losses = {}
     for precision in ("float32", "bf16", "fp16"):

@@ -30,7 +30,7 @@ from ifso.errors import IfsoError, TrainingError
 from ifso.tasks.classification import check_same_classes, logits_in, mixed_cross_entropy
 from ifso.tasks.detection import detection_losses
 from ifso.training.precision import autocast
-from ifso.training.triton_conv import narrow_layers
+from ifso.training.triton_layers import triton_layers
 
 
 def distillation(
@@ -268,7 +268,7 @@ class TeacherCache:
         images, augmentation, parts = batches.images, batches.augmentation, []
         moves = torch.zeros(1, 3, dtype=torch.int64) if augmentation is None else _all_moves(augmentation)
         device = images.pixels.device
-        with eval_mode(teacher), autocast(precision, device), narrow_layers(precision, device):
+        with eval_mode(teacher), autocast(precision, device), triton_layers(precision, device):
             for first in range(0, len(images), CHUNK):
                 rows = torch.arange(first, min(first + CHUNK, len(images)), device=device)
                 parts.append(torch.stack([_teacher_logits(teacher, batches, rows, move) for move in moves], 1))

@@ -29,7 +29,7 @@ from ifso.training.optimizers import no_parameters_error
 from ifso.training.precision import autocast, tensor_cores
 from ifso.training.settings import TrainSettings
 from ifso.training.trainer import Measures
-from ifso.training.triton_conv import narrow_layers
+from ifso.training.triton_layers import triton_layers
 
 FIVE = 5
 
@@ -184,7 +184,7 @@ class Evaluator:
 
     def _sums(self, model: nn.Module) -> Tensor:
         device = next(model.parameters()).device
-        with tensor_cores(self._precision), autocast(self._precision, device), narrow_layers(self._precision, device):
+        with tensor_cores(self._precision), autocast(self._precision, device), triton_layers(self._precision, device):
             return torch.stack(
                 [accuracy_sums(logits_in(model(images)), labels) for images, labels in self._batches]
             ).sum(0)

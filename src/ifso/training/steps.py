@@ -23,13 +23,13 @@ from ifso.training.objective import NamedLosses
 from ifso.training.optimizers import Ema, momenta, optimizer_of, rate, rates, set_rate_
 from ifso.training.precision import autocast, scaler, tensor_cores
 from ifso.training.settings import TrainSettings
-from ifso.training.triton_conv import narrow_layers
+from ifso.training.triton_layers import triton_layers
 
 
 class TrainStep:
     """A step of training: ``train_step(batch)``, with all that it needs and changes.
 
-    With ``narrow``, narrow layers have kernels of their own where they can be had (:mod:`ifso.training.triton_conv`),
+    With ``narrow``, layers have kernels of ours where they can be had (:mod:`ifso.training.triton_layers`),
     unless batches are lists of images, whose sizes may differ. Under ``torch.distributed`` gradients are averaged over
     the processes, and statistics of norms are the first one's.
     """
@@ -77,7 +77,7 @@ class TrainStep:
             unsynced = is_distributed() and number < parts - 1
             with (
                 autocast(precision, self.device),
-                narrow_layers(precision, self.device) if self.narrow and not is_listed(part) else nullcontext(),
+                triton_layers(precision, self.device) if self.narrow and not is_listed(part) else nullcontext(),
                 net.no_sync() if unsynced else nullcontext(),  # type: ignore[operator]
             ):
                 loss = checked(self._loss_fn(net, part)) / parts

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ifso.training.precision import autocast
-from ifso.training.triton_conv import NarrowConvolutions, _Norm, _suits, available, narrow_layers
+from ifso.training.triton_layers import TritonLayers, _Norm, _suits, available, triton_layers
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -52,7 +52,7 @@ import json, sys
 import torch
 import torch.nn.functional as F
 from ifso.training.kernels import convolution, input_gradient
-from ifso.training.triton_conv import _BatchNorm, _Convolution
+from ifso.training.triton_layers import _BatchNorm, _Convolution
 
 torch.set_num_threads(1)
 
@@ -233,7 +233,7 @@ def test_on_a_cpu_everything_is_left_alone(precision):
     for layer in layers().values():
         x, found = torch.randn(2, 8, 9, 9), []
         for within in (False, True):
-            with autocast(precision, "cpu"), NarrowConvolutions() if within else autocast(precision, "cpu"):
+            with autocast(precision, "cpu"), TritonLayers() if within else autocast(precision, "cpu"):
                 y = layer(x)
             (gradient,) = torch.autograd.grad(y.float().square().sum(), layer.weight)
             assert type(y.grad_fn).__name__ != "_ConvolutionBackward"
@@ -246,8 +246,8 @@ def test_where_they_can_be_had():
     for precision, device, fits in (
         ("bf16", "cuda", available()), ("bf16", "cpu", False), ("fp16", "cuda", False), ("float32", "cuda", False)
     ):  # fmt: skip
-        found = narrow_layers(precision, torch.device(device))
-        assert isinstance(found, NarrowConvolutions) is fits, (precision, device)
+        found = triton_layers(precision, torch.device(device))
+        assert isinstance(found, TritonLayers) is fits, (precision, device)
 
 
 # ----------------------------------------------------------------------------------------------------- on a GPU
@@ -273,7 +273,7 @@ def test_in_bfloat16_they_are_as_good_as_the_plain_layers(case, bias):
     wanted = [y, *torch.autograd.grad(y, exact, dy.double())]
     errors = []
     for narrow in (True, False):
-        with autocast("bf16", "cuda"), NarrowConvolutions() if narrow else autocast("bf16", "cuda"):
+        with autocast("bf16", "cuda"), TritonLayers() if narrow else autocast("bf16", "cuda"):
             y = layer(x)
         assert y.dtype == torch.bfloat16
         if not bias:
@@ -298,7 +298,7 @@ def test_batch_norms_in_bfloat16_are_as_good_as_torchs(case):
     y = F.batch_norm(exact[0], None, None, *exact[1:], training=True)
     wanted, errors = [y, *torch.autograd.grad(y, exact, dy.double())], []
     for norm, ours in zip(norms, (True, False), strict=True):
-        with autocast("bf16", "cuda"), NarrowConvolutions() if ours else autocast("bf16", "cuda"):
+        with autocast("bf16", "cuda"), TritonLayers() if ours else autocast("bf16", "cuda"):
             y = norm(x)
         assert (type(y.grad_fn).__name__ == "_BatchNormBackward") is ours
         assert y.dtype == torch.bfloat16
@@ -320,7 +320,7 @@ def test_on_a_gpu_other_layers_are_left_alone():
         layer.cuda()
         for precision, taken in (("bf16", name in {"square", "mirrored"}), ("fp16", False), ("float32", False)):
             names = []
-            with autocast(precision, "cuda"), NarrowConvolutions():
+            with autocast(precision, "cuda"), TritonLayers():
                 node = layer(x).grad_fn
             while node is not None:
                 names.append(type(node).__name__)

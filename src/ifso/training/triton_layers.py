@@ -1,4 +1,4 @@
-"""Convolutions of few channels, as CIFAR networks and pruned ones have them, and batch norms, by kernels of ours."""
+"""Layers that take kernels of ours in training: convolutions of few channels, and batch norms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def narrow_layers(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """:class:`NarrowConvolutions` where they can be had: in bfloat16, on the current GPU, with Triton."""
+def triton_layers(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """:class:`TritonLayers` where they can be had: in bfloat16, on the current GPU, with Triton."""
     fits = precision == "bf16" and captures_go_to(device) and available()
-    return NarrowConvolutions() if fits else nullcontext()
+    return TritonLayers() if fits else nullcontext()
 
 
-class NarrowConvolutions(TorchFunctionMode):
+class TritonLayers(TorchFunctionMode):
     """Within it, narrow convolutions and batch norms in training take our kernels, under bfloat16 autocast on a GPU.
 
     The result of every layer is the same; gradients of weights are summed in another order, and stay in float32.
